@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from longspan.cli.flags import parse_train
+from longspan.cli.train_flags import parse_train
 from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import DataConfig, ModelConfig, RunConfig
 from longspan.errors import ConfigError

@@ -3,7 +3,9 @@
 import difflib
 import math
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+LogLine = Callable[[str], None]  # takes a line of output
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -121,7 +123,7 @@ _SHORT.maxother = _SHORT.maxstring = 80
 
 
 def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """Write the nearest of the known `names`, or all where none is near; a `prefix` of all names is not compared."""
+    """Return the nearest of the known `names`, or all where none is near; a `prefix` of all names is not compared."""
     names = tuple(names)
     bare = [known_name.removeprefix(prefix) for known_name in names]
     matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)

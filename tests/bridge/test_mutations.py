@@ -48,7 +48,7 @@ MUTATIONS = [
     ("bridge.row_exchange", "pool[-1:].zero_()", "pool[-1:].fill_(1)"),
     (
         "bridge.row_exchange",
-        "result.index_copy_(0, moves.summed_rows,",
+        "rows.index_copy_(0, moves.summed_rows,",
         "result.index_copy_(0, moves.summed_rows.flip(0),",
     ),
 ]

@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 import longspan
 from longspan import Layout, World
-from longspan.hf import steps, with_longspan
+from longspan.hf import ahead, steps, with_longspan
 from longspan.hf.ahead import AheadBatch, BatchesAhead, ComingStep, OffsetValues, read_step_documents
 from longspan.hf.batch_entries import document_entries, write_counts
 from longspan.hf.steps import CollectedTokens, documents_digest
@@ -190,7 +190,7 @@ def sft(folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[
 
             patch.setattr(owner, name, noted)
 
-        note(steps, "read_documents_of_batch", "rows")
+        note(ahead, "read_documents_of_batch", "rows")
         note(steps.StepsPart, "_plan_documents", "plans")
         trainer = make(SFTTrainer, folder, accumulate, callbacks=[reads])
         note(trainer, "data_collator", "collated")

@@ -37,6 +37,7 @@ class Bridge(RowExchange):
     """
 
     def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
+        """Plan the exchange among all ranks of the world; see the class."""
         everyone = world.channels.everyone
         slots = [[everyone.ranks.index(rank) for rank in ranks] for ranks in world.home.tp_groups()]
         super().__init__(_planned_exchange(have, need), everyone, gradient=gradient, slots=slots)

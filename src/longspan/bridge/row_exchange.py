@@ -47,10 +47,10 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     places = np.where(moves.places < 0, zeros, moves.places)
     rows = (moves.leaves, moves.stays, places, moves.summed_rows)
     arrays = [*rows, *chain.from_iterable([*moves.folds, *moves.further_addends])]
-    leaves, stays, places, summed_rows, *others = to_device(np.concatenate(arrays), device).split(
+    leaves, stays, places, summed_rows, *pair_indices = to_device(np.concatenate(arrays), device).split(
         [len(array) for array in arrays]
     )
-    pairs = tuple(zip(others[::2], others[1::2], strict=True))  # source and target of each
+    pairs = tuple(zip(pair_indices[::2], pair_indices[1::2], strict=True))  # source and target of each
     return DeviceMoves(
         *(moves.sends, moves.receives, leaves, stays, places, summed_rows),
         folds=pairs[: len(moves.folds)],
@@ -81,13 +81,13 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
     torch.ops.aten.index.Tensor_out(x, [moves.stays], out=pool[arriving:-1])
     pool[-1:].zero_()
     handle.wait()
-    result = pool[moves.places]
+    rows = pool[moves.places]
     if moves.further_addends:
-        total = widen_half_precision(result[moves.summed_rows])
+        total = widen_half_precision(rows[moves.summed_rows])
         for source, target in moves.further_addends:
             total.index_add_(0, target, widen_half_precision(pool[source]))
-        result.index_copy_(0, moves.summed_rows, total.to(result.dtype))
-    return result.to(dtype)
+        rows.index_copy_(0, moves.summed_rows, total.to(rows.dtype))
+    return rows.to(dtype)
 
 
 RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
@@ -120,6 +120,7 @@ class RowExchange:
         gradient: RowGradient = "partial",
         slots: Sequence[Sequence[int]] = (),
     ) -> None:
+        """Plan both ways for this member, on the host. `slots` are lists of members, for partial_over_slots alone."""
         if gradient not in get_args(RowGradient):
             raise CommError(f"gradient {gradient!r} is not known; use one of {', '.join(get_args(RowGradient))}")
         if exchange.have.degree != channel.degree:

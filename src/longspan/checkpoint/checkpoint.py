@@ -59,11 +59,12 @@ from longspan.checkpoint.storage import (
     read_metadata,
 )
 from longspan.comm import World, leave_together
-from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
 from longspan.model.adapters.adapter import entries_trained_with_adapter
 from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.replaced_parameters import refuse_other_parameters
+from longspan.plain_text import LogLine
 from longspan.train.optim.offload_states import OffloadedStates
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
@@ -217,9 +218,9 @@ def contents_to_save(
 ) -> tuple[dict[str, dict[str, Tensor]], OptimizerValues]:
     """Return tensors of the "model" and the "optimizer" by name, and what of the optimizer is no tensor.
 
-    Moments are left out if the optimizer has no state yet: torch would make some. Raises CheckpointError, on every
-    rank, with the name of what a checkpoint cannot hold: torch would write it without an error into a file that nothing
-    reads.
+    Moments are left out if the optimizer has no state yet: torch would make some, which are cleared. Raises
+    CheckpointError, on every rank, with the name of what a checkpoint cannot hold: torch would write it without an
+    error into a file that nothing reads.
     """
     refuse_other_parameters(model, optimizer)
     fresh = not optimizer.state
@@ -247,8 +248,8 @@ def contents_to_save(
 def make_entries_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped.
 
-    torch (2.11 to 2.15) makes moments by a step with zero gradients if an optimizer has no states, so they are cleared;
-    with gradients it would silently make and load none.
+    torch (2.11 to 2.15) makes moments by a step with zero gradients if an optimizer has no states, so its states are
+    cleared here; with gradients it would silently make and load none.
     """
     if optimizer is None:
         return {
@@ -309,11 +310,15 @@ def drop_absent_moments(
 
 
 def _names_under(prefix: str, metadata: Metadata) -> set[str]:
+    """Return the names of stored tensors that begin with a prefix, without it."""
     return {name.removeprefix(prefix) for name in metadata.state_dict_metadata if name.startswith(prefix)}
 
 
 def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
-    """torch passes over weights that the model lacks. `weights` are those of all ranks."""
+    """Raise CheckpointError unless a checkpoint has (`saved`) exactly the model's weights (`weights`, of all ranks).
+
+    torch passes over weights that the model lacks.
+    """
     if weights and not saved:
         raise CheckpointError(
             f"checkpoint {path} holds an optimizer without weights (save_checkpoint(…, weights=False)): read weights "

@@ -30,7 +30,6 @@ from longspan.checkpoint.files import (
 )
 from longspan.checkpoint.saved_adapter import make_saved_adapter, merge_weights_by_layer
 from longspan.checkpoint.storage import SafetensorsReader, first_failure_text, read_metadata
-from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
@@ -57,6 +56,7 @@ from longspan.model.weights.write import (
     replace_files,
     weight_unit,
 )
+from longspan.plain_text import LogLine
 
 
 def add_run_depths(
@@ -184,6 +184,9 @@ def check_export_folder(folder: Path, *, overwrite: bool) -> None:
 
 
 def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
+    """Read the configuration of a run's model, as stock transformers has it. Raises CheckpointError if it is
+    not there.
+    """
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(
             f"{run_dir} has no config.json, which describes its model: the run did not begin, or was begun before "
@@ -193,6 +196,9 @@ def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
 
 
 def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
+    """Return the checkpoint that is asked for, or the newest good one. Raises CheckpointError if its files are not
+    whole.
+    """
 
     def check_files(path: Path) -> None:
         check_file_hashes(path, check_file_sizes(path))
@@ -207,7 +213,10 @@ def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -
 
 
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Layers come in the order of the `empty` model. Raises ModelError for a weight that the model has not."""
+    """Yield the weights of a checkpoint by their stock names, those of a layer together.
+
+    Layers come in the order of the `empty` model. Raises ModelError for a weight that the model has not.
+    """
     metadata = read_metadata(checkpoint)
     entries = _stored_weights(metadata)
     # Weights of a vision-language model are stored under the names of its two modules.
@@ -227,6 +236,7 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[st
 def _read_tensors(
     checkpoint: Path, metadata: Metadata, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
+    """Read the whole of the `stored` weights, in one process. Raises CheckpointError for an unreadable file."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is one process
@@ -237,6 +247,7 @@ def _read_tensors(
 
 
 def _stored_weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return what a checkpoint stores of each weight of the model, by name."""
     return {
         name.removeprefix("model."): entry
         for name, entry in metadata.state_dict_metadata.items()

@@ -13,11 +13,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.offload_states import sharded_state
 
 PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
-
-
 SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
-
-
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -35,6 +31,7 @@ class StagedTensors:
     sources: list[Tensor]
 
     def finish(self) -> None:
+        """Take the copies that are left, and wait for those of the GPU; the sources are let go."""
         with torch.no_grad():
             for target, source in self.to_copy:
                 target.copy_(source)
@@ -61,9 +58,11 @@ class HostCopies:
 
     @property
     def bytes(self) -> int:
+        """The bytes of memory on the host that are held."""
         return self._arena.bytes
 
     def bytes_to_take(self, tensors: Tensors) -> int:
+        """Return the bytes that `take_memory` would take."""
         return sum(range_bytes(local.nbytes) for _, local in self._tensors_to_place(tensors))
 
     def take_memory(self, tensors: Tensors) -> None:
@@ -98,7 +97,8 @@ class HostCopies:
         # Addresses of what only an update writes. Buffers, which forward may write, are not among them.
         steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
         staged: dict[str, dict[str, Tensor]] = {group: {} for group in tensors}
-        on_host, on_gpu = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        on_host = list[tuple[Tensor, Tensor]]()
+        on_gpu = list[tuple[Tensor, Tensor]]()
         for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
             source = local_tensor(value.detach())
             changes = group == "model" and source.data_ptr() not in steady
@@ -122,10 +122,14 @@ class HostCopies:
         return StagedTensors(staged, on_host, copied, [source for _, source in on_gpu])
 
     def close(self) -> None:
+        """Give the memory back."""
         self._places.clear()
         self._arena.close()
 
     def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
+        """List the local tensors that have no memory of their shape here, as ("GROUP.NAME", tensor); empty
+        ones need none.
+        """
         items = ((f"{group}.{name}", value) for group, named in tensors.items() for name, value in named.items())
         local = ((name, local_tensor(value.detach())) for name, value in items)
         placed = {name: signature for name, (signature, *_) in self._places.items()}
@@ -133,4 +137,5 @@ class HostCopies:
 
 
 def _signature(x: Tensor) -> tuple[Any, ...]:
+    """Return what memory for a copy depends on."""
     return x.shape, x.dtype, x.stride()

@@ -15,8 +15,6 @@ from longspan.errors import CheckpointError
 
 # what names under "optimizer." begin with
 MOMENTS = "state."
-
-
 SETTINGS = "param_groups."
 
 
@@ -32,6 +30,7 @@ class OptimizerValues(NamedTuple):
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> "OptimizerValues":
+        """Return the numbers and settings among the entries of an optimizer that torch gives, by their names."""
         updated = names_with_moments(entries)
         return cls(
             {n: x for n, x in entries.items() if isinstance(x, int | float) and not n.startswith(SETTINGS)},
@@ -40,7 +39,7 @@ class OptimizerValues(NamedTuple):
 
 
 def read_optimizer_values(path: Path) -> OptimizerValues:
-    """Raises CheckpointError if they are missing or damaged."""
+    """Read `optimizer.json` of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     values = read_checkpoint_json(path / OPTIMIZER)
     try:
         numbers = values["numbers"]
@@ -54,7 +53,10 @@ def read_optimizer_values(path: Path) -> OptimizerValues:
 
 
 def names_with_moments(names: Iterable[str]) -> set[str]:
-    """Return the names of moments cut at each dot: nothing marks where a parameter's name ends."""
+    """Return a set in which every parameter with moments is, from names "state.PARAMETER.MOMENT".
+
+    It has the names cut at each dot, as nothing marks where a parameter's name ends.
+    """
     moments = (name.removeprefix(MOMENTS).split(".") for name in names if name.startswith(MOMENTS))
     return {".".join(parts[:count]) for parts in moments for count in range(1, len(parts))}
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError
 from longspan.model.adapted_modules import belongs_to_adapter
@@ -29,6 +28,7 @@ from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.write import (
     weight_unit,
 )
+from longspan.plain_text import LogLine
 from longspan.train.run_model.depths import add_configured_depths, find_depth_weights
 from longspan.train.run_model.load import add_configured_adapter, load_run_model
 
@@ -127,7 +127,7 @@ def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> No
     """Raise CheckpointError for weights, of a base model or its depths, that another device would draw differently."""
     name = run.model.preset_name
     drawn_depths = run.mtp.num_layers and not run.mtp.train_whole and find_depth_weights(run, configuration) is None
-    # Nothing was drawn, or a tiny preset was (without `embedding_rows`): its weights are drawn on the CPU on every machine.
+    # Nothing was drawn, or a tiny preset (no `embedding_rows`): its weights are drawn on the CPU on every machine.
     if (not run.model.path or drawn_depths) and not (name and not PRESETS[name].embedding_rows):
         raise CheckpointError(
             f"{run.run.dir}: {'depths have' if run.model.path else 'the base model has'} random weights, of which each "
@@ -136,6 +136,7 @@ def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> No
 
 
 def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
+    """Raise CheckpointError for an adapter of an embedding that is also the head: the sum would change both."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = [
         name for name, module in model.named_modules() if module in embeddings and f"{name}.weight" in saved.weights

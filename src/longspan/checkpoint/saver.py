@@ -7,7 +7,7 @@ uses: a collective of theirs on the group of the steps' agreements would meet an
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -40,10 +40,10 @@ from longspan.checkpoint.host_copies import HostCopies, StagedTensors
 from longspan.checkpoint.optimizer_values import OptimizerValues
 from longspan.checkpoint.storage import SafetensorsWriter, first_failure_text
 from longspan.comm import World, on_all_ranks
-from longspan.comm.all_ranks import LogLine, is_first_rank
+from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host import free_host_bytes
-from longspan.plain_text import bytes_text, excerpt
+from longspan.plain_text import LogLine, bytes_text, excerpt
 
 
 @dataclass(eq=False)
@@ -68,10 +68,11 @@ class RunningSave:
 
     @property
     def failure_text(self) -> str:
+        """What went wrong on this rank; "" if nothing did."""
         if self.failure is None:
             return ""
-        known = isinstance(self.failure, (CheckpointException, LongspanError))
-        return first_failure_text(self.failure) if known else f"{type(self.failure).__name__}: {self.failure}"
+        has_text = isinstance(self.failure, (CheckpointException, LongspanError))
+        return first_failure_text(self.failure) if has_text else f"{type(self.failure).__name__}: {self.failure}"
 
     def run(self, group: ProcessGroup, planner: DefaultSavePlanner, *, best: Callable[[], int]) -> None:
         """Copy, write and publish the checkpoint, and remove older ones, in the threads of all ranks of a group.
@@ -97,7 +98,10 @@ class RunningSave:
     def _write_on_all_ranks(
         self, folder: Path, collectives: _DistWrapper, group: ProcessGroup, planner: DefaultSavePlanner
     ) -> None:
-        """A failure of any rank in a step is raised on all, so that nothing is published that is not whole."""
+        """Take the copies, write this rank's file, and publish the checkpoint on the first rank; `phase` follows.
+
+        A failure of any rank in a step is raised on all, so that nothing is published that is not whole.
+        """
 
         def finish_copies() -> None:
             self.staging.finish()
@@ -295,17 +299,23 @@ class CheckpointSaver:
             self._log(
                 "the next checkpoints are written while training waits: the threads of this one have not ended"
             )
-        if failures:  # an error of the first rank, which publishes, stands without a number
-            reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
-        else:
-            ranks_in: dict[str, list[int]] = {}
-            for rank, (phase, _, _) in zip(self._world.home.ranks, reports, strict=True):
-                ranks_in.setdefault(phase, []).append(rank)
-            # Likely causes come first: ranks still writing, then phases of few ranks.
-            items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
-            phases = "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
-            reason = f"it has not ended in {self.timeout:g} s: {phases}; check the storage"
+        # an error of the first rank, which publishes, stands without a number
+        first_rank = f" (on rank {self._world.home.ranks[0]})"
+        phases = [phase for phase, _, _ in reports]
+        reason = failures[0].removesuffix(first_rank) if failures else self._over_limit_text(phases)
         raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
+
+    def _over_limit_text(self, phases: Sequence[str]) -> str:
+        """Say that a save is over its limit, and which ranks are in which of the `phases` (one a rank).
+
+        Likely causes come first: ranks that are still writing, then phases of few ranks.
+        """
+        ranks_in: dict[str, list[int]] = {}
+        for rank, phase in zip(self._world.home.ranks, phases, strict=True):
+            ranks_in.setdefault(phase, []).append(rank)
+        items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
+        phases_text = "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
+        return f"it has not ended in {self.timeout:g} s: {phases_text}; check the storage"
 
     def wait(self) -> None:
         """Return when the save in progress is published. Raises CheckpointError, on every rank, if any could not write.
@@ -325,13 +335,13 @@ class CheckpointSaver:
         self.raise_failure()
         save.shown += time.monotonic() - started
         self._running = None
-        self._take_figures(save)
+        self._note_figures(save)
 
     def take_figures(self) -> SaveFigures | None:
         """Return what the last save took, once, after it is published; None before and after."""
         save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
-            self._take_figures(save)
+            self._note_figures(save)
         figures = self.figures
         self.figures = None
         return figures
@@ -361,7 +371,12 @@ class CheckpointSaver:
         self._stage.close()
 
     def _hosts_have_room(self, size: int) -> bool:
-        """`size` bytes are for this rank. Without room training waits for this and all later saves."""
+        """Return whether every host has room for its ranks' copies, of which `size` bytes are this rank's; all ranks
+        agree.
+
+        Without room training waits for this and all later saves (`_background` is off).
+
+        """
         reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
         for host in dict.fromkeys(name for name, _, _ in reports):
             total = sum(needed for name, needed, _ in reports if name == host)
@@ -376,6 +391,7 @@ class CheckpointSaver:
         return True
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
+        """Run `work` in a thread that does not keep the process alive, with this rank's GPU as its device."""
         device = self._world.device
 
         def run() -> None:
@@ -388,9 +404,11 @@ class CheckpointSaver:
         return thread
 
     def _is_over_time_limit(self, save: RunningSave) -> bool:
+        """Return whether a save that has not ended began more than `timeout` seconds ago."""
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
-    def _take_figures(self, save: RunningSave) -> None:
+    def _note_figures(self, save: RunningSave) -> None:
+        """Keep what a published save took as `figures`, once a save."""
         if not save.has_figures:
             save.has_figures = True
             self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)

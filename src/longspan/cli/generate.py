@@ -95,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
 def _generate_on_rank(
     rank: int, request: EvalRequest, flags: GenerateFlags, ranks: int, backend: str
 ) -> "Completions":
+    """Complete the prompts that flags name on one rank, with the weights of the request; torch is imported here."""
     outlive_output(None, ["stderr"])
     with block_signals():  # some of these imports catch every exception, and that of a signal with them
         from longspan.comm import World

@@ -76,6 +76,10 @@ tokenizer = AutoTokenizer.from_pretrained("{title}")
 
 
 def _card_figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:
+    """Yield figures of a run of `steps` steps up to this one, by name, as far as its files have them.
+
+    The first file that cannot be read, or lacks something, ends them.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
         trained = [row for row in rows if "loss" in row]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspan.cli.flags import check_flags_at_least, parse_train
+from longspan.cli.flags import check_flags_at_least
 from longspan.cli.processes import (
     choose_processes,
     compile_attention_ahead,
@@ -20,6 +20,7 @@ from longspan.cli.processes import (
     prints_results,
     run_on_ranks,
 )
+from longspan.cli.train_flags import parse_train
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
@@ -125,6 +126,7 @@ def train_rank(
 
 
 def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -> None:
+    """Write the page of a run, and print its result and where everything is; JSON is alone on standard output."""
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from longspan.comm.world import World
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
+from longspan.plain_text import LogLine as LogLine
 
 Result = TypeVar("Result")
 LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
@@ -91,9 +92,6 @@ def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:
     """Mark and return an error that every rank is about to raise at the same place."""
     error.on_all_ranks = True
     return error
-
-
-LogLine = Callable[[str], None]
 
 
 def is_first_rank(world: World) -> bool:

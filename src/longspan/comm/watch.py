@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 
 import torch
@@ -91,30 +93,33 @@ class Operation:
         return f"'{self.label}' of step {step} between ranks {excerpt(self.ranks)}"
 
 
+@dataclass(eq=False)
 class Watch:
     """What this rank is doing. `reports` is what ranks exchange when one fails, or None (a single process).
 
     `timeout` is the limit of each collective in seconds. `gpu`: a stuck collective raises nothing in the host.
     """
 
-    def __init__(
-        self, rank: int, ranks: Sequence[int], timeout: float, reports: FailureReports | None, *, gpu: bool = False
-    ) -> None:
-        self.rank: int = rank
-        self.ranks: tuple[int, ...] = tuple(ranks)
-        self.timeout: float = timeout
-        self.reports: FailureReports | None = reports
-        self.step = 0
-        self.current: Operation | None = None
-        self.last_failed: Operation | None = None  # the last that failed here, and got or gets a report
-        self.last_label = "nothing yet"
-        self.notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
-        self.open_watches: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
-        self.named_operation: Operation | None = None  # around collectives that others start
-        self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
-        # The last collective that was waited for, and how to ask whether the device is past it.
-        self.last_waited: tuple[Operation, Callable[[], bool]] | None = None
-        self._passed = torch.cuda.Event() if gpu else None  # recorded by `watch_stream`
+    rank: int
+    ranks: tuple[int, ...]
+    timeout: float
+    reports: FailureReports | None
+    gpu: bool = False
+    step: int = 0
+    current: Operation | None = None
+    last_failed: Operation | None = None  # the last that failed here, and got or gets a report
+    last_label: str = "nothing yet"
+    notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
+    open_watches: "Callable[[], Sequence[Watch]]" = lambda: ()  # of every world that is open on this rank
+    named_operation: Operation | None = None  # around collectives that others start
+    background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
+    # The last collective that was waited for, and how to ask whether the device is past it.
+    last_waited: tuple[Operation, Callable[[], bool]] | None = None
+
+    @cached_property
+    def _passed(self) -> torch.cuda.Event | None:
+        """What `watch_stream` records."""
+        return torch.cuda.Event() if self.gpu else None
 
     def enter_operation(self, label: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
         """Return a context for one collective with this label between these ranks; see `Operation`."""

@@ -81,9 +81,9 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     config = _set_partitions(config)
     if config.context.planner in ("", AUTO) and (planner := config.context.planner_of_degrees):
         config = config.with_keys("context", planner=planner)
-    if config.evaluation.planner_of_degrees == "dynamic" and config.evaluation.context_parallel_size == NOT_GIVEN:
+    if config.evaluation.context_parallel_size == NOT_GIVEN and config.evaluation.planner_of_degrees == "dynamic":
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
-    config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
+    config = _set_demo_defaults(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
     train = config.train
     if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
@@ -101,8 +101,11 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     return config.with_sets(sets)
 
 
-def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
-    """Documents on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part."""
+def _set_demo_defaults(config: RunConfig, ranks: int) -> RunConfig:
+    """Give the demo's values to the keys that are not given.
+
+    Documents are on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part.
+    """
     slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
     degree = 0 if config.context.planner == AUTO else math.gcd(2, slots)
     degrees = {"context": degree, "evaluation": math.gcd(4, slots)}
@@ -114,11 +117,12 @@ def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
+    """Return what of an encoder is trained where encoder.trainable is not given."""
     return "none" if config.lora.rank else "all"
 
 
 def encoder_is_given(config: RunConfig) -> bool:
-    """Whether [encoder] has keys: without, it has its defaults, or `encoder.trainable` as a run resolves it."""
+    """Return whether [encoder] has keys: without, it has its defaults, or `encoder.trainable` as a run resolves it."""
     return config.encoder not in (EncoderSection(), EncoderSection(trainable=encoder_default(config)))
 
 
@@ -131,7 +135,10 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _set_partitions(config: RunConfig) -> RunConfig:
-    """ "auto" for hybrids, whose type and partition are chosen together; elsewhere "auto" is zigzag."""
+    """Give a value to the partition, and of hybrids to the type, which is chosen together with it where it is "auto".
+
+    Elsewhere a partition "auto" is zigzag.
+    """
     if not is_hybrid(config.model):
         partition = "zigzag" if config.context.partition == AUTO else config.context.partition
         return config.with_keys("context", partition=partition)
@@ -149,6 +156,7 @@ def set_steps(config: RunConfig, steps: int) -> RunConfig:
 
 
 def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
+    """Give these values ("section.key") to the keys that are not given; later calls find them given."""
     for name, value in defaults.items():
         section, _, key = name.partition(".")
         values = getattr(config, section)

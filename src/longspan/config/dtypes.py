@@ -20,6 +20,7 @@ def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
 
 
 def compute_dtype_name(model: ModelConfig, device: str) -> str:
+    """Return the name of the dtype of a run's arithmetic, as `compute_dtype` does; no torch is imported."""
     if model.compute_dtype != AUTO:
         return model.compute_dtype
     return "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype

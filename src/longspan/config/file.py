@@ -37,7 +37,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
         section, _, name = key.partition(".")
         # no name: the tables [[evaluation.sets]]
         tables[section] = {**tables.get(section, {}), name: value} if name else value
-    config = _set_sections(config, tables, source="the overrides")
+    config = _with_sections(config, tables, source="the overrides")
     return resolve_defaults(config)
 
 
@@ -57,7 +57,7 @@ def read_file(path: str | Path) -> RunConfig:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     if path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "metrics.jsonl")):
         tables = upgraded_tables(tables)  # of a run that version 0.3 began
-    return _set_sections(RunConfig(), tables, source=str(path))
+    return _with_sections(RunConfig(), tables, source=str(path))
 
 
 def config_keys() -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def config_keys() -> tuple[str, ...]:
 
 
 def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
-    """Write the configuration as TOML; `load_config` of it gives an equal one back.
+    """Return the configuration as TOML; `load_config` of it gives an equal one back.
 
     Where a run has `chosen` another value for a key that is open, a comment behind the key has it.
     """
@@ -82,6 +82,7 @@ def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
 
 
 def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Return the title and the values of each section, and behind them of each table of an array."""
     values = config.tables()
     arrays = list[tuple[str, dict[str, Any]]]()
     for name in TABLES:
@@ -91,16 +92,21 @@ def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _toml_text(value: Any) -> str:
+    """Return a value of a key as TOML."""
     # JSON of strings, numbers, true and false, and lists of them is TOML too, except DEL, which JSON leaves bare.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _set_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
-    calls = (partial(_read_section, config, section, values, source=source) for section, values in tables.items())
+def _with_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
+    """Return a configuration with the keys of these tables, which errors say are in `source`."""
+    calls = (
+        partial(_section_with_values, config, section, values, source=source) for section, values in tables.items()
+    )
     return replace(config, **dict(zip(tables, _collect_values_or_errors(calls), strict=True)))
 
 
 def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
+    """Return what the calls return. Raises one ConfigError for those of all calls."""
     values = list[Value]()
     problems = list[str]()
     for call in calls:
@@ -113,8 +119,11 @@ def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Val
     return tuple(values)
 
 
-def _read_section(config: RunConfig, section: str, values: object, *, source: str) -> Any:
-    """A key that is written without its section, as a section, gets the key's full name as a hint."""
+def _section_with_values(config: RunConfig, section: str, values: object, *, source: str) -> Any:
+    """Return a section with the keys and tables of `values`. Raises ConfigError for all that are wrong.
+
+    A key that is written without its section, as a section, gets the key's full name as a hint.
+    """
     names = [field.name for field in fields(RunConfig)]
     if section == OLD_SETS:
         raise ConfigError(f"[[{OLD_SETS}]] in {source}: it is [[{SETS}]] now{_upgrade_advice(source)}")
@@ -131,17 +140,19 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
         values = {**values, "rename_columns": pairs}
     keys = {key: value for key, value in values.items() if f"{section}.{key}" not in TABLES}
     arrays = {key: value for key, value in values.items() if key not in keys}
-    calls = [partial(_set_keys, getattr(config, section), section, keys, source)]
+    calls = [partial(_with_keys, getattr(config, section), section, keys, source)]
     calls += [partial(_read_tables, value, f"{section}.{key}", source) for key, value in arrays.items()]
-    result, *tables = _collect_values_or_errors(calls)
-    return replace(result, **dict(zip(arrays, tables, strict=True)))
+    changed, *tables = _collect_values_or_errors(calls)
+    return replace(changed, **dict(zip(arrays, tables, strict=True)))
 
 
 def _upgrade_advice(source: str) -> str:
+    """Return the command that renames the keys of a file; "" for flags."""
     return f" (longspan upgrade {source})" if source.endswith(".toml") else ""
 
 
 def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
+    """Return the tables of an array ([[data.sources]], [[evaluation.sets]]) as their dataclass."""
     is_set = name == SETS
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         content = "name, path and other keys of the set" if is_set else "path and weight"
@@ -156,29 +167,35 @@ def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
     ]
     pairs = zip(labels, tables, strict=True)
     return _collect_values_or_errors(
-        partial(_set_keys, TABLES[name](), label, table, source) for label, table in pairs
+        partial(_with_keys, TABLES[name](), label, table, source) for label, table in pairs
     )
 
 
-def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
+def _with_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
+    """Return a section or table, which errors call `label`, with these values of keys. Raises ConfigError for wrong
+    ones.
+    """
     types = {key.name: key.kind for key in section_keys(type(section))}
 
-    def read(key: str) -> object:
-        if key in types:
-            return convert_value(f"{label}.{key}", values[key], types[key], source)
+    def refuse(key: str) -> object:
         name = f"{label}.{key}"
         if hint := renamed_hint(f"{OLD_SETS}.{key}" if isinstance(section, EvalConfig) else name, values[key]):
             raise ConfigError(f"{name} in {source}: {hint}{_upgrade_advice(source)}")
         raise ConfigError(f"unknown key {name} in {source}: {_unknown_key_hint(section, label, key, types)}")
 
-    changes = dict(zip(values, _collect_values_or_errors(partial(read, key) for key in values), strict=True))
-    return with_key_values(section, changes)
+    calls = [
+        partial(convert_value, f"{label}.{key}", value, types[key], source)
+        if key in types
+        else partial(refuse, key)
+        for key, value in values.items()
+    ]
+    return with_key_values(section, dict(zip(values, _collect_values_or_errors(calls), strict=True)))
 
 
 def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
-    """An unknown key may be one of another section."""
-    if own := key_of_other_name(key):
-        return own if own.startswith("leave ") else f"here it is {own}"
+    """Suggest what an unknown key may be: another library's name, a key of another section, or a sibling."""
+    if advice := key_of_other_name(key):
+        return advice if advice.startswith("leave ") else f"here it is {advice}"
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]

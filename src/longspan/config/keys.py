@@ -23,7 +23,9 @@ FIRST = ("name", "path")  # keys that begin a table
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The smallest value that a key may have, the largest, and one that it must be below; of a list, each entry."""
+    """The smallest value that a key may have, the largest (`most`), and one that it must be `below`; of lists each
+    entry.
+    """
 
     value: int
     most: float = math.inf
@@ -117,6 +119,7 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
 
 
 def _attribute(key: str) -> str:
+    """Return the field of a key: a word of Python has a "_" behind it (optimizer.class is `class_`)."""
     return f"{key}_" if iskeyword(key) else key
 
 
@@ -126,8 +129,9 @@ def key_value(section: Any, key: str) -> Any:
 
 
 def check_bound(name: str, value: Any, bound: AtLeast) -> None:
-    """Raise ConfigError for a number, or one of a list, outside the bound of the key `name`; the only word is
-    "auto"."""
+    """Raise ConfigError for a number, or one of a list, outside the bound of the key `name`; "auto" is the
+    only word.
+    """
     if name.endswith("max_document_tokens") and value == 1:
         raise ConfigError(f"{name} is 1; a document of one token predicts nothing: use 2 or more")
     if isinstance(value, str):
@@ -142,7 +146,7 @@ def check_bound(name: str, value: Any, bound: AtLeast) -> None:
 
 
 def with_key_values(section: AnySection, values: Mapping[str, Any]) -> AnySection:
-    """Set other values of keys in a section, as files name the keys."""
+    """Return a section with other values of keys, as files name the keys."""
     return replace(section, **{_attribute(key): value for key, value in values.items()})
 
 
@@ -160,11 +164,11 @@ def section_texts(kind: type[Any]) -> Mapping[str, str]:
     """Return the text of every key of a section or table: the string under it in the source, of the nearest class."""
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
-        texts |= class_texts(base)
+        texts |= own_texts(base)
     return texts
 
 
-def class_texts(kind: type) -> dict[str, str]:
+def own_texts(kind: type) -> dict[str, str]:
     """Read the texts under the keys that one class declares, without those of its bases, from its source file."""
     (section,) = (
         node

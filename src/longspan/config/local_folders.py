@@ -35,7 +35,8 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
         replace(source, path=find_data(source.path, f"data.sources[{number}].path"))
         for number, source in enumerate(data.sources)
     ]
-    path, source = find_model(model.path, "model.path", weights=weights), find_model(model.config, "model.config")
+    path = find_model(model.path, "model.path", weights=weights)
+    source = find_model(model.config, "model.config")
     tokenizer = find_model(data.tokenizer, "data.tokenizer")
     rows = find_data(data.path, "data.path")
     prompts = absolute_path(config.evaluation.prompts) if weights else config.evaluation.prompts

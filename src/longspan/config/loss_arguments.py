@@ -1,6 +1,5 @@
 """The arguments of `train.loss`: their names, defaults and bounds."""
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -26,18 +25,24 @@ LOSS_ARGUMENTS: Mapping[str, Mapping[str, float]] = {
 }
 
 
+_BOUNDS = {"beta": Above(0), "label_smoothing": AtLeast(0, below=0.5)}  # of others: at least 0
+
+
 def loss_arguments(train: TrainConfig) -> dict[str, float]:
-    """Return the arguments of train.loss. Raises ConfigError for names and values that it does not take."""
+    """Return all arguments of train.loss, those of `train.loss_arguments` and defaults.
+
+    Raises ConfigError for names and values that the loss does not take.
+    """
     defaults = LOSS_ARGUMENTS[train.loss]
-    given = read_arguments("train.loss_arguments", train.loss_arguments)
-    for name, value in given.items():
+    arguments = read_arguments("train.loss_arguments", train.loss_arguments)
+    for name, value in arguments.items():
         if name not in defaults:
             whose = f"train.loss {train.loss!r}" if train.loss else "a model with one score, without train.loss,"
             raise ConfigError(f"train.loss_arguments has {name}, and {whose} takes {', '.join(defaults)}")
-        bound = Above(0) if name == "beta" else AtLeast(0, below=0.5 if name == "label_smoothing" else math.inf)
+        bound = _BOUNDS.get(name, AtLeast(0))
         if isinstance(value, bool) or not isinstance(value, int | float) or not bound.allows(value):
             raise ConfigError(f"train.loss_arguments has {name}={value}; it must be a number {bound}")
-    return {**defaults, **given}
+    return {**defaults, **arguments}
 
 
 def loss_text(train: TrainConfig) -> str:

@@ -14,6 +14,9 @@ from longspan.plain_text import nearest_hint
 
 
 def convert_value(key: str, value: object, kind: Any, source: str) -> object:
+    """Return a value of TOML as the type of its key. Raises ConfigError, with the key and its `source`, if it does not
+    fit.
+    """
     value = choice_of_bool(value, kind)
     if value in ([], ()) and get_origin(kind) is tuple:
         return ()  # not by `_value_if_it_fits`: where a list is one of several types, an empty list fits none
@@ -47,15 +50,16 @@ def read_words(words: Sequence[str], kind: Any) -> object | None:
         if get_origin(option) is tuple:
             value = _value_if_it_fits([read_words([word], get_args(option)[0]) for word in words], option)
         else:
-            candidates = [x for word in words for x in _word_values(word, option)] if len(words) == 1 else []
+            candidates = _word_values(words[0], option) if len(words) == 1 else ()
             fitting = (_value_if_it_fits(candidate, option) for candidate in candidates)
-            value = next((x for x in fitting if x is not None), None)
+            value = next((candidate for candidate in fitting if candidate is not None), None)
         if value is not None:
             return value
     return None
 
 
 def _word_values(word: str, kind: Any) -> Iterator[object]:
+    """Yield what a word of a flag can be read as: a number, true or false (None for another), a choice, or the word."""
     for read in (int, float):
         with suppress(ValueError):
             yield read(word)
@@ -64,6 +68,7 @@ def _word_values(word: str, kind: Any) -> Iterator[object]:
 
 
 def _value_if_it_fits(value: object, option: Any) -> object | None:
+    """Return a value as one type that a key may have (an int becomes a float); None if it is of another."""
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:

@@ -17,12 +17,11 @@ from longspan.corpus.document_encoder import Encoded, FileChunk, Notes
 from longspan.corpus.encoding_processes import encode_batches
 from longspan.corpus.mismatched_answers import MismatchedAnswers
 from longspan.corpus.recipe import Recipe
-from longspan.corpus.sources.find_files import LogLine
 from longspan.data.array_files import GrowingArray, GrowingCodes
 from longspan.data.image_table import ImageWriter
 from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
-from longspan.plain_text import bytes_text
+from longspan.plain_text import LogLine, bytes_text
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
 _LONG_BYTES = 16 << 20
@@ -54,6 +53,7 @@ class _Writer:
     """Writes the files of a folder of documents from their beginnings to their ends."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
+        """Open the files that documents of this recipe need, without a value in them."""
         self._recipe = recipe
         self._folder = folder
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8", "hashes": "<i8"}
@@ -169,11 +169,12 @@ class _Progress:
         if time.monotonic() - self._last_log_time > _NEWS_SECONDS:
             self._last_log_time = time.monotonic()
             seconds = self._last_log_time - self._start_time
-            left = seconds * (self.ends[-1] - bytes_read) / max(bytes_read, 1)
-            left_text = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+            seconds_left = seconds * (self.ends[-1] - bytes_read) / max(bytes_read, 1)
+            left_text = f"{seconds_left:.0f} s" if seconds_left < 100 else f"{seconds_left / 60:.0f} min"
             self._log(f"{self.progress_text(writer, bytes_read)}, about {left_text} left")
 
     def progress_text(self, writer: _Writer, bytes_read: int) -> str:
+        """Say how many bytes of the sources are read, how many tokens they gave, and how fast."""
         seconds = max(time.monotonic() - self._start_time, 1e-3)
         return (
             f"tokenized {bytes_text(bytes_read)} of {bytes_text(self.ends[-1])}: "

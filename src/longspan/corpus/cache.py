@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longspan.corpus.sources.find_files import LogLine
 from longspan.errors import DataError
 from longspan.files import name_file_in_errors
+from longspan.plain_text import LogLine
 
 
 def cache_folder() -> Path:

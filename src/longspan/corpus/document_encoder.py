@@ -50,7 +50,8 @@ class Notes:
         self.left_out: Counter[str] = Counter[str]()
         self.unseen: Counter[str] = Counter[str]()
         self.unread: Counter[str] = Counter[str]()  # keys that nothing reads
-        self.bad, self.skipped = list[str](), list[str]()  # the first bad rows, and files that are not UTF-8
+        self.bad = list[str]()  # the first bad rows
+        self.skipped = list[str]()  # files that are not UTF-8
         self.ends = dict[str, int]()  # the special tokens with which answers end, and their ids
 
     def add_notes(self, other: "Notes") -> None:
@@ -129,7 +130,8 @@ class _BatchDocuments:
         self._ids = list[npt.NDArray[Any]]()
         self._codes = list[npt.NDArray[Any] | None]()
         self._facts = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, hash
-        self._images, self._numbers = list[PlacedImage](), list[float]()
+        self._images = list[PlacedImage]()
+        self._numbers = list[float]()
         self.notes = Notes()
 
     def add_documents(
@@ -141,7 +143,7 @@ class _BatchDocuments:
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
         samples = encoding.encode(rows)
         for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
-            self.notes.unread.update(encoding.list_unread(rows[number].values))
+            self.notes.unread.update(encoding.unread_columns(rows[number].values))
         for sample in samples:
             if isinstance(sample, BadRow):
                 self.add_bad_row(sample)
@@ -159,23 +161,11 @@ class _BatchDocuments:
         `place` is its row's file and position, `where` the row in words. Without codes (`encode_labels`) every token
         but the first is a target.
         """
-        ids = sample.ids
-        codes = None if sample.labels is None else encode_labels(ids, sample.labels)
-        largest_id = np.iinfo(self._encoder.dtype).max
-        if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
-            self.add_bad_row(
-                BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {largest_id}")
-            )
-            return
-        uncut = [(image.start, image.stop) for image in sample.images]
-        most_tokens = self._encoder.longest
-        if most_tokens and (largest_span := max((stop - start for start, stop in uncut), default=0)) > most_tokens:
-            reason = f"max_document_tokens is {most_tokens}, and an image is not cut; raise it, or set it to 0"
-            self.add_bad_row(BadRow(where, f"an image takes {largest_span} tokens: {reason}"))
-            return
-        if sample.stops and (reason := _unfit_lengths_text(np.diff(sample.stops, prepend=0).tolist(), most_tokens)):
+        if reason := self._unfit_sample_text(sample):
             self.add_bad_row(BadRow(where, reason))
             return
+        ids = sample.ids
+        codes = None if sample.labels is None else encode_labels(ids, sample.labels)
         ids_and_labels = ids if sample.labels is None else np.concatenate([ids, sample.labels])
         self.notes.largest = max(
             self.notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0]
@@ -185,7 +175,8 @@ class _BatchDocuments:
             pieces = [slice(start, stop) for start, stop in pairwise((0, *sample.stops))]
             self.notes.sizes.setdefault(len(sample.numbers), where)
         else:
-            pieces = cut_into_documents(len(ids), codes, most_tokens, self.notes.left_out, uncut)
+            uncut = [(image.start, image.stop) for image in sample.images]
+            pieces = cut_into_documents(len(ids), codes, self._encoder.longest, self.notes.left_out, uncut)
         # of token ids, and of what is known of images without reading their pixels
         images = [(image.grid, image.bytes) for image in sample.images]
         digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
@@ -205,6 +196,21 @@ class _BatchDocuments:
             self._ids.append(document_ids)
             self._codes.append(document_codes)
             self._facts.append((len(document_ids), targets, file, position, text_hash))
+
+    def _unfit_sample_text(self, sample: Sample) -> str:
+        """Say why a sample cannot become documents: by its ids, an image, or lengths that are not cut; "" if it can."""
+        ids = sample.ids
+        largest_id = np.iinfo(self._encoder.dtype).max
+        if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
+            return f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {largest_id}"
+        most_tokens = self._encoder.longest
+        largest_image = max((image.stop - image.start for image in sample.images), default=0)
+        if most_tokens and largest_image > most_tokens:
+            return (
+                f"an image takes {largest_image} tokens: max_document_tokens is {most_tokens}, and an image is not "
+                "cut; raise it, or set it to 0"
+            )
+        return _unfit_lengths_text(np.diff(sample.stops, prepend=0).tolist(), most_tokens) if sample.stops else ""
 
     def add_bad_row(self, row: BadRow) -> None:
         """Count a row that gives no document. Raises DataError for it unless bad rows are skipped, or it is

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk
 
 IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more only where one batch is larger
-
-
 Batch = Sequence[FileChunk]
 
 

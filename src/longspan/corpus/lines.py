@@ -155,7 +155,9 @@ def unseen_line(left_out: LeftOut, *, split_turns: bool) -> str | None:
     """
     unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
     parts = [plural(count, name) for name, count in unseen.items() if count]
-    lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
+    lines = list[str]()
+    if parts:
+        lines.append(f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns")
     if left_out.unseen_thoughts and not split_turns:
         lines.append(
             "data.split_turns = true trains each turn as at inference, with its thought if the template has it"

@@ -51,7 +51,7 @@ class MismatchedAnswers:
             codes += [of_tokens[a:b], np.append(of_tokens[a:first], answer_codes)]
             counts += [(b - a, b - first), (len(mixed), len(answer_codes))]
         lengths, targets = np.array(counts).T
-        images = [i._replace(document=2 * i.document + own) for i in encoded.images for own in (0, 1)]
+        images = [image._replace(document=2 * image.document + i) for image in encoded.images for i in (0, 1)]
         names = ("files", "positions", "hashes", "numbers")
         columns: dict[str, Any] = {name: np.repeat(getattr(encoded, name), 2) for name in names}
         return encoded._replace(

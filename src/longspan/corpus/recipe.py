@@ -70,6 +70,7 @@ class Recipe:
 
     @property
     def has_images(self) -> bool:
+        """Whether rows may have images: a tokenizer's folder has a processor of them."""
         return any(encoding.images is not None for encoding in self.encodings)
 
     @property

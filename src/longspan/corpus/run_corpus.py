@@ -23,7 +23,6 @@ from longspan.corpus.for_model import fit_to_model
 from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, Recipe, make_recipe
 from longspan.corpus.sources.file_sums import FileSums, file_differences
-from longspan.corpus.sources.find_files import LogLine
 from longspan.corpus.sources.first_rows import texts_for_tokenizer
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
 from longspan.data.corpus_documents import Corpus
@@ -33,6 +32,7 @@ from longspan.errors import DataError
 from longspan.files import name_file_in_errors, write_atomically
 from longspan.model import PRESETS
 from longspan.model.weights.tokenizer_files import tokenizer_folder
+from longspan.plain_text import LogLine
 
 
 def open_or_build_corpus(
@@ -111,9 +111,9 @@ class _CorpusOfRun:
         values = self._settings.deciding_values()
         changes = list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
-        asked = upgraded_tables({"data": recorded.asked}).get("data", {})
-        for key in asked.keys() | values.keys():
-            old_value = absolute_path(asked.get(key, defaults.get(key)))
+        old_values = upgraded_tables({"data": recorded.asked}).get("data", {})
+        for key in old_values.keys() | values.keys():
+            old_value = absolute_path(old_values.get(key, defaults.get(key)))
             new_value = values.get(key)
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "split", "max_document_tokens") else "data."
@@ -249,7 +249,7 @@ def open_corpus_on_all_ranks(
         tokenizer = load_configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
-        if tokenizer is None or preset is None or preset.rows:
+        if tokenizer is None or preset is None or preset.embedding_rows:
             size = config.data.vocab_size if tokenizer is None else tokenizer.own_size
             trained = "trained on the corpus (data.vocab_size)"
             name = config.data.tokenizer or (trained if tokenizer is None else config.model.source)

@@ -136,7 +136,10 @@ class TextTokenizer:
         return self.engine.decode([*ids, *ids], skip_special_tokens=False) == "aa"
 
     def set_parsing(self, parse: bool) -> "TextTokenizer":
-        """Set, until the next call, whether names of special tokens in a text are read as these tokens; return self."""
+        """Set, until the next call, whether names of special tokens in a text are read as these tokens; return self.
+
+        It changes the engine, which all copies of this tokenizer share.
+        """
         self.engine.encode_special_tokens = not parse
         return self
 
@@ -148,7 +151,10 @@ class TextTokenizer:
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the files for transformers' AutoTokenizer into a folder, which is made if it is not there."""
+        """Write the files for transformers' AutoTokenizer into a folder, which is made if it is not there.
+
+        They are copies of those in the tokenizer's own folder, with the chat template of `template_file`.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self.folder is not None:
@@ -210,6 +216,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
 
 
 def _load_other_files(folder: Path) -> TextTokenizer:
+    """Load a tokenizer of other files than tokenizer.json. Raises DataError if there is none, or it is empty."""
     files = vocabulary_files(folder)
     if not files:
         raise DataError(
@@ -230,6 +237,7 @@ def _load_other_files(folder: Path) -> TextTokenizer:
 
 
 def _load_by_transformers(folder: Path) -> TextTokenizer:
+    """Load a tokenizer by the class that its tokenizer_config.json names. Raises DataError for any error of it."""
     from transformers import AutoTokenizer
 
     # torch, which processes do without
@@ -258,6 +266,7 @@ def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str
 
 
 def _make_tokenizer(engine: Tokenizer, end: int | None) -> TextTokenizer:
+    """Return a tokenizer that neither cuts nor pads, and takes names of special tokens as text; `engine` is changed."""
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True
@@ -293,6 +302,7 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
 
 
 def _component_types(settings: Any) -> list[str]:
+    """List the types of a component in tokenizer.json and of all that it is made of."""
     if not isinstance(settings, dict):
         return []
     parts = [part for values in settings.values() if isinstance(values, list) for part in values]

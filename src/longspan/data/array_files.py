@@ -39,6 +39,7 @@ def pickle_form(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
 
 
 def restored_array(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array of a `pickle_form`; a file is mapped again."""
     if not isinstance(pickled, FileArray):
         return pickled
     path, dtype, offset, shape = pickled
@@ -55,15 +56,18 @@ class GrowingArray:
         self._write_header()
 
     def append(self, values: Array) -> None:
+        """Write values behind those that are there, in the type of the file."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
         self.count += len(values)
 
     def close(self) -> None:
+        """Write the number of values into the header, and close the file."""
         self._file.seek(0)
         self._write_header()
         self._file.close()
 
-    def _write_header(self) -> None:  # numpy leaves room for any number in the shape
+    def _write_header(self) -> None:
+        """Write a header of `count` values at the file's place; numpy leaves room in it for any number."""
         header = {
             "descr": np.lib.format.dtype_to_descr(self._dtype),
             "fortran_order": False,
@@ -100,6 +104,7 @@ class GrowingCodes:
         self._file.close()
 
     def _widen_codes(self) -> None:
+        """Write the codes from now on in four bytes, and those that are there again."""
         narrow = self._path.with_suffix(".narrow")
         self._dtype = np.dtype(np.int32)
         self._file.close()

@@ -45,6 +45,7 @@ class Corpus:
     """
 
     def __init__(self, folder: Path) -> None:
+        """Open a folder of documents, or the one that the record in a run's folder names."""
         record = read_record(folder)
         documents_folder = folder if record is None else folder / record.documents
         if record is not None and not documents_folder.is_dir():
@@ -69,7 +70,10 @@ class Corpus:
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
 
     def _open_arrays(self, folder: Path) -> None:
-        """Without `source_of.npy` all documents are of source 0."""
+        """Map all arrays of a folder of documents, as the class describes them; set once, by `__init__`.
+
+        Without `source_of.npy` all documents are of source 0. Raises DataError or ValueError for a damaged folder.
+        """
         self.manifest: Manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
         self.sources: SourceFiles = SourceFiles(folder)
         self._origins = map_array(folder / "origins.npy")
@@ -107,6 +111,7 @@ class Corpus:
         return len(self.lengths)
 
     def __getitem__(self, document: int) -> "CorpusDocument":
+        """Return document `document`, of the class that says what of it is predicted; nothing is read."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of a corpus of {len(self)}")
         kind = CorpusDocument if self.targets is None else LabelledCorpusDocument
@@ -140,23 +145,26 @@ class Corpus:
         return int(np.isin(hashes, np.delete(self.hashes, [*leave_out])).sum())
 
     def origin(self, document: int) -> str:
-        return self.sources[self.file_of(document)].name
+        """Return the name of the source file of a document."""
+        return self.sources[int(self._origins[document])].name
 
     def file_of(self, document: int) -> int:
+        """Return the number of the source file of a document."""
         return int(self._origins[document])
 
     def tokens_of(self, document: int) -> npt.NDArray[Any]:
         """Return the token ids of a document, as they are stored: none is read until it is looked at."""
-        return self._stored(self._tokens, document)
+        return self._view_of_document(self._tokens, document)
 
     def count_rows_before_targets(self, document: int) -> int:
         """Count the rows of a document before the one that predicts its first target; without any, all but one."""
         if self._codes is None:
             return 0
-        is_target = self._stored(self._codes, document)[1:] != NOTHING
+        is_target = self._view_of_document(self._codes, document)[1:] != NOTHING
         return int(is_target.argmax()) if is_target.any() else len(is_target)
 
-    def _stored(self, values: Any, document: int) -> npt.NDArray[Any]:
+    def _view_of_document(self, values: Any, document: int) -> npt.NDArray[Any]:
+        """Return the part of an array of all tokens that is this document's, as a view."""
         start = int(self._offsets[document])
         return values[start : start + int(self.lengths[document])]
 
@@ -173,6 +181,7 @@ class Corpus:
         return decode_labels(ids, self._read_stored(self._codes, document, positions))
 
     def _read_stored(self, values: Any, document: int, positions: Integers) -> Integers:
+        """Read an array of all tokens at positions of a document. Raises DataError if they lie outside of the array."""
         start = int(self._offsets[document])
         if len(positions) and not 0 <= start <= start + int(positions.max()) < len(values):
             raise DataError(
@@ -213,6 +222,7 @@ class CorpusDocument:
         return replace(self, start=self.start + start, length=stop - start, parent=parent, ahead=ahead)
 
     def _positions_in_whole(self, positions: Any) -> Integers:
+        """Return positions of this part as positions of the whole document. Raises IndexError for others."""
         rows = np.asarray(positions, dtype=np.int64)
         if rows.size and not (rows.min() >= 0 and rows.max() < self.length + self.ahead):
             raise IndexError(f"positions {rows.min()} to {rows.max()} of a document of {self.length} tokens")
@@ -225,7 +235,7 @@ class LabelledCorpusDocument(CorpusDocument):
 
     @property
     def targets(self) -> int:
-        """All of the document's, in the part that ends it: prefixes have none."""
+        """How many tokens are predicted: all of the document's in the part that ends it; prefixes have none."""
         assert self.corpus.targets is not None
         ends = self.start + self.length == self.corpus.lengths[self.number]
         return int(self.corpus.targets[self.number]) if ends else 0
@@ -236,6 +246,7 @@ class LabelledCorpusDocument(CorpusDocument):
         return self.corpus.count_rows_before_targets(self.number)
 
     def labels(self, positions: Integers) -> Integers:
+        """Read the token id to predict at each of these positions, −100 for none."""
         return self.corpus.read_labels(self.number, self._positions_in_whole(positions))
 
 
@@ -246,16 +257,18 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
     makes_scores = True
 
     def labels(self, positions: Integers) -> Integers:
+        """Return 0 at the position that has the score, −100 elsewhere."""
         return np.where(self._positions_in_whole(positions) == self.shareable_rows, 0, NO_TARGET)
 
     def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
+        """Return the document's label, the same at each of these positions; of pairs nothing."""
         assert self.corpus.labels is not None
         table = np.repeat(self.corpus.labels[[self.number]], len(positions), axis=0)
         return label_columns(table) if self.corpus.unit == 1 else {}
 
     @property
     def shareable_rows(self) -> int:
-        """The place of the row that has the score."""
+        """The rows before the one that has the score, which is that of the last token but padding."""
         ids = self.corpus.tokens_of(self.number)
         for stop in range(len(ids), 0, -_TAIL):  # as `ScoredDocument` chooses it
             first = max(stop - _TAIL, 0)
@@ -269,6 +282,7 @@ class WholeCorpusDocument(LabelledCorpusDocument):
     """A document of a pair of which the prompt may be predicted too; `answer` is 1 at the tokens of its answer."""
 
     def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
+        """Return 1 at the answer's positions and 0 before; a rejected document is predicted nowhere else."""
         assert self.corpus.numbers is not None
         start = 0 if self.number % 2 else self.corpus.numbers[self.number]
         return {"answer": (positions >= start).astype(np.float64)}
@@ -292,6 +306,7 @@ class CorpusDocuments(Sequence[CorpusDocument]):
 
     @property
     def lengths(self) -> tuple[int, ...]:
+        """The tokens of each of these documents."""
         return tuple(self.corpus.lengths[list(self.ids)].tolist())
 
     @property
@@ -302,13 +317,15 @@ class CorpusDocuments(Sequence[CorpusDocument]):
 
     @property
     def margins(self) -> tuple[float, ...] | None:
-        """Of pairs of these documents, each of which is followed by the rejected one; None if they are no pairs."""
+        """The margins of these documents if they are pairs (chosen, rejected, chosen, …), one a pair; else None."""
         labels = self.corpus.labels
         return None if labels is None or self.corpus.unit == 1 else tuple(labels[list(self.ids[::2]), 0].tolist())
 
     def origin(self, document: int) -> str:
+        """Return the name of the source file of number `document` of these."""
         return self.corpus.origin(self.ids[document])
 
     @property
     def origins(self) -> tuple[str, ...]:
+        """The name of each document's source file."""
         return tuple(self.corpus.origin(document) for document in self.ids)

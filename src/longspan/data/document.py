@@ -143,10 +143,12 @@ class Document:
         return int((self._labels[1:] != NO_TARGET).sum())
 
     def _read_values(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
+        """Return numbers of the document () or of its tokens (n,) by name. Raises DataError for others."""
         return {name: _read_numbers(name, value, len(self._ids)) for name, value in values.items()}
 
 
 def count_targets(document: Any) -> int:
+    """Count the tokens that a document predicts: those that it says itself, or all but the first."""
     return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
 
 
@@ -165,6 +167,7 @@ def host_array(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _read_integers(name: str, values: Any) -> Integers:
+    """Return integers (n,). Raises DataError, which calls them `name`, for anything else."""
     array = host_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):  # numpy takes an empty list for floats
         raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")
@@ -172,6 +175,7 @@ def _read_integers(name: str, values: Any) -> Integers:
 
 
 def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
+    """Return a loss_mask (length,) of 0 and 1. Raises DataError for anything else."""
     array = host_array("loss_mask", values)
     if array.ndim == 1 and len(array) != length:
         raise DataError(f"a loss_mask has {len(array)} values for {length} token ids; give one each")
@@ -184,6 +188,7 @@ def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
+    """Return one finite number () or one for each token (length,). Raises DataError for anything else."""
     try:
         array = host_array(repr(name), value).astype(np.float64)
     except (TypeError, ValueError) as error:

@@ -80,6 +80,7 @@ class ImageWriter:
 
     @property
     def count(self) -> int:
+        """How many images are written so far."""
         return self._ends.count
 
     def close(self) -> None:
@@ -107,7 +108,8 @@ class ImageTable:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def document_images(self, document: int) -> range:
+    def images_of_document(self, document: int) -> range:
+        """Return the numbers of the images of a document, in the order of their places."""
         first, last = np.searchsorted(self._columns["document"], (document, document + 1)).tolist()
         return range(first, last)
 
@@ -119,10 +121,12 @@ class ImageTable:
         return PlacedImage(document, SampleImage(grid=grid, path=self.path_of_image(number), **values), position)
 
     def path_of_image(self, number: int) -> str:
+        """Return the path of an image, of frames joined (`join_paths`); "" if its bytes are in its row."""
         begin = int(self._ends[number - 1]) if number else 0
         return str(json.loads(self._paths[begin : int(self._ends[number])].tobytes()))
 
     def column(self, name: str) -> npt.NDArray[Any]:
+        """Return a column of the table: a value for each image."""
         return self._columns[name]
 
     def describe_changes(self) -> Iterator[str]:
@@ -143,19 +147,23 @@ def join_paths(paths: Sequence[str]) -> str:
 
 
 def split_paths(paths: str) -> list[str]:
+    """Return the paths that `join_paths` joined."""
     return paths.split(_BETWEEN)
 
 
 def display_paths(paths: str) -> str:
+    """Write joined paths for messages."""
     return paths.replace(_BETWEEN, " or ")
 
 
 def size_and_time(path: str) -> Stamp:
+    """Return the bytes of a file and its time of change in ns. Raises OSError if it is gone."""
     stat = Path(path).stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def join_stamps(stamps: Iterable[Stamp]) -> Stamp:
+    """Return one stamp for several files, which changes if one of theirs does."""
     sizes, times = zip(*stamps, strict=True)
     return sum(sizes), sum(times) % (1 << 62)  # within int64, as the column is
 

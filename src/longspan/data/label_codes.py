@@ -8,14 +8,9 @@ import numpy.typing as npt
 from longspan.data.document import NO_TARGET
 from longspan.layout import Integers
 
-# The code of a token decides its label: its own id, none, or the id code − 2.
-OWN_TOKEN = 0
-
-
+OWN_TOKEN = 0  # the token's own id is predicted
 NOTHING = 1
-
-
-OTHER_TOKEN = 2
+OTHER_TOKEN = 2  # the smallest code of another id, which is the code − 2
 
 
 def encode_labels(ids: Integers, labels: Integers) -> Integers:
@@ -25,5 +20,6 @@ def encode_labels(ids: Integers, labels: Integers) -> Integers:
 
 
 def decode_labels(ids: Integers, codes: npt.NDArray[Any]) -> Integers:
+    """Return the labels (n,) of tokens with these ids and codes: −100 for none."""
     codes = codes.astype(np.int64)
     return np.where(codes == OWN_TOKEN, ids, np.where(codes == NOTHING, NO_TARGET, codes - OTHER_TOKEN))

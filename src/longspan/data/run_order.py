@@ -58,11 +58,13 @@ def set_epoch_steps(config: RunConfig, order: StepOrder, log: Callable[[str], No
 
 
 def _times_read(config: RunConfig, order: StepOrder, source: ShuffledSource) -> float:
+    """Return how often the run reads each document of a source, on average."""
     share = source.weight / sum(other.weight for other in order.stream.sources)
     return config.train.tokens_per_step * config.train.steps * share / source.tokens
 
 
 def _has_exact_epochs(config: RunConfig, order: StepOrder) -> bool:
+    """Return whether steps end with epochs: in a run of epochs of one source."""
     return config.train.epochs > 0 and len(order.stream.sources) == 1
 
 
@@ -73,6 +75,7 @@ def most_step_tokens(config: RunConfig, order: StepOrder) -> int:
 
 
 def _too_few_steps_text(config: RunConfig, order: StepOrder) -> str:
+    """Say that a run has few steps, and how it gets FEW_STEPS or more."""
     tokens = config.train.steps * config.train.tokens_per_step  # of all steps
     if _has_exact_epochs(config, order):
         tokens = int(config.train.epochs * order.stream.tokens)
@@ -98,6 +101,7 @@ def count_held_out(setting: int | str, texts: int, *, most: int = HELD_OUT) -> i
 
 
 def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
+    """Make the order of a run's corpus. Raises ConfigError for documents that data.group_prefixes cannot group."""
     data = config.data
     mixture = None
     if data.sources:
@@ -124,12 +128,13 @@ def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
 
 
 def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> list[Integers]:
+    """Return these documents of a corpus in groups that stay in one step."""
     groups = group_documents(corpus.select(documents.tolist()), corpus.source_of[documents], most_tokens)
     return [documents[group] for group in groups]
 
 
-def share_by_keys(config: RunConfig, order: StepOrder, corpus: Corpus, log: Callable[[str], None]) -> None:
-    """Let documents share prefixes, unless a key or the data are against it."""
+def allow_sharing(config: RunConfig, order: StepOrder, corpus: Corpus, log: Callable[[str], None]) -> None:
+    """Let documents of a step share prefixes (sets `order.sharing`), unless a key or the data are against it."""
     if config.data.share_prefixes != AUTO or corpus.targets is None or corpus.images:
         return
     order.sharing = corpus
@@ -138,11 +143,11 @@ def share_by_keys(config: RunConfig, order: StepOrder, corpus: Corpus, log: Call
         f"context.planner {planner}": planner not in FAMILY_PLANNERS,
         "lora.dropout": config.lora.dropout > 0,
     }
-    share_none(order, log, *(name for name, is_on in separate.items() if is_on))
+    forbid_sharing(order, log, *(name for name, is_on in separate.items() if is_on))
 
 
-def share_none(order: StepOrder, log: Callable[[str], None], *reasons: str) -> None:
-    """Compute documents whole where there are reasons, and say so where they begin alike."""
+def forbid_sharing(order: StepOrder, log: Callable[[str], None], *reasons: str) -> None:
+    """Let no documents share prefixes if there are reasons (`order.sharing`), and log it where some begin alike."""
     if not reasons or order.sharing is None:
         return
     if max(find_families(order.select(order.sharing, 0)).parents) >= 0:
@@ -163,7 +168,7 @@ def order_lengths(
     unit: int = 1,
     group: Callable[[Integers], Sequence[Integers]] | None = None,
 ) -> StepOrder:
-    """Make the order of documents of these lengths."""
+    """Make the order of documents of these lengths by the configuration; the rest are arguments of StepOrder."""
     most = DEMO_HELD_OUT if is_demo(config.model) else HELD_OUT
     return StepOrder(
         lengths,
@@ -180,6 +185,7 @@ def order_lengths(
 
 
 def documents_line(config: RunConfig, order: StepOrder) -> str:
+    """Say what a run trains on, how often, and what is held out."""
     train = config.train
     stream = order.stream
     held_out = len(order.evaluation)
@@ -187,7 +193,8 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
     if order.groups is not None:
         count = plural(sum(map(len, order.groups)), "document")
         line = f"{count} in {plural(stream.documents, 'group')} that stay in one step (data.group_prefixes)"
-    line += f" of {plural(order.training_texts, 'text')}" * (stream.documents != order.training_texts)
+    if stream.documents != order.training_texts:
+        line += f" of {plural(order.training_texts, 'text')}"
     line += f" to train on, of {plural(stream.tokens, 'token')}, which "
     steps = order.count_steps() if train.epochs else train.steps
     times = f"about {number_text(train.tokens_per_step * steps / stream.tokens)}"
@@ -195,7 +202,8 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
         times = f"{train.epochs:g}"
     line += f"{plural(steps, 'step')} read {times} times"
     line += f"; {plural(order.held_out_texts, 'text')}"
-    line += f" of {plural(held_out, 'document')}" * (held_out != order.held_out_texts)
+    if held_out != order.held_out_texts:
+        line += f" of {plural(held_out, 'document')}"
     line += " held out (evaluation.documents)"
     if not _has_exact_epochs(config, order) and train.tokens_per_step > stream.tokens:
         line += f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads some documents "

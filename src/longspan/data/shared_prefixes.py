@@ -124,7 +124,7 @@ def find_families(
     left_out = 0
     too_large: LargeFamily | None = None
     rows = dict[int, int]()
-    for numbers in _candidates(documents, rows, least_rows, depths, length_limits):
+    for numbers in _groups_of_alike_starts(documents, rows, least_rows, depths, length_limits):
         common = [0]  # of each document, the first rows that the one before has as well
         common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
         whole = _make_family(documents, numbers, common, least_rows)
@@ -133,7 +133,7 @@ def find_families(
             continue
         if too_large is None or whole.rows > too_large.rows:
             too_large = LargeFamily(len(numbers), whole.rows)
-        for family in _divide(documents, numbers, common, least_rows, max_rows):
+        for family in _divide_into_families(documents, numbers, common, least_rows, max_rows):
             if len(family.documents) > 1 and family.rows <= max_rows:
                 families.append(family)
             else:
@@ -189,7 +189,9 @@ class _Family(NamedTuple):
 
 
 def _shareable_rows(document: Any) -> int:
-    """The rows before the one that predicts the first target, or the first that has a score; at least one stays."""
+    """Count the rows before the one that predicts the first target, or the first that has a score; at least
+    one stays.
+    """
     if isinstance(document, LabelledCorpusDocument):
         return document.shareable_rows
     ahead = 0 if isinstance(document, ScoredDocument) else 1  # a row predicts the next token
@@ -197,10 +199,12 @@ def _shareable_rows(document: Any) -> int:
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
 
 
-def _candidates(
+def _groups_of_alike_starts(
     documents: Sequence[Any], rows: dict[int, int], least: int, depths: int, length_limits: Sequence[LengthLimit]
 ) -> Iterator[list[int]]:
-    """Yield the documents with the same first ids, sorted by the `rows` that they may share, which are set.
+    """Yield groups of documents that begin with the same ids, sorted by the ids that they may share.
+
+    `rows` is filled: how many rows each of them may share. Raises DataError for a document that has a parent.
 
     `depths` of multi-token prediction read as many tokens behind a prefix: these, too, are the same in its documents.
     """
@@ -222,7 +226,7 @@ def _candidates(
             yield sorted(numbers, key=lambda d: documents[d].ids[: rows[d] + depths].astype(">i8").tobytes())
 
 
-def _divide(
+def _divide_into_families(
     documents: Sequence[Any], numbers: list[int], common: list[int], least: int, max_rows: int
 ) -> Iterator[_Family]:
     """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in `common`."""
@@ -240,6 +244,7 @@ def _divide(
 
 
 def _common_rows(documents: Sequence[Any], rows: dict[int, int], one: int, other: int, depths: int) -> int:
+    """Count the first rows that two documents have in common, of those (`rows`) that both may share."""
     count = min(rows[one], rows[other]) + depths
     differs = documents[one].ids[:count] != documents[other].ids[:count]
     return int(differs.argmax() if differs.any() else count) - depths
@@ -253,7 +258,7 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
     """
     groups = list[list[int]]()
     rows = dict[int, int]()
-    for numbers in _candidates(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
+    for numbers in _groups_of_alike_starts(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
         tokens = most_tokens
         for before, number in pairwise([-1, *numbers]):
             tokens += len(documents[number])
@@ -271,7 +276,10 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
 
 
 def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int], least: int) -> _Family:
-    """Prefixes are the intervals of sorted documents with so many rows in common, where they add `least` to another."""
+    """Return the family of sorted documents, of which `common[i]` rows are those of the one before.
+
+    Prefixes are the intervals of documents with so many rows in common, where they add `least` to another.
+    """
     prefixes = list[tuple[int, int]]()
     prefix = [-1] * len(numbers)
     waiting = [(0, len(numbers), -1)]  # documents first to stop, and what they continue
@@ -287,6 +295,8 @@ def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int]
             prefix[first:stop] = [parent] * (stop - first)
         cuts = [first, *(i for i in range(first + 1, stop) if common[i] == depth), stop]
         waiting += [(a, b, parent) for a, b in pairwise(cuts)]
-    own = (len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True))
+    rows_behind = (
+        len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True)
+    )
     shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent in prefixes)
-    return _Family(numbers, prefix, prefixes, sum(own) + sum(shared))
+    return _Family(numbers, prefix, prefixes, sum(rows_behind) + sum(shared))

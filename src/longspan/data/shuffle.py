@@ -8,14 +8,8 @@ import numpy.typing as npt
 from longspan.layout import Integers
 
 Words = npt.NDArray[np.uint64]
-
-
 _ROUNDS = 16  # fewer are not uniform over the permutations of 5 to 7 documents
-
-
 _HALF = np.uint64(32)  # bits
-
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
 
 
@@ -52,7 +46,11 @@ class Epochs:
         return cells.astype(np.int64)
 
     def _permute_cells(self, cells: Words, keys: list[Words]) -> Words:
-        """A round moves cells to another row by their column, or to another column by their row: no two meet."""
+        """Return where the cells (n,) of the rectangle go in one permutation; `keys` has one (1,) or (n,) for each
+        round.
+
+        A round moves cells to another row by their column, or to another column by their row: no two meet.
+        """
         width = np.uint64(self._width)
         row = cells // width
         column = cells - row * width
@@ -65,7 +63,7 @@ class Epochs:
 
 
 def _add_hash_modulo(values: Words, others: Words, key: Words, size: int) -> Words:
-    """(value + hash of other + key) modulo size, for values below size; the hash is scaled to below size."""
+    """Return (value + hash of other + key) modulo size, for values below size; the hash is scaled to below size."""
     shifted = _hash_words(others + key)
     shifted >>= _HALF  # scaled by its upper 32 bits: times size, over 2**32
     shifted *= np.uint64(size)
@@ -76,8 +74,10 @@ def _add_hash_modulo(values: Words, others: Words, key: Words, size: int) -> Wor
 
 
 def _hash_words(words: Words) -> Words:
-    """Apply the finalizer of SplitMix64 in place (Steele, Lea and Flood, Fast Splittable Pseudorandom Number
-    Generators)."""
+    """Apply the finalizer of SplitMix64 in place, and return the same array.
+
+    Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators.
+    """
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

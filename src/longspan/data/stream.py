@@ -51,6 +51,7 @@ class ShuffledSource:
 
     @property
     def documents(self) -> int:
+        """How many documents are trained on."""
         return self.stop - self.first - len(self.held_out)
 
     def document_ids(self, start: int, count: int) -> Integers:
@@ -103,6 +104,7 @@ class EpochEnds(NamedTuple):
     last: int
 
     def next_end(self, place: int) -> int:
+        """Return the first of these ends behind a place."""
         end = (place // self.size + 1) * self.size
         return min(end, self.last) if place < self.last else end
 
@@ -129,6 +131,7 @@ class DocumentStream:
     """
 
     def __init__(self, lengths: npt.NDArray[Any], sources: Sequence[ShuffledSource]) -> None:
+        """Compute nothing yet; `lengths` (D,) are the tokens of all documents, those held out too."""
         self.sources: tuple[ShuffledSource, ...] = tuple(sources)
         self.lengths = lengths
         # Sources give tokens in proportion to their weights, so documents in proportion to weight over mean length.
@@ -137,7 +140,7 @@ class DocumentStream:
         # Where each part begins, as far as known: by documents and tokens of each source, and by place.
         self._marks = [((0,) * len(sources), (0,) * len(sources))]
         self._places = [0]
-        self._part = lru_cache(maxsize=2)(self._merge_part)
+        self._part = lru_cache(maxsize=2)(self._merge_part)  # by number
 
     def __getstate__(self) -> tuple[Any, ...]:
         return pickle_form(self.lengths), self.sources
@@ -148,18 +151,24 @@ class DocumentStream:
 
     @property
     def documents(self) -> int:
+        """How many documents one epoch of every source has."""
         return sum(source.documents for source in self.sources)
 
     @property
     def tokens(self) -> int:
+        """How many tokens one epoch of every source has."""
         return sum(source.tokens for source in self.sources)
 
     def part_at(self, place: int) -> StreamPart:
+        """Return the part of the stream that has this place; the parts before it are computed once, for their
+        beginnings.
+        """
         while self._places[-1] <= place:  # each call computes the next part, and where the part after it begins
             self._part(len(self._marks) - 1)
         return self._part(bisect_right(self._places, place) - 1)
 
     def next_part(self, part: StreamPart) -> StreamPart:
+        """Return the part behind this one."""
         return self.part_at(part.first + len(part.ids))
 
     def place_after(self, epochs: float, source: int) -> int:
@@ -174,7 +183,9 @@ class DocumentStream:
         return part.first + int(places[documents - 1]) + 1
 
     def _merge_part(self, number: int) -> StreamPart:
-        """Merge documents of all sources, until the first source has given all of its candidates.
+        """Merge documents of all sources into part `number`, until the first source has given all of its candidates.
+
+        Where the next part begins is noted, unless it is known.
 
         A document's share is the tokens that its source gave before it, over the source's weight. Documents are sorted
         by their shares. The part ends at the share at which the first source runs out of candidates: documents of
@@ -190,8 +201,10 @@ class DocumentStream:
         shares = [tokens / source.weight for tokens, source in zip(before, self.sources, strict=True)]
         end_share = min(share[-1] for share in shares)
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
-        order = np.argsort(_join_beginnings(shares, counts), kind="stable")
-        ids = _join_beginnings(candidates, counts)[order]
+        order = np.argsort(
+            np.concatenate([share[:n] for share, n in zip(shares, counts, strict=True)]), kind="stable"
+        )
+        ids = np.concatenate([ids[:n] for ids, n in zip(candidates, counts, strict=True)])[order]
         source_of = np.repeat(np.arange(len(counts)), counts)[order]
         ends = self._document_ends(ids)
         if number == len(self._marks) - 1:  # else it was computed before, and dropped from the cache
@@ -202,10 +215,7 @@ class DocumentStream:
         return StreamPart(self._places[number], ids, ends, source_of)
 
     def _document_ends(self, ids: Integers) -> Integers:
+        """Return the tokens (n + 1,) of the first i of these documents."""
         ends = np.zeros(len(ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths[ids], out=ends[1:])
         return ends
-
-
-def _join_beginnings(arrays: Sequence[npt.NDArray[Any]], counts: Sequence[int]) -> npt.NDArray[Any]:
-    return np.concatenate([array[:count] for array, count in zip(arrays, counts, strict=True)])

@@ -30,4 +30,5 @@ class SyntheticDocument:
 
 
 def synthetic_documents(lengths: Sequence[int], vocabulary: int) -> list[SyntheticDocument]:
+    """Return a document of each of these lengths, whose ids are below `vocabulary`."""
     return [SyntheticDocument(i, n, vocabulary) for i, n in enumerate(lengths)]

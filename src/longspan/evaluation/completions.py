@@ -30,6 +30,8 @@ class Completion(NamedTuple):
 
 
 class Completions(NamedTuple):
+    """What a model wrote behind each prompt, in order, and what it took."""
+
     rows: list[Completion]
     cost: str  # in words
 
@@ -81,6 +83,9 @@ def complete_prompts(
 def _complete_prompt(
     stock: PreTrainedModel, prompt: Prompt, device: torch.device, settings: CompletionSettings
 ) -> Completion:
+    """Complete one prompt with the stock model, by random numbers from the settings' seed; the
+    generators are restored.
+    """
     began = time.monotonic()
     ids = torch.tensor([prompt.ids], device=device)
     config = _generation_config(stock, prompt, settings)
@@ -96,6 +101,9 @@ def _complete_prompt(
 
 
 def _generation_config(stock: PreTrainedModel, prompt: Prompt, settings: CompletionSettings) -> GenerationConfig:
+    """Return how transformers generates for a prompt: the folder's settings, the prompt's temperature (0: the
+    likeliest).
+    """
     config: Any = deepcopy(stock.generation_config)
     if (settings.folder / GENERATION).is_file():
         config = GenerationConfig.from_pretrained(settings.folder)

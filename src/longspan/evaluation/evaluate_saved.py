@@ -42,8 +42,9 @@ from longspan.evaluation.saved_results import SetResult, SubjectResult
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.kept_rows import set_eval_rows_of_training
-from longspan.resolve.memory import KEY, find_run_cost, read_run_machine, set_node_size
-from longspan.resolve.resolved import choose_degree, set_default_partition
+from longspan.resolve.partition import set_default_partition
+from longspan.resolve.resolved import choose_degree
+from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine, set_node_size
 from longspan.train.run_model.load import read_model_configuration
 from longspan.train.run_model.prepare import AnyModel
 from longspan.train.run_model.rope_scaling import scale_positions
@@ -85,6 +86,7 @@ def evaluate_saved(
 
 
 def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
+    """Raise ConfigError for two models whose tokenizers differ: losses of other tokens cannot be compared."""
     ids = {(x.tokenizer.digest, tuple(x.tokenizer.opening), tuple(x.tokenizer.closing)) for x in checked}
     if len(ids) > 1:
         first, other = (weights.subject.folder for weights in checked)
@@ -95,6 +97,7 @@ def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
 
 
 def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
+    """Return the documents that the weights' run holds out. Raises ConfigError or DataError where there are none."""
     subject = checked.subject
     run_dir = checked.subject.weights.run_dir
     config = checked.subject.config
@@ -117,7 +120,12 @@ def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
 
 
 def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
-    """The first rank builds corpora, as the first subject's run but for flags; all map them, then their folder goes."""
+    """Build the sets of texts that are named on the command line, tokenized as by the first subject's run but for
+    flags.
+
+    The first rank builds corpora in a folder of its own, all ranks map them, then the folder goes. Entered by all
+    ranks.
+    """
     config = request.subjects[0].config
     longest = request.max_document_tokens
     longest = config.data.max_document_tokens if longest == NOT_GIVEN else longest
@@ -145,6 +153,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
 
 
 def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    """Build the corpus of one set in a new folder; errors name the flags in place of keys."""
     try:
         folder.mkdir()
         files = settings.find_source_files(folder)
@@ -161,6 +170,10 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
 
 @dataclass(frozen=True)
 class _FittedSubject:
+    """Checked weights with all that decides their evaluation: sets with their images, and what was
+    fitted to the ranks.
+    """
+
     checked: CheckedWeights
     sets: Sets
     config: RunConfig
@@ -171,6 +184,11 @@ class _FittedSubject:
 def _fit_subject(
     request: EvalRequest, checked: CheckedWeights, *, sets: Sets, world: World, log: LogLine
 ) -> _FittedSubject:
+    """Fit a subject's positions and plans to these ranks and to the longest document of the sets; the same on every
+    rank.
+
+    Raises ConfigError or PlanError for a document that does not fit.
+    """
     longest, origin = max(
         (length, documents.origins[i]) for documents in sets.values() for i, length in enumerate(documents.lengths)
     )
@@ -204,6 +222,8 @@ def _fit_subject(
 
 @dataclass(frozen=True)
 class _Evaluator:
+    """What evaluations of all subjects share; `degrees` are compared, () takes the configuration's."""
+
     degrees: tuple[int, ...]
     world: World
     metrics: dict[str, Metric]
@@ -212,6 +232,9 @@ class _Evaluator:
     progress: Progress
 
     def evaluate_subject(self, fit: _FittedSubject) -> SubjectResult:
+        """Load a subject's model and evaluate it on all sets; entered by all ranks. The model goes when
+        this returns.
+        """
         images = any(getattr(documents, "items", ()) for documents in fit.sets.values())
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
@@ -231,6 +254,9 @@ class _Evaluator:
     def _evaluate_sets(
         self, fit: _FittedSubject, model: AnyModel, step: int, cost: Cost, stop: StopSignal
     ) -> Iterator[SetResult]:
+        """Yield the result of each set at each degree; a degree that is open is chosen for each set, by
+        the first rank.
+        """
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         weights = fit.checked.subject.weights.title.rpartition("/")[2]
         for name, documents in fit.sets.items():
@@ -266,4 +292,7 @@ class _Evaluator:
 
 
 def _list_choices(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:
+    """Return the plans' choice at each degree, with room for a document of `longest` tokens (0: as it
+    is); or as it is.
+    """
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]

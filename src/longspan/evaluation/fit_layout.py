@@ -67,24 +67,24 @@ def fit_evaluation_plans(
     The degree is the largest that divides the slots, that a2a can deal the heads to, and that is no larger than the
     run's. An "auto" degree is chosen later. A max_tokens_per_slot "auto" becomes ROWS, or what the document needs.
     """
-    entry = config.evaluation
+    section = config.evaluation
     choice = PlannerConfig.evaluation(config)
     values = dict[str, Any]()
     types = choice.options.types
     degree = choice.widest_degree(home)
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
-    if entry.context_parallel_size == AUTO or (entry.planner == "fixed" and not entry.context_parallel_size):
+    if section.context_parallel_size == AUTO or (section.planner == "fixed" and not section.context_parallel_size):
         degree = degrees[-1]
-    elif entry.planner in ONE_DEGREE:
+    elif section.planner in ONE_DEGREE:
         if "evaluation.context_parallel_size" not in flag_keys:
             degree = max((divisor for divisor in degrees if divisor <= degree), default=1)
         values["context_parallel_size"] = degree
-        sizes = entry.hierarchical_context_parallel_sizes
+        sizes = section.hierarchical_context_parallel_sizes
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             values["hierarchical_context_parallel_sizes"] = fit_level_sizes(sizes, degree)
     multiple = plan_row_multiple(config.parallel)
-    cap = entry.max_tokens_per_slot
+    cap = section.max_tokens_per_slot
     rows = -(-longest // degree // multiple) * multiple
     if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
         values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows

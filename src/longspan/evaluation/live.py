@@ -96,6 +96,10 @@ def evaluate(
 def _plan_and_check(
     model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World, *, share_prefixes: bool
 ) -> StepInputs:
+    """Plan documents by `choice`, if it is no plan, and return what the passes run over, checked.
+
+    With `share_prefixes` documents that begin alike may be planned, and read, with common prefixes apart.
+    """
     if isinstance(choice, Plan):
         return check_step_arguments(model, choice, documents, world, backward=False)
     language_model = model
@@ -107,19 +111,22 @@ def _plan_and_check(
         lengths = [len(documents[d]) for d in range(len(documents))]
     documents = StepDocuments(model, documents, tuple(map(int, lengths)))
     choice = _forward_choice(choice, language_model, documents)
-    read: Any = documents
+    documents_to_read: Any = documents
     if share_prefixes and documents.items is None and isinstance(documents.documents, Sequence):
         shared, plan = share_where_faster(
             language_model, documents.documents, documents.lengths, choice, world, training=False
         )
-        read = documents if plan.parents is None else shared
+        documents_to_read = documents if plan.parents is None else shared
     else:
         plan = cached_plan(choice, documents.lengths, world.home)
-    return check_step_arguments(model, plan, read, world, backward=False)
+    return check_step_arguments(model, plan, documents_to_read, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """Every metric is a mean: a sum and what divides it. The caller sets degree, seconds and bytes."""
+    """Return the result of an evaluation from its sums; every metric is a mean: a sum and what divides it.
+
+    The caller sets degree, seconds and bytes.
+    """
     plan = inputs.plan
     whole = [*plan.whole_documents]
     lengths = [plan.path_lengths[document] for document in whole]
@@ -180,8 +187,8 @@ def _result_of_sets(
     count = len(loss.columns) + len(loss.also)
     sums = totals.document_metrics[:count, 0].T
     sets = loss.check_sets(inputs.plan)
-    given = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
-    total, _ = sum_set_losses(loss.function, sets, given)
+    numbers = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
+    total, _ = sum_set_losses(loss.function, sets, numbers)
     tokens = _make_result(inputs, totals, replace(options, loss=None))  # cross entropies, which are not told
     figures = {} if loss.figures is None else loss.figures(sums)
     own_metrics = {name: mean for name, mean in tokens.metrics.items() if name in options.metrics}
@@ -197,7 +204,10 @@ def _result_of_sets(
 
 
 def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[Totals, Mean]:
-    """Return totals, of documents' scores, as those of the sets of documents, each of which has its set's loss."""
+    """Return totals, of documents' scores, as those of the sets of documents, and the mean loss of sets.
+
+    Each document has its set's loss; a set is a hit if its first document has the highest score.
+    """
     sets = loss.check_sets(plan)
     losses = np.zeros_like(totals.documents)
     hits = 0
@@ -211,6 +221,7 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
 
 
 def _forward_choice(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
+    """Return the choice priced for forward passes, with the rows that the model takes and the documents' targets."""
     multiple = call_rules(model).row_multiple
     options = choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple

@@ -41,7 +41,10 @@ class CheckedWeights:
 
 
 def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
-    """Find the weights of a subject, their configuration and their tokenizer (or that of `tokenizer`); on all ranks."""
+    """Find the weights of a subject, their configuration and their tokenizer (or that of the folder `tokenizer`).
+
+    Entered by all ranks, which raise the same errors. No weight is read.
+    """
     weights = subject.weights
     checkpoint = subject.weights.checkpoint
     if weights.run_dir is None:
@@ -61,6 +64,9 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
 
 
 def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:
+    """Return the tokenizer of a subject, or of another folder. Raises DataError without one, or for a larger
+    vocabulary.
+    """
     folder = Path(tokenizer_folder) if tokenizer_folder else subject.folder
     if not vocabulary_files(folder):
         raise DataError(
@@ -81,7 +87,10 @@ def load_saved_model(
     *,
     images: bool = False,
 ) -> tuple[AnyModel, int]:
-    """Load the prepared model with the weights; returns the model, and the steps that trained it (0 for a folder)."""
+    """Load the prepared model with the weights; return the model, and the steps that trained it (0 for a folder).
+
+    `configuration` is the model's, with positions that may have been scaled. Entered by all ranks.
+    """
     checkpoint = checked.checkpoint
     if checkpoint is None:
         load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=True)

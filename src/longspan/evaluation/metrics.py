@@ -62,14 +62,14 @@ class Mean:
         return self.sum / self.count if self.count else None
 
 
-def check_sum_and_count(name: str, result: Any) -> tuple[Any, Any]:
-    """Return the result of a metric, a pair (sum, count). Raises EvaluationError for any other result."""
-    if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
-        return result
-    if isinstance(result, Tensor):
-        text = f"a tensor of shape {tuple(result.shape)}"
+def check_sum_and_count(name: str, answer: Any) -> tuple[Any, Any]:
+    """Return the answer of a metric, a pair (sum, count). Raises EvaluationError for any other answer."""
+    if isinstance(answer, tuple) and len(answer) == 2 and all(map(_is_number, answer)):
+        return answer
+    if isinstance(answer, Tensor):
+        text = f"a tensor of shape {tuple(answer.shape)}"
     else:
-        text = f"{type(result).__name__} {short_text(result)}"
+        text = f"{type(answer).__name__} {short_text(answer)}"
     raise EvaluationError(
         f"the metric {name!r} gave {text}; return (sum, count) over the rows, two numbers or tensors without "
         "dimensions: a value without its count cannot be added up over micro-batches and ranks"
@@ -83,19 +83,20 @@ def check_metric_names(names: Iterable[str]) -> None:
             raise EvaluationError(f"a metric is called {name!r}, which every evaluation has; give it another name")
 
 
-def check_columns(name: str, result: Any, rows: int) -> Tensor:
+def check_columns(name: str, answer: Any, rows: int) -> Tensor:
     """Return values and counts of n rows as one float64 tensor (2, n), 0 where nothing counts; or EvaluationError."""
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if is_pair and all(isinstance(x, Tensor) and x.shape == (rows,) for x in result):
-        values, counts = (column.double() for column in result)
+    is_pair = isinstance(answer, tuple) and len(answer) == 2
+    if is_pair and all(isinstance(x, Tensor) and x.shape == (rows,) for x in answer):
+        values, counts = (column.double() for column in answer)
         return torch.stack([values.where(counts != 0, 0.0), counts])
     raise EvaluationError(
-        f"the metric of documents {name!r} gave {short_text(result)} for {plural(rows, 'row')}; return "
+        f"the metric of documents {name!r} gave {short_text(answer)} for {plural(rows, 'row')}; return "
         f"(values, counts), two tensors of shape ({rows},); a row that does not count has the count 0"
     )
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a real number, or a tensor of one without dimensions."""
     return (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()) or isinstance(value, Real)
 
 
@@ -124,8 +125,6 @@ class EvaluationOptions:
     """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
     share_prefixes: bool = True
     """Compute prefixes that documents share once (docs/shared-prefixes.md), where that is exact and faster."""
-    attention_kernel: str | None = None
-    """Attention kernel; None: as the model was prepared."""
     stopped: Callable[[], str] | None = None
     """Asked on every rank before each portion of micro-batches: why to stop, in words; "" to go on."""
     progress: Callable[[int, int], None] | None = None

@@ -36,6 +36,9 @@ GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters 
 
 
 def _score_loss(model: nn.Module, loss: "DocumentLoss | None") -> "LossFunction | None":
+    """Return the loss of rows of a model that makes scores: its class's, or for a loss of sets the
+    scores; else None.
+    """
     if not score_columns(model):
         return None
     if loss is not None:  # of the sums of scores
@@ -46,7 +49,11 @@ def _score_loss(model: nn.Module, loss: "DocumentLoss | None") -> "LossFunction 
 
 
 class Portions:
-    """Runs one evaluation a portion of its micro-batches at a time."""
+    """Runs one evaluation a portion of its micro-batches at a time.
+
+    `started` is when the evaluation began, by `time.perf_counter`. `gathered`, bytes of parameters that stay gathered
+    until the end (0: none), is known once the first portion has been read.
+    """
 
     def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
         self.inputs: StepInputs = inputs
@@ -61,12 +68,15 @@ class Portions:
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end
-        kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
         self.terms = encoder_terms(inputs)
-        self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure, keywords=kernel)
+        self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure)
 
     def evaluate_all(self) -> Totals:
-        """Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later."""
+        """Run all portions and return their sums over all ranks, which enter together.
+
+        Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later. Raises
+        EvaluationStopped or an error of a metric on every rank.
+        """
         # One micro-batch where something may end it early; a pipeline, which each portion fills, begins large.
         size = 1 if self.options.stopped is not None and self.world.home.pp == 1 else self.largest
         done = 0
@@ -91,6 +101,11 @@ class Portions:
         return totals
 
     def _read_agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
+        """Read this rank's rows of a portion, of which `done` micro-batches come before; all ranks raise the error of
+        any.
+
+        The first portion also decides whether parameters stay gathered, and makes the plan's communicators.
+        """
         batches = list[LocalBatch]()
         error = self._end_reason(done)
         try:
@@ -110,7 +125,11 @@ class Portions:
         return batches
 
     def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
-        """The first portion compares items and plan and agrees on gathering; later ones, whether the last took long."""
+        """Return whether any rank ends here; entered by all ranks.
+
+        The first portion also compares items and plan, and sets `gathered` where all ranks have room; later ones set
+        `any_long`, whether the last one took long anywhere.
+        """
         if first:
             if self.items is not None:
                 self.world.control.compare_digests(self.items.digest(), what="lists of items")
@@ -123,6 +142,9 @@ class Portions:
         return any_ended
 
     def _gathering_bytes(self) -> int:
+        """Return the bytes of parameters that may stay gathered on this rank until the end; 0 where it has no room or
+        no use.
+        """
         world = self.world
         plan = self.plan
         if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
@@ -132,6 +154,7 @@ class Portions:
         return size if size <= room else 0
 
     def _end_reason(self, done: int) -> LongspanError | None:
+        """Return why this rank ends before the next portion: it was stopped, or a metric failed. None to go on."""
         options = self.options
         if options.stopped is not None and (reason := options.stopped()):
             seconds = time.perf_counter() - self.started

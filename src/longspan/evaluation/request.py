@@ -27,10 +27,12 @@ class SavedWeights:
 
     @property
     def title(self) -> str:
+        """What results call the weights."""
         return f"{self.path} without adapter" if self.base else str(self.path)
 
     @property
     def kind(self) -> Literal["run", "checkpoint", "folder"]:
+        """What the user named: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder."""
         return "folder" if self.run_dir is None else "run" if self.checkpoint is None else "checkpoint"
 
 
@@ -43,6 +45,7 @@ class Subject:
 
     @property
     def folder(self) -> Path:
+        """The folder that has the model's configuration and tokenizer."""
         return self.weights.run_dir or self.weights.path
 
 

@@ -51,6 +51,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
+        """e to the loss; infinity where that is too large."""
         try:
             return math.exp(self.loss)
         except OverflowError:

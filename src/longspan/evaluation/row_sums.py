@@ -67,7 +67,10 @@ class RowSums:
         self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Any) -> Tensor:
-        """Sum the losses of a micro-batch's hidden states (T, D), from which `head` makes logits."""
+        """Measure a micro-batch's hidden states (T, D), from which `head` makes logits; return the sum of their losses.
+
+        What was measured stays on the device until `collect_measured_sums`. An error of a metric is kept in `error`.
+        """
         targets = BatchTargets(batch, hidden.device)
         count = len(targets.documents)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -91,9 +94,9 @@ class RowSums:
         return total
 
     def _measure_rows(self, targets: BatchTargets, part: slice, logits: Tensor) -> TargetTokens:
-        """Return some rows with their losses; of a model of scores the targets are the labels of rows as classes.
+        """Return some targets with their losses; of a model of scores `targets` are the labels of rows as classes.
 
-        Both are 0 after an error of labels.
+        Both are 0 after an error of labels, which is kept in `error`.
         """
         if self._score_loss is None:
             at = targets.loss_rows(part, torch.float64)
@@ -204,6 +207,7 @@ class Totals(NamedTuple):
         )
 
     def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
+        """Return losses by bucket of documents' lengths; `targets` are those of each document."""
         bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
         size = len(self.edges)
         losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
@@ -219,7 +223,11 @@ def bucket_edges(longest: int) -> Integers:
 
 
 def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
-    """The last bucket ends at twice its start, or at FIRST_EDGE if it is the only one."""
+    """Return buckets that begin at `edges`, with their losses and numbers of documents; those without documents are
+    left out.
+
+    The last bucket ends at twice its start, or at FIRST_EDGE if it is the only one.
+    """
     starts = edges.tolist()
     lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
     buckets = (Bucket(*values) for values in zip(starts, lasts, losses, documents, strict=True))

@@ -38,17 +38,21 @@ class SubjectResult:
     changes: tuple[Change, ...]
 
     def record(self) -> dict[str, Any]:
+        """Return the result as JSON has it."""
         return {
             "target": self.weights.title,
             "kind": self.weights.kind,
             "parallel": {key: getattr(self.config.parallel, key) for key in HOME},
             "changes": [change._asdict() for change in self.changes],
-            "evaluations": [entry.evaluation.row() | {"cp_comm_type": entry.comm_types} for entry in self.sets],
+            "evaluations": [result.evaluation.row() | {"cp_comm_type": result.comm_types} for result in self.sets],
         }
 
 
 def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, Any]:
-    """Return all of the first subject, its only evaluation at the top too; under "compare" the second one."""
+    """Return the JSON of `longspan eval`: all of the first subject, its only evaluation at the top too.
+
+    Under "compare" is the second subject, with differences by set.
+    """
     first, *others = results
     record = first.record() | {"world": ranks}
     if len(first.sets) == 1:
@@ -61,11 +65,12 @@ def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, An
 
 
 def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
+    """Return one JSON object for each document of each set, degree and subject."""
     return [
-        {"target": result.weights.title, "set": entry.evaluation.name, "cp": entry.evaluation.cp, **row}
-        for result in results
-        for entry in result.sets
-        for row in entry.evaluation.document_rows(entry.sources)
+        {"target": subject.weights.title, "set": set_result.evaluation.name, "cp": set_result.evaluation.cp, **row}
+        for subject in results
+        for set_result in subject.sets
+        for row in set_result.evaluation.document_rows(set_result.sources)
     ]
 
 
@@ -89,11 +94,15 @@ class Difference:
 
 
 def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Difference]:
+    """Return how the other's losses differ from the first's, for each set and degree."""
     return [_difference_of_set(*pair) for pair in zip(first.sets, other.sets, strict=True)]
 
 
 def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
-    """The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count."""
+    """Return the difference of mean losses over the same documents, with its standard error.
+
+    The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count.
+    """
     evaluation = first.evaluation
     losses = evaluation.document_losses, other.evaluation.document_losses, evaluation.document_lengths
     rows = [(a.sum, b.sum, a.count, length) for a, b, length in zip(*losses, strict=True) if a.count]
@@ -105,8 +114,8 @@ def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
     for bucket in evaluation.by_length:
         inside = ((bucket.first <= lengths) & (lengths <= bucket.last))[:, 0]
         if inside.any():
-            in_bucket = (sums[inside].sum(0) / counts[inside].sum()).tolist()
-            by_length.append((bucket.first, bucket.last, *in_bucket, int(inside.sum())))
+            bucket_means = (sums[inside].sum(0) / counts[inside].sum()).tolist()
+            by_length.append((bucket.first, bucket.last, *bucket_means, int(inside.sum())))
     return Difference(
         name=evaluation.name,
         first=float(means[0]),

@@ -24,6 +24,7 @@ class OffsetValues(NamedTuple):
     first: int
 
     def token_value(self, name: str, document: int) -> Floats:
+        """Return "log_probs" or another value of a document's tokens (length,), by its number among these documents."""
         number = self.first + document
         return self.values.of(number) if name == "log_probs" else self.values.value(name, number)
 
@@ -61,7 +62,8 @@ class AheadBatch(NamedTuple):
 class BatchesAhead:
     """The batches of a data loader, some of which are made before they are asked for.
 
-    Accelerate's loader asks for one batch more than the Trainer got, to know which is the last.
+    Accelerate's loader asks for one batch more than the Trainer got, to know which is the last. An error of the loader
+    is raised where its batch is asked for.
     """
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -124,8 +126,8 @@ def read_step_documents(
 ) -> tuple[list[BatchDocuments], list[Document], list[int]]:
     """Return the rows of each batch of a step, its documents with targets, and where those of each batch begin.
 
-    A target's coefficient is −1 / `items`, the targets of all batches, or −1 / (targets of the batch × batches) for
-    None.
+    Each document brings its guessed coefficient: −1 / `items`, the targets of all batches, or −1 / (targets of the
+    batch × batches) for None.
     """
     all_rows = list[BatchDocuments]()
     documents = list[Document]()

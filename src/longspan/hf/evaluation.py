@@ -26,6 +26,7 @@ class EvaluationPart(StockTrainer):
     """
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **keywords: Any) -> Any:
+        """Run the Trainer's loop, over a prepared model, and add the loss over tokens to its metrics."""
         self._prepare_once()
         self._facade.evaluated = (0.0, 0)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **keywords)
@@ -35,6 +36,7 @@ class EvaluationPart(StockTrainer):
         return output
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **keywords: Any) -> Any:
+        """Take the Trainer's step, in which the model answers with logits where more than the loss is wanted."""
         self._facade.logits_of = None if prediction_loss_only else self._document_logits
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, **keywords)
@@ -42,6 +44,7 @@ class EvaluationPart(StockTrainer):
             self._facade.logits_of = None
 
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
+        """Return logits (length, V) of each document, on every rank; all enter."""
         self._compare_rows_on_ranks(documents)
         targets = sum(document.targets for document in documents)
         plan = cached_plan(self._choices[False], tuple(map(len, documents)), self.world.home, targets=targets)

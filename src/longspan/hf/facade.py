@@ -38,6 +38,7 @@ class FusedHead:
 
     @property
     def values(self) -> tuple[str, ...]:
+        """The values of tokens that the head was asked for besides log-probabilities, by longspan's names."""
         names = {"is_top1": "top1"}
         return tuple(v for v in (names.get(name, name) for name in self.outputs) if v in VALUES)
 
@@ -98,6 +99,9 @@ class TokenOutput(dict[str, Any]):
     """What the model answers: `loss`, and the values of tokens as attributes; of (B, L - 1), as labels are shifted."""
 
     def __getattr__(self, name: str) -> Any:
+        """Return an entry by its name. Raises ModelError, which says what a loss may read, for one that
+        is not there.
+        """
         if name in self:
             return self[name]
         raise ModelError(
@@ -114,6 +118,7 @@ class Facade:
     """A prepared model as the Trainer calls it; attributes are the model's.
 
     `model()` gives the Trainer's model, which may be replaced; `token_values(facade, documents)` those of its tokens.
+    `called`, `ahead` and `evaluated` are kept for the trainer, which reads and empties them.
     """
 
     def __init__(
@@ -138,6 +143,7 @@ class Facade:
 
     @property
     def inner_model(self) -> Any:
+        """The prepared model, without the PeftModel around it."""
         return unwrap_peft_model(self._model())
 
     def __call__(
@@ -151,8 +157,10 @@ class Facade:
     ) -> TokenOutput:
         """Answer a batch (B, L) of all ranks, on every rank: with its loss and, if `fused_lm_head`, values of tokens.
 
-        With `logits_of` set, and no `fused_lm_head`, the answer has logits instead; any other answer to a batch without
-        labels is empty. A batch whose step ran ahead is answered by that step's values, without a pass.
+        With gradients the answer is noted in `called`, for the step; a batch whose step ran ahead is taken off `ahead`
+        and answered by that step's values, without a pass. With `logits_of` set, and no `fused_lm_head`, the answer has
+        logits instead; any other answer to a batch without labels is empty. `labels` are replaced by `labels_apart`
+        where a batch comes without.
         """
         if batch.pop("output_router_logits", False):
             raise ConfigError(
@@ -197,7 +205,9 @@ class Facade:
         return TokenOutput({**out, **tables, "log_probs": leaf, "label_mask": _label_mask(labels)})
 
     def _answer_scores(self, batch: Mapping[str, Any], labels: Any) -> TokenOutput:
-        """Answer with logits (B, L) or (B, W, L), and the class's loss if there are labels."""
+        """Answer with logits (B, L) or (B, W, L), and the class's loss if there are labels; with gradients noted in
+        `called`.
+        """
         model = self.inner_model
         tokens = architecture_name(model).endswith(SCORE_HEADS[1])
         batch = {name: value for name, value in batch.items() if name not in IGNORED}
@@ -212,7 +222,8 @@ class Facade:
     def _loss_output(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
         """Return the cross entropy of log-probabilities (B, L - 1): over `items`, or the mean of the batch (None).
 
-        With gradients the leaf is noted for the step, without them the sum of losses for the evaluation.
+        With gradients the leaf is noted in `called`, for the step; without them the sum of losses is added to
+        `evaluated`.
         """
         total = -leaf.sum()
         targets = _label_mask(labels).sum()
@@ -247,4 +258,5 @@ class Facade:
 
 
 def _label_mask(labels: Any) -> Tensor:
+    """Return where labels (B, L), shifted by one, are targets (B, L - 1)."""
     return torch.as_tensor(labels)[:, 1:] != NO_TARGET

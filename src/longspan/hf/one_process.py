@@ -65,6 +65,7 @@ class OneProcess:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that count as one process."""
         return len(self.home.ranks)
 
     def remove_trainer(self) -> None:
@@ -75,6 +76,7 @@ class OneProcess:
             self._close()
 
     def _close(self) -> None:
+        """Put back what was patched and accelerate's state, and close the world."""
         for owner, name, value in reversed(self._patched):
             setattr(owner, name, value)
         PartialState._shared_state.clear()
@@ -92,6 +94,9 @@ class OneProcess:
         return copied
 
     def _patch_libraries(self) -> None:
+        """Have accelerate and transformers take all ranks for one process, until `_close`; each change is noted for
+        that.
+        """
         PartialState._shared_state.update({"num_processes": 1, "distributed_type": DistributedType.NO})
         make_stock, save_stock = Trainer.__init__, Trainer.save_model
         set_up = TrainingArguments.__dict__["_setup_devices"]
@@ -144,6 +149,7 @@ class OneProcess:
 
 
 def _count_ranks() -> int:
+    """Return the ranks that accelerate knows. Raises ConfigError where the launcher started others."""
     ranks = PartialState().num_processes
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != started:
@@ -164,12 +170,14 @@ class OneAccelerator(Accelerator):
     after_backward: Callable[[], None]
 
     def backward(self, loss: Any, **keywords: Any) -> None:
+        """Check the loss, run its backward pass, and add the step's gradients after the last batch's."""
         self.before_backward(loss)
         super().backward(loss, **keywords)
         self.after_backward()
 
     @property
     def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """0: this rank takes the rows of all."""
         return 0
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:

@@ -34,6 +34,7 @@ class PreferencesPart(StockTrainer):
     """What a Trainer's reference model may be."""
 
     def _refuse_reference(self) -> None:
+        """Raise ModelError or ConfigError for several adapters, or a reference model that longspan cannot prepare."""
         names = [name for name in getattr(self.model, "peft_config", ()) if name != REFERENCE]
         if len(names) > 1:
             raise ModelError(
@@ -69,7 +70,8 @@ def take_reference_adapter(model: Any) -> Any:
 class ReferenceAdapter:
     """The adapter that training began with, in place of TRL's copy: the trained one has its values for a while.
 
-    TRL finds the copy's `config` in `peft_config`, and calls `set_adapter("ref")` of the PeftModel for the reference.
+    Made after `prepare`, of the values that the adapter has then; it takes over `set_adapter` of the PeftModel. TRL
+    finds the copy's `config` in `peft_config`, and calls `set_adapter("ref")` for the reference.
     """
 
     def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:

@@ -16,8 +16,8 @@ from longspan.model.adapters.adapter import find_adapter
 from longspan.model.frozen.formats.loaded_linears import holds_codes
 from longspan.model.prepared import PrepareOptions
 from longspan.plan import MemoryPlan
-from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import Resolved, set_usual_mode
+from longspan.resolve.run_cost import find_run_cost
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.run_model.prepare import options_of_memory_plan
 
@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def asks_for_recomputation(args: Any) -> bool:
+    """Return whether arguments ask for activation checkpointing, by either of its names."""
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
 
@@ -96,6 +97,12 @@ def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, t
 
 
 def _config_with_arguments(trainer: Any) -> RunConfig:
+    """Return the trainer's keys as a run's configuration, with dtypes, optimizer and adapter of its arguments and
+    model.
+
+    An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
+    memory does not depend on the learning rate.
+    """
     # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
     # memory does not depend on the learning rate.
     config = trainer.longspan.config()
@@ -104,11 +111,11 @@ def _config_with_arguments(trainer: Any) -> RunConfig:
     dtype = str(model.dtype).removeprefix("torch.")
     computes_in = "bfloat16" if args.mixed_precision == "bf16" else dtype
     model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
-    asked = optimizer_name(args)
-    name = "adamw" if asked in ONE_PASS_OPTIMIZERS else OPTIMIZERS.get(asked, "torch.optim.AdamW")
-    config = config.with_keys("train", offload_optimizer_states=asked == PAGED)
+    optim = optimizer_name(args)
+    name = "adamw" if optim in ONE_PASS_OPTIMIZERS else OPTIMIZERS.get(optim, "torch.optim.AdamW")
+    config = config.with_keys("train", offload_optimizer_states=optim == PAGED)
     optimizer = OptimizerSection(class_=name, lr=1e-3)
-    if asked in ONE_PASS_OPTIMIZERS and asked != PAGED:
+    if optim in ONE_PASS_OPTIMIZERS and optim != PAGED:
         optimizer = replace(optimizer, moments="8bit")
     lora = LoraSection()
     if (adapter := find_adapter(model)) is not None:
@@ -122,7 +129,10 @@ def _config_with_arguments(trainer: Any) -> RunConfig:
 
 
 def _lengths_of_documents(trainer: Any) -> list[int]:
-    """The lengths of the trainer's documents, or the longest that its arguments allow; [] for neither."""
+    """Return lengths of the trainer's documents, as many as are looked at, or the longest that its arguments allow.
+
+    [] for neither. Rows of another data set than one with columns are read for it, which may read files.
+    """
     data = trainer.train_dataset
     args = trainer.args
     if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
@@ -136,7 +146,7 @@ def _lengths_of_documents(trainer: Any) -> list[int]:
         if all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
             return [len(row["input_ids"]) for row in rows]
     longest_allowed = getattr(args, "max_length", None)
-    if (answer := getattr(args, "max_completion_length", None)) is not None:
+    if (longest_answer := getattr(args, "max_completion_length", None)) is not None:
         # Prompts without a limit are taken to be as long as answers.
-        longest_allowed = answer + (getattr(args, "max_prompt_length", None) or answer)
+        longest_allowed = longest_answer + (getattr(args, "max_prompt_length", None) or longest_answer)
     return [int(longest_allowed)] if longest_allowed else []

@@ -60,6 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 def documents_digest(documents: Sequence[Document]) -> str:
+    """Return a digest of lengths, ids and labels, in order, by which ranks compare their documents."""
     digest = blake2b(digest_size=16)
     for document in documents:
         digest.update(np.int64(len(document)).tobytes())
@@ -80,6 +81,7 @@ class CollectedTokens:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, log_probs: Tensor, at: LossTokens) -> Tensor:
+        """Return the losses (t,) of some targets, their coefficients times log-probabilities, and keep their values."""
         values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
         self._parts.append((at.document, at.position, torch.stack(values)))
         return at["coefficient"] * log_probs
@@ -136,6 +138,9 @@ class StepsPart(StockTrainer):
 
     @cached_property
     def _choices(self) -> dict[bool, PlannerConfig]:
+        """How documents are planned: in training (True) and in evaluation (False); made once the trainer
+        is resolved.
+        """
         config = self._config
         heads = query_heads(unwrap_peft_model(self.model).config)
         cost = self._cost
@@ -154,6 +159,11 @@ class StepsPart(StockTrainer):
         return share_where_faster(model, documents, lengths, choice, self.world, training=training, targets=targets)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
+        """Return the values of the documents' tokens, or their scores, on every rank, by a pass without gradient; all
+        enter.
+
+        The model's mode is restored. Raises CommError where ranks have other documents.
+        """
         self._compare_rows_on_ranks(documents)
         prepared = facade.inner_model
         head = facade.head
@@ -171,6 +181,9 @@ class StepsPart(StockTrainer):
             prepared.train(training)  # the pass has put the model into evaluation mode
 
     def _compare_rows_on_ranks(self, documents: list[Document], digest: str = "") -> None:
+        """Raise CommError, on every rank, where ranks have other documents; entered by all. `digest` is theirs, if
+        known.
+        """
         self.world.control.compare_digests(
             digest or documents_digest(documents),
             what="batches of a Trainer",
@@ -258,7 +271,11 @@ class StepsPart(StockTrainer):
         return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
-        """A step without targets, or with a batch without labels, has no cross entropy and does not run ahead."""
+        """Run the step of these batches with the gradients that the mean cross entropy has, before the Trainer's loss.
+
+        Its gradients go to `_guessed_gradients`, not `.grad`, and its values to the facade, which answers calls by
+        them. A step without targets, or with a batch without labels, does not run ahead.
+        """
         step = self._next_step
         self._next_step = None
         if step is None or not step.has_batches(batches):
@@ -278,7 +295,10 @@ class StepsPart(StockTrainer):
         ]
 
     def _read_coming_step(self, batches: Sequence[Any], items: float | None) -> ComingStep | None:
-        """None without a target, or if a batch lacks labels."""
+        """Read the documents of a step's batches and plan them; None without a target, or if a batch lacks labels.
+
+        `items` are the targets by which the Trainer divides, None if it takes means of batches.
+        """
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return None
         rows, documents, firsts = read_step_documents(batches, items)
@@ -289,11 +309,15 @@ class StepsPart(StockTrainer):
         return ComingStep(batches, rows, documents, shared, firsts, documents_digest(documents), plan, versions)
 
     def _prepare_next_step_and_wait(self) -> None:
+        """Prepare the next step while the device works, then wait for it."""
         self._prepare_next_step()
         if self.world.device.type == "cuda":
             torch.cuda.current_stream(self.world.device).synchronize()
 
     def _prepare_next_step(self) -> None:
+        """Make and read the batches of the next step, if the loader can make them early; errors wait
+        until it is taken.
+        """
         ahead = self._batches_ahead
         if ahead is None or self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
@@ -306,6 +330,9 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _check_loss(self, loss: Tensor) -> None:
+        """Raise ModelError for a loss of sharded parameters, or of tensors inside the model; before its
+        backward pass.
+        """
         refuse_sharded_loss(loss)
         refuse_inner_loss(self._facade.inner_model, loss, self._pass_nodes)
 
@@ -356,6 +383,12 @@ class StepsPart(StockTrainer):
     def _run_step(
         self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
     ) -> TokenLogProbs:
+        """Run one step of documents with their coefficients, adding to `.grad`; return their tokens' values. All ranks
+        enter.
+
+        `names` are further values to collect. `coming` has the plan of a step that was prepared. Notes the gradients'
+        norm.
+        """
         self._compare_rows_on_ranks(documents, coming.digest if coming else "")
         facade = self._facade
         model = facade.inner_model
@@ -365,7 +398,7 @@ class StepsPart(StockTrainer):
         refuse_other_parameters(model, self._torch_optimizer())
         first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens([len(document) for document in documents], names)
-        of_scores = score_columns(model) > 0
+        has_scores = score_columns(model) > 0
         model.train()
         with torch.autocast(self.args.device.type, enabled=False):
             result = run_step(
@@ -375,7 +408,7 @@ class StepsPart(StockTrainer):
                 self.world,
                 step=self.state.global_step,
                 router=RouterCoefficients(balance=0.0),  # routers' balance losses are refused at construction
-                loss=loss_by_coefficients if of_scores else collected,
+                loss=loss_by_coefficients if has_scores else collected,
                 divisor=1,  # the coefficients are divided already
                 temperature=facade.head.temperature,
                 host_work=self._prepare_next_step_and_wait,
@@ -389,10 +422,13 @@ class StepsPart(StockTrainer):
 
     @property
     def _has_step_below(self) -> bool:
+        """Whether the user's class, or the trainer itself, has a `training_step` of its own, which may change
+        gradients.
+        """
         return type(self).training_step is not StepsPart.training_step or "training_step" in vars(self)
 
     def _clip_grad_norm(self, model: Any) -> float:
-        """The norm is the step's own if nothing has written to gradients since."""
+        """Clip gradients and return their norm, which is the step's own if nothing has written to gradients since."""
         model, (norm, versions), limit = self._facade.inner_model, self._norm_and_versions, self.args.max_grad_norm
         if self._has_step_below or versions != gradient_versions(model):
             return clip_grad_norm(model, limit, self.world)
@@ -401,6 +437,7 @@ class StepsPart(StockTrainer):
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
+        """Return the norm of all ranks' gradients, for the Trainer's log; measured if it was not clipped."""
         return norm_of(self._facade.inner_model, self.world) if grad_norm is None else grad_norm
 
 

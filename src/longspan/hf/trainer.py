@@ -124,7 +124,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         """Leave the model where it is: `prepare` moves what a rank keeps."""
 
     def _prepare_once(self) -> None:
-        """Prepare the model and TRL's reference before the first pass or optimizer; again if the model is replaced."""
+        """Prepare the model and TRL's reference before the first pass or optimizer; again if the model is replaced.
+
+        What arguments leave open is decided before, by the lengths of documents; entered by all ranks.
+        """
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
         inside = unwrap_peft_model(self.model)
@@ -147,6 +150,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
+        """Prepare a model in place, and route the Trainer's calls of it, and of a PeftModel around it, to the facade.
+
+        Without `training` it is a reference, which takes no step.
+        """
         prepared = longspan.prepare(
             model, self.world, options=options_of_prepare(self, model, self.memory_plan, training=training)
         )
@@ -162,9 +169,9 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         Moments of parameters that wait on the host are there too.
         """
         self._prepare_once()
-        made = self.optimizer is None
+        is_new = self.optimizer is None
         self.optimizer: Any = super().create_optimizer(*args)
-        if not made:
+        if not is_new:
             return self.optimizer
         name = optimizer_name(self._stock_arguments) if self.optimizer_cls_and_kwargs is None else ""
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
@@ -186,12 +193,16 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         return kind, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def _prepare_for_training(self, *args: Any) -> Any:
+        """Prepare the model before the Trainer sets up training. Raises ModelError for an optimizer of other
+        parameters.
+        """
         self._prepare_once()
         if self.optimizer is not None:
             refuse_other_parameters(self._facade.inner_model, self._torch_optimizer())
         return super()._prepare_for_training(*args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Return the facade, in place of a wrapped model."""
         self._prepare_once()
         return self._facade
 
@@ -229,12 +240,14 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._leave_one_process()
 
     def _leave_one_process(self) -> None:
+        """Leave the shared process, once."""
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()
 
 
 def layout_line(config: RunConfig, home: Layout) -> str:
+    """Return the line of the first rank that says how ranks share documents and weights."""
     training = PlannerConfig.training(config).text
     evaluation = PlannerConfig.evaluation(config).text
     degrees = {"tp": home.tp, "ep": home.ep, "dp_replicate": home.dp_replicate}
@@ -261,8 +274,8 @@ def _route_calls(prepared: Any, facade: Facade) -> None:
         )
 
     # Python looks `__call__` up in the class, so the model gets a class of its own.
-    own = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
-    prepared.__class__ = type(kind.__name__, (kind,), own)
+    attributes = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
+    prepared.__class__ = type(kind.__name__, (kind,), attributes)
 
 
 class LongspanTrainer(LongspanMixin, Trainer):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -5,6 +5,7 @@ inside a PeftModel.
 """
 
 import re
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -58,13 +59,14 @@ def unwrap_peft_model(model: nn.Module) -> nn.Module:
     """Take the transformers model out of a PeftModel; another model is returned. ModelError for no LoRA around one."""
     if type(model).__module__.partition(".")[0] != "peft":
         return model
-    inside = model.get_base_model() if hasattr(model, "get_base_model") else None  # pyright: ignore[reportCallIssue]
-    if not isinstance(inside, PreTrainedModel):
+    peft_model: Any = model
+    wrapped_model = peft_model.get_base_model() if hasattr(model, "get_base_model") else None
+    if not isinstance(wrapped_model, PreTrainedModel):
         raise ModelError(
             f"prepare takes a PeftModel with a LoRA adapter around a transformers model, got {type(model).__name__}; "
             "use peft.get_peft_model(model, peft.LoraConfig(…))"
         )
-    return inside
+    return wrapped_model
 
 
 def belongs_to_adapter(name: str) -> bool:

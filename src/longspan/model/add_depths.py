@@ -136,7 +136,7 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that a depth copies: the last of each type that the configuration names, or the last of all."""
+    """Return the layers of which a depth has copies: of each type that the configuration names, else the last."""
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = depth_types(model.config.get_text_config(), [*of_type])

@@ -49,7 +49,7 @@ class Feature:
     """
 
     def __init__(self, call: Call) -> None:
-        """Check the options of the feature, which raise for themselves."""
+        """Take the call. A feature that has options of its own checks them here, and raises for wrong ones."""
         self.world = call.world
         self.options = call.options
         self.description = dict[str, Any]()  # fields of the Execution

@@ -34,16 +34,6 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
             _set_keep_gathered(module, False, reshard_after_forward=bool(reshards_after_forward(module)))
 
 
-@contextmanager
-def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
-    """Drop, after an error inside, gradients that backward passes left unsummed, and free what FSDP2 gathered."""
-    try:
-        yield
-    except BaseException:
-        drop_unsummed_gradients(model)
-        raise
-
-
 def drop_unsummed_gradients(model: nn.Module) -> None:
     """Drop gradients that backward passes left unsummed, which zero_grad() does not, and free what FSDP2 gathered."""
     for group in reduction_groups(fsdp_modules(model)):
@@ -55,6 +45,7 @@ def drop_unsummed_gradients(model: nn.Module) -> None:
 
 
 def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
+    """Have one module's backward passes keep parameters gathered and gradients unsummed, or undo that."""
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
     module.set_reshard_after_forward(reshard_after_forward, recurse=False)
@@ -70,6 +61,7 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
     modules = fsdp_modules(model)
 
     def set_last(last: bool = True) -> None:
+        """Say whether the next pass is the step's last: then everything is summed and freed again."""
         for module in modules:
             sharding = sharding_of(module)
             module.set_requires_all_reduce(last, recurse=False)
@@ -131,13 +123,19 @@ def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[
 
 
 class _BlockHooks:
-    """What stands for FSDP2's two hooks of a block, until `leave`."""
+    """Replaces FSDP2's two hooks of one block, which run only where they do something, until `leave` puts them back.
+
+    `state` is FSDP2's of the block, `later` the block that is called next; `trains` is of `leave_out_idle_hooks`.
+    """
 
     def __init__(self, state: Any, later: "_BlockHooks | None", *, trains: bool) -> None:
-        policy, (module,), self._state = state._mp_policy, state._modules, state
+        """Put the two hooks of this object in the places of FSDP2's."""
+        policy = state._mp_policy
+        (module,) = state._modules
+        self._state = state
         self._later = later
         self._trains = trains
-        self._runs_fsdp_hooks = True
+        self._runs_fsdp_hooks = True  # in the pass that runs now
         self._groups: list[Any] = [*reduction_groups([module])]
         self._gradient_hook: Any = None
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
@@ -150,13 +148,18 @@ class _BlockHooks:
             hooks[key] = mine
 
     def leave(self) -> None:
+        """Put FSDP2's hooks back."""
         for (hooks, key), hook in zip(self._places, self._fsdp_hooks, strict=True):
             hooks[key] = hook
         if self._gradient_hook is not None:
             self._gradient_hook.remove()
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run FSDP2's hook where it does something; None leaves the inputs."""
+        """Stand before the block's forward: run FSDP2's hook where it gathers, will sum or casts; None leaves the
+        inputs.
+
+        Where it does not, a hook on one gradient of the block adds those of the later block (`_add_later_gradients`).
+        """
         busy = self._state._is_root is not False or any(  # None: not known before the first pass
             not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
             for group in self._groups
@@ -172,19 +175,21 @@ class _BlockHooks:
         return self._fsdp_hooks[0](module, args, kwargs) if self._runs_fsdp_hooks else None
 
     def _end_forward(self, module: nn.Module, args: Any, out: Any) -> Any:
+        """Stand behind the block's forward: run FSDP2's hook if the one before ran."""
         return self._fsdp_hooks[1](module, args, out) if self._runs_fsdp_hooks else None
 
     def _add_later_gradients(self, _: Tensor) -> None:
-        """This block has a gradient, so those of the later one mostly are whole; FSDP2 adds others after the pass.
+        """Add the later block's gradients of this pass to those of earlier ones, in float32.
 
-        In a pipeline the flag may be that of another micro-batch: gradients that are not there yet are added later.
+        This block has a gradient, so those of the later one mostly are whole; FSDP2 adds others after the pass. In a
+        pipeline the flag may be that of another micro-batch: gradients that are not there yet are added later.
         """
         if self._later is not None and not self._later._runs_fsdp_hooks:
             accumulate_gathered_gradients(self._later._groups)
 
 
 def _stays_uncast(x: object, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 would surely leave an argument as it is; it also casts in mappings, sets and dataclasses."""
+    """Return whether FSDP2 would surely leave an argument uncast; it also casts in mappings, sets and dataclasses."""
     if isinstance(x, Tensor):
         return x.dtype == dtype or not x.is_floating_point()
     if isinstance(x, tuple | list):

@@ -52,9 +52,9 @@ class HostArena:
         self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.RLock()  # backward passes run in threads of their own
         # ranges are collected in any thread, also inside `take`
-        self._freed: deque[tuple[_ArenaPart, int, int]] = deque()
+        self._freed: deque[tuple[_ArenaPart, int, int]] = deque()  # ranges that are not reclaimed yet: start, size
         self._parts: list[_ArenaPart] = []
-        self._used = 0
+        self._used = 0  # bytes of ranges that are taken, or freed and not reclaimed yet
         if bytes:
             self._add_part(bytes)
 
@@ -111,6 +111,7 @@ class HostArena:
         world.on_leaving(close_arena)
 
     def _add_part(self, bytes: int) -> "_ArenaPart":
+        """Map and pin so many bytes more. ModelError where the host has less free."""
         free = free_host_bytes()
         if free is not None and bytes > free:
             raise ModelError(
@@ -122,7 +123,7 @@ class HostArena:
         return piece
 
     def _reclaim_freed_ranges(self) -> None:
-        """The lock must be held."""
+        """Give the ranges in `_freed` back to their parts. The lock must be held."""
         while self._freed:
             part, start, size = self._freed.popleft()
             part.give_back_bytes(start, size)
@@ -147,12 +148,17 @@ class HostRange:
         self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
 
     def view_like(self, x: Tensor) -> Tensor:
-        """Return a tensor in this memory with shape, dtype and strides of `x`; contiguous if `x` is not dense."""
+        """Return a tensor in this memory with shape, dtype and strides of `x`; contiguous if `x` is not dense.
+
+        Its values are what the memory holds, not those of `x`.
+        """
         strides = torch.empty_like(x, device="meta").stride()
         return self.memory.view(x.dtype).as_strided(x.shape, strides)
 
 
 class _ArenaPart:
+    """One mapped piece of an arena's memory, and which of its bytes are free; it knows nothing of locks."""
+
     def __init__(self, size: int, copies: torch.cuda.Stream | None) -> None:
         """Map `size` bytes; with a stream of `copies`, so on a GPU, pin them until this object is deleted."""
         self.size = size
@@ -165,9 +171,10 @@ class _ArenaPart:
             _pin_memory(self.memory)
             # The end of a process unregisters too, and waits for nothing: a failed run may have copies that never end.
             weakref.finalize(self, _unpin_memory, self.memory.data_ptr(), copies, os.getpid()).atexit = False
-        self._free = [(0, size)]  # start and end
+        self._free = [(0, size)]  # start and end of free ranges, in order, none next to another
 
     def take_bytes(self, size: int) -> int | None:
+        """Take so many bytes of the first free range that has them; returns where they start, None if none has."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
@@ -175,6 +182,7 @@ class _ArenaPart:
         return None
 
     def give_back_bytes(self, start: int, size: int) -> None:
+        """Make bytes that were taken free again, joined with free ranges beside them."""
         insort(self._free, (start, start + size))
         merged: list[tuple[int, int]] = []
         for start_of_range, end in self._free:
@@ -186,6 +194,7 @@ class _ArenaPart:
 
 
 def _pin_memory(memory: Tensor) -> None:
+    """Register memory of the host with CUDA, so that copies run beside the CPU. ModelError where CUDA refuses."""
     cudart: Any = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)):
         raise ModelError(
@@ -195,7 +204,10 @@ def _pin_memory(memory: Tensor) -> None:
 
 
 def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None:
-    """Errors are suppressed, as CUDA refuses every call after a GPU's error."""
+    """Undo `_pin_memory` once copies have ended, in the process that pinned it: a forked one does nothing.
+
+    Errors are suppressed, as CUDA refuses every call after a GPU's error.
+    """
     if process == os.getpid():
         with suppress(Exception):
             copies.synchronize()
@@ -212,18 +224,18 @@ def check_free_host_memory(
     """Raise ModelError on all ranks where the ranks of a host ask for more bytes together than are free there.
 
     All ranks call it, each with its bytes, before any takes memory; not checked where a host does not say what is free.
-    `advice` gets the share of the bytes that is free.
+    The error begins with `what`, a subject and "take"; `advice` gets the share of the bytes that is free, below 1.
     """
     reports = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
     for host in dict.fromkeys(name for name, _, _ in reports):
-        of_ranks = [size for name, size, _ in reports if name == host]
+        rank_bytes = [size for name, size, _ in reports if name == host]
         free_bytes = [free for name, _, free in reports if name == host and free is not None]
-        total = sum(of_ranks)
+        total = sum(rank_bytes)
         if free_bytes and total > (room := min(free_bytes)):  # ranks of one host read it at different moments
             raise on_all_ranks(
                 ModelError(
-                    f"{what} {total:,} bytes ({total / _GIB:.2f} GiB) for {plural(len(of_ranks), 'rank')} of host "
-                    f"{host}, at most {max(of_ranks):,} for one, and {room:,} are free there ({room / _GIB:.2f} GiB)"
+                    f"{what} {total:,} bytes ({total / _GIB:.2f} GiB) for {plural(len(rank_bytes), 'rank')} of host "
+                    f"{host}, at most {max(rank_bytes):,} for one, and {room:,} are free there ({room / _GIB:.2f} GiB)"
                     f"{advice(room / total)}; {_LESS}, start fewer ranks on a host, or use more hosts"
                 )
             )

@@ -54,9 +54,9 @@ def base_model_name(model: PreTrainedModel) -> str:
     """
     if model.base_model is not model:
         return model.base_model_prefix
-    inside = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
-    without_head = [name for name, child in inside.items() if child.get_output_embeddings() is None]
-    return without_head[0] if len(inside) == len(without_head) == 1 else ""
+    models_inside = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
+    without_head = [name for name, child in models_inside.items() if child.get_output_embeddings() is None]
+    return without_head[0] if len(models_inside) == len(without_head) == 1 else ""
 
 
 def base_model(model: PreTrainedModel) -> Any:
@@ -96,8 +96,8 @@ def towers_beside_text_model(model: PreTrainedModel) -> list[nn.Module]:
     text = text_model(model)
     if text is model:
         return []
-    beside = [child for child in base_model(model).children() if text not in {*child.modules()}]
-    return [child for child in beside if any(True for _ in child.parameters())]
+    siblings = [child for child in base_model(model).children() if text not in {*child.modules()}]
+    return [child for child in siblings if any(True for _ in child.parameters())]
 
 
 # what a projector, or what is around it up to the tower, is called

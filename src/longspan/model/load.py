@@ -2,8 +2,6 @@
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,14 +84,19 @@ def load_model(
         weight_files(Path(path), quantized=quantized)  # what it lacks, before transformers says it in its words
         sentence = f"the model in {path} cannot be loaded"
     architecture = find_score_class(config) or choose_image_text_class(config, images)  # None: a causal model
-    with _as_model_error(sentence), no_progress_bars():
-        if path is not None:
-            model = _load_folder(Path(path), config, kind, architecture, sharded=sharded)
-        elif sharded:
-            model = empty_model(config, kind, architecture)
-            fill_when_prepared(model, RandomWeights(model, seed))
-        else:
-            model = _make_random_model(config, kind, architecture, seed)
+    try:
+        with no_progress_bars():
+            if path is not None:
+                model = _load_folder(Path(path), config, kind, architecture, sharded=sharded)
+            elif sharded:
+                model = empty_model(config, kind, architecture)
+                fill_when_prepared(model, RandomWeights(model, seed))
+            else:
+                model = _make_random_model(config, kind, architecture, seed)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{sentence}: {folder_error_text(error, OWN_MODEL)}") from error
     vocabulary = vocabulary_size(model)
     if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
         raise ModelError(
@@ -172,17 +175,6 @@ def _make_random_model(
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model
-
-
-@contextmanager
-def _as_model_error(sentence: str) -> Iterator[None]:
-    """Raise what goes wrong inside as a ModelError that begins with this sentence; ModelErrors pass as they are."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{sentence}: {folder_error_text(error, OWN_MODEL)}") from error
 
 
 # ---- whether files hold what a model takes

@@ -29,6 +29,7 @@ class Sharding:
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        """Raise ModelError for settings that exclude each other."""
         if self.compute_dtype is not None and not self.shard_parameters:
             raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
         if self.reshard_after_forward and not self.sync_each_batch:

@@ -76,9 +76,9 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
             "which pipeline stages have no place for; use longspan.prepare(model, world, encoder=Layout(...)), which "
             "gives them a home of their own, or pp 1"
         )
-    if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
+    if unplaced := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
         raise ModelError(
-            f"{name} has parameters that its pipeline plan does not place ({', '.join(others[:4])}); use pp 1"
+            f"{name} has parameters that its pipeline plan does not place ({', '.join(unplaced[:4])}); use pp 1"
         )
     return parts
 
@@ -202,15 +202,14 @@ def copy_for_stage(
 ) -> PreTrainedModel:
     """Copy the model for one stage, with stand-ins for what other stages hold; `layers` are the indices of its layers.
 
-    Parts before the layers are on the first stage, and on the last if it needs the embedding; a tied head on both. A
-    later stage begins with an `_StageEntry`.
+    The model is not changed, and shares its parameters with the copy. Parts before the layers are on the first stage,
+    and on the last if it needs the embedding; a tied head on both. A later stage begins with an `_StageEntry`.
     """
     tied = is_tied(model)
     embeds = tied or bool(mtp_depths(model))  # what comes after the layers needs the embedding
     stage = base = copy_shallow_module(model)
-    for name in filter(
-        None, text_model_name(model).split(".")
-    ):  # copies also a wrapper's modules around its text model
+    # a wrapper's modules around its text model are copied too
+    for name in filter(None, text_model_name(model).split(".")):
         base._modules[name] = copy_shallow_module(base._modules[name])
         base = base._modules[name]
     parts_here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)

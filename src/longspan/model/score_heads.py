@@ -36,22 +36,25 @@ _MAPPINGS: tuple[tuple[Any, Any], ...] = (
 
 def find_score_head(model: Any) -> Any:
     """Return the linear over hidden states, as decoders' classes call it; None for other heads, such as a pooler's."""
-    of_tokens = any(kind.__name__.endswith(SCORE_HEADS[1]) for kind in model.__class__.__mro__)
-    names = ("score", "classifier") if of_tokens else ("score",)  # of an encoder's first token it is a "classifier"
+    classifies_tokens = any(kind.__name__.endswith(SCORE_HEADS[1]) for kind in model.__class__.__mro__)
+    # of an encoder's first token it is a "classifier" too
+    names = ("score", "classifier") if classifies_tokens else ("score",)
     return next((child for name in names if isinstance(child := getattr(model, name, None), nn.Module)), None)
 
 
 class _ScoresOfRows:
-    """Goes before a stock class of transformers: its forward without the choice of rows."""
+    """Mixed in before a stock class of transformers: its forward gives the scores of all rows, not of chosen ones."""
 
     makes_scores = True
 
     def get_output_embeddings(self) -> Any:
+        """Return the head that scores, which is what `prepare` looks for at the end of a model."""
         return find_score_head(self)
 
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> TokenClassifierOutput:
+        """Return the scores (1, T, labels) of all rows, as `logits`."""
         model: Any = self
         base = getattr(model, model.base_model_prefix)
         hidden = base(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs).last_hidden_state
@@ -61,7 +64,10 @@ class _ScoresOfRows:
 
 @cache
 def _class_with_row_scores(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The name and the module stay, by which transformers finds sources and a saved folder its class."""
+    """Return a subclass whose forward makes the scores of all rows.
+
+    Its name and module are the stock class's, by which transformers finds sources and a saved folder its class.
+    """
     return type(stock.__name__, (_ScoresOfRows, stock), {"__module__": stock.__module__})
 
 
@@ -120,10 +126,11 @@ def score_class(config: PreTrainedConfig, kind: str = SCORE_HEADS[0]) -> type[Pr
 
 @cache
 def _make_score_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[PreTrainedModel]:
-    family = next(x for x in causal.__mro__ if x.__name__.endswith("PreTrainedModel"))
+    """Make the class with a head of this `kind` over a causal class's base model, from transformers' `generic` one."""
+    family_base = next(cls for cls in causal.__mro__ if cls.__name__.endswith("PreTrainedModel"))
     name = causal.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + kind
     prefix = {"base_model_prefix": "model", "__module__": causal.__module__}
-    return type(name, (generic, family), prefix)
+    return type(name, (generic, family_base), prefix)
 
 
 def add_score_head(
@@ -154,7 +161,7 @@ def add_score_head(
             f"{type(base_model(scored)).__name__}; give an AutoModelForCausalLM of this configuration"
         )
     setattr(scored, scored.base_model_prefix, base)
-    for module in base.modules():  # one configuration, in which transformers before 5.17 finds how layers attend
+    for module in base.modules():  # one configuration for all, which `prepare` changes
         if getattr(module, "config", None) is model.config:
             module.config = scored.config
     head = find_score_head(scored)

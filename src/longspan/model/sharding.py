@@ -1,4 +1,4 @@
-"""How a model's layers are brought under a home, and its parameters over the slots: FSDP2, or a copy on every rank.
+"""A model's parameters over the slots: sharded by FSDP2, layer by layer, or a copy on every rank.
 
 Either way a gradient is the plain sum over slots: the loss is divided by the plan's targets before backward, so nothing
 here divides.
@@ -81,6 +81,7 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
     make_streams = context.lazy_init
 
     def make_streams_but_for_sums(device: torch.device) -> None:
+        """Make FSDP2's streams, and put the computing one in place of that of its sums."""
         make_streams(device)
         context.reduce_scatter_stream = torch.cuda.current_stream(device)
 
@@ -88,13 +89,17 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
 
 
 def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
-    """FSDP2 would fail in the first step: what is trained and gathered as one is of one type."""
+    """Raise ModelError where parameters that are trained and gathered as one differ in type: FSDP2 fails in a step."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    taken = {id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()}
+    sharded_ids = {
+        id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()
+    }
     for block in (*blocks, root):
-        inside = [x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()]
-        trained = [x for x in inside if x.requires_grad and id(x) not in taken]
-        taken |= {*map(id, inside)}
+        block_parameters = [
+            x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()
+        ]
+        trained = [x for x in block_parameters if x.requires_grad and id(x) not in sharded_ids]
+        sharded_ids |= {*map(id, block_parameters)}
         for other in trained[1:]:
             if other.dtype != trained[0].dtype:
                 raise ModelError(
@@ -105,7 +110,7 @@ def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn
 
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
-    """Sums are neither cast, nor summed over replicas, which a mesh of one axis lacks."""
+    """Return whether FSDP2's sums are the gradients themselves: neither cast, nor summed over replicas after it."""
     for group in reduction_groups([module]):
         trained = [
             parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
@@ -145,11 +150,11 @@ class SumsInComputeMemory(DefaultReduceScatter):
 
 def check_fsdp_names(what: str, instead: str, *, read: Sequence[str], called: Sequence[str]) -> None:
     """Raise ModelError where this torch lacks private names of FSDP2's parameters that a subclass of it uses."""
-    missing = [name for name in read if name not in FSDPParam.__annotations__]
-    if missing := [*missing, *(name for name in called if not hasattr(FSDPParam, name))]:
+    missing_names = [name for name in read if name not in FSDPParam.__annotations__]
+    if missing_names := [*missing_names, *(name for name in called if not hasattr(FSDPParam, name))]:
         raise ModelError(
-            f"{what} the place of FSDP2's parameters, and torch {torch.__version__} has no {', '.join(missing)} of "
-            f"them; use torch 2.11 to 2.14, or {instead}"
+            f"{what} the place of FSDP2's parameters, and torch {torch.__version__} has no {', '.join(missing_names)} "
+            f"of them; use torch 2.11 to 2.14, or {instead}"
         )
 
 
@@ -167,15 +172,19 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """List every module that FSDP2 manages, children after parents; of a prepared model they are listed once."""
     if (listed := vars(model).get(_FSDP_MODULES)) is not None:
         return listed
-    inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
-    modules: list[FSDPModule] = [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
+    inner_modules = (
+        inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules()
+    )
+    modules: list[FSDPModule] = [
+        *dict.fromkeys(module for module in inner_modules if isinstance(module, FSDPModule))
+    ]
     if "call_rules" in vars(model):  # what `prepare` leaves on it at last
         vars(model)[_FSDP_MODULES] = modules
     return modules
 
 
 def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
-    """Yield FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
+    """Yield FSDP2's groups of parameters, each gathered and summed by one message; modules of one block have one."""
     # modules of one block share a state
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -198,11 +207,14 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
         for bucket in _take_tensors(gradients, SUMMED_NUMBERS * number_bytes):
-            _sum_flat_over_slots(bucket, world)
+            _sum_as_one_buffer(bucket, world)
 
 
-def _sum_flat_over_slots(gradients: Sequence[Tensor], world: World) -> None:
-    """A reduce-scatter and an all-gather of one flat buffer; half precision is summed in float32."""
+def _sum_as_one_buffer(gradients: Sequence[Tensor], world: World) -> None:
+    """Replace gradients by their sums over the slots, in place: a reduce-scatter and an all-gather of one buffer.
+
+    Half precision is summed in float32.
+    """
     channel = world.channels.find_channel(tuple(range(world.home.slots)))
     flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
@@ -248,13 +260,14 @@ class ShardingFeature(Feature):
         self._sharding = self.options.sharding(self.world)
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for a wider compute dtype, and for whole layers that share parameters."""
         self._sharding.check_compute_dtype(model.dtype)
         if self._sharding.shard_parameters or self.options.sequence_parallel:
             layers = decoder_layers(model)
             refuse_shared_layers(model, layers, shared_blocks(layers))
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Blocks come before the layers around them."""
+        """Shard shared blocks, layers, towers and depths, then what is left; or move a copy to the device."""
         if self._sharding.shard_parameters:
             layers = decoder_layers(model)
             blocks = (

@@ -40,9 +40,10 @@ class StockCopy:
     """
 
     def __init__(self, model: Any, world: World, *, room: int | None = None) -> None:
-        inside: Any = unwrap_peft_model(find_language_model(model))
+        """Make the stock model without weights on the first rank; the first `run` gathers them."""
+        prepared_model: Any = unwrap_peft_model(find_language_model(model))
         self._world = world
-        self._weights = WholeWeights(inside, world)
+        self._weights = WholeWeights(prepared_model, world)
         self._weights.check_mergeable()
         self._names = self._weights.merged_names()
         self._first = FirstRank(world, {"weights": self._gather_weights})
@@ -52,12 +53,12 @@ class StockCopy:
         self.layers = 0
         self.staying = 0  # layers whose weights stay
         if is_first_rank(world):
-            config = stock_configuration(inside.config)
-            dtype = model_execution(inside).compute_dtype
+            config = stock_configuration(prepared_model.config)
+            dtype = model_execution(prepared_model).compute_dtype
             config._attn_implementation = None  # transformers chooses
             # as it would choose grouped products, which float64 has not
             config._experts_implementation = "eager" if dtype == torch.float64 else None
-            self._stock = empty_model(config, dtype, stock_class(inside)).eval()
+            self._stock = empty_model(config, dtype, stock_class(prepared_model)).eval()
             self._tied = tied_names(self._stock)
             self._targets = {name: x for name, x in self._stock.state_dict().items() if name in self._names}
 
@@ -89,10 +90,10 @@ class StockCopy:
         names = {
             path: [n for n in self._targets if n.startswith(f"{path}.") and n not in shared] for path in layers
         }
-        of_layers = {name for inside in names.values() for name in inside}
-        around = [name for name in self._targets if name not in of_layers]
-        sizes = {path: self._count_bytes(inside) for path, inside in names.items()}
-        least = self._count_bytes(around) + 2 * max(sizes.values())
+        layer_weights = {name for layer_names in names.values() for name in layer_names}
+        other_weights = [name for name in self._targets if name not in layer_weights]
+        sizes = {path: self._count_bytes(layer_names) for path, layer_names in names.items()}
+        least = self._count_bytes(other_weights) + 2 * max(sizes.values())
         free = int(_ROOM * unused_bytes(device, self._world.ranks_of_host))
         room = self._room
         if room is None:
@@ -100,14 +101,15 @@ class StockCopy:
         if room < 0:
             raise ModelError(
                 f"a stock copy of the model needs {gib_text(least)} on the first rank, for "
-                f"{plural(len(around), 'weight')} around its layers and two layers, and may take {gib_text(free)} there"
+                f"{plural(len(other_weights), 'weight')} around its layers and two layers, and may take "
+                f"{gib_text(free)} there"
             )
         for module in self._stock.modules():
             for name, parameter in module._parameters.items():  # of a tower too, which no text runs
                 module._parameters[name] = None if parameter is None else _placeholder(parameter.dtype, device)
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        self._fetch_weights(around)
+        self._fetch_weights(other_weights)
         for path, layer in layers.items():
             room -= sizes[path]
             if room >= 0:
@@ -127,8 +129,8 @@ class StockCopy:
         with self._first.call_on_others("weights", names):
             weights = self._gather_weights(names)
         for name, weight in zip(names, weights, strict=True):
-            same = [name, *(other for other, first in self._tied.items() if first == name)]
-            self._set_tensors(same, weight.to(self._world.device, self._targets[name].dtype))
+            tied_names_of_it = [name, *(other for other, first in self._tied.items() if first == name)]
+            self._set_tensors(tied_names_of_it, weight.to(self._world.device, self._targets[name].dtype))
             self.gathered_bytes += self._targets[name].nbytes
 
     def _drop_weights(self, names: Sequence[str], *_: Any) -> None:

@@ -13,7 +13,6 @@ from longspan.config.keys import AUTO
 from longspan.config.plan_section import (
     FAMILY_PLANNERS,
     ONE_DEGREE,
-    PLANNERS,
     EvalConfig,
     PlanSection,
     name_of_key,
@@ -21,9 +20,8 @@ from longspan.config.plan_section import (
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
-from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
+from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
-from longspan.plain_text import nearest_hint
 from longspan.plan import AsyncPlanner, Cost, Plan, PlanOptions, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST
@@ -31,8 +29,9 @@ from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords, Request
 from longspan.plan.shape.model_shape import read_query_heads
 from longspan.plan.shape.positions import LengthLimit
-from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_degree
-from longspan.resolve.memory import cost_without_model
+from longspan.resolve.custom_planner import plan_by_custom_planner
+from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_dynamic_degree
+from longspan.resolve.run_cost import cost_without_model
 
 KEYS = {  # of a section of plans, by the planners' arguments
     "cp": "context_parallel_size",
@@ -96,9 +95,9 @@ class PlannerConfig:
     @classmethod
     def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlannerConfig":
         """Choose how training steps are planned."""
-        options = _section_options(config.context, config, cost or cost_without_model(config), heads)
-        options = replace(options, mode="free" if config.context.mode == "free" else "lockstep")
-        return replace(cls._from_section(config.context, options), depths=config.mtp.num_layers)
+        choice = cls._from_section(config.context, config, cost or cost_without_model(config), heads)
+        options = replace(choice.options, mode="free" if config.context.mode == "free" else "lockstep")
+        return replace(choice, options=options, depths=config.mtp.num_layers)
 
     @classmethod
     def evaluation(
@@ -112,17 +111,36 @@ class PlannerConfig:
         """Choose how evaluations are planned, of a named set or held-out documents, priced for forward passes only."""
         entry = entry or held_out_set(config)
         cost = (cost or cost_without_model(config)).forward_only()
-        options = _section_options(entry, config, cost, heads)
-        options = replace(options, cost=cost.for_partition(options.partition))
-        return cls._from_section(entry, options)
+        choice = cls._from_section(entry, config, cost, heads)
+        options = choice.options
+        return replace(choice, options=replace(options, cost=cost.for_partition(options.partition)))
 
     @classmethod
     def unpriced(cls, section: PlanSection, config: RunConfig, heads: int | None = None) -> "PlannerConfig":
         """Choose by the keys of a section, without a price: for checks."""
-        return cls._from_section(section, _section_options(section, config, DEFAULT_COST, heads))
+        return cls._from_section(section, config, DEFAULT_COST, heads)
 
     @classmethod
-    def _from_section(cls, section: PlanSection, options: PlanOptions) -> "PlannerConfig":
+    def _from_section(
+        cls, section: PlanSection, config: RunConfig, cost: Cost, heads: int | None
+    ) -> "PlannerConfig":
+        """Make the choice that the keys of a section leave; planner "auto" counts as dynamic, degree "auto" as 0.
+
+        Rows "auto" are dealt out in zigzag, as many to each slot; schedules that split backward cost as 1F1B.
+        """
+        cap = section.max_tokens_per_slot
+        node_size = config.context.node_size
+        parallel = config.parallel
+        options = PlanOptions(
+            max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
+            cp_comm_type=section.cp_comm_type or "p2p",
+            hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes or None,
+            cost=replace(cost, chunks=parallel.vpp if parallel.pipeline_schedule == "1f1b" else 1),
+            node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
+            row_multiple=plan_row_multiple(parallel),
+            partition="contiguous" if config.context.partition == "contiguous" else "zigzag",
+            heads=heads,
+        )
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
@@ -160,6 +178,7 @@ class PlannerConfig:
 
     @property
     def degree_key(self) -> str:
+        """The key of its degree, for messages."""
         return self.prefix + "context_parallel_size"
 
     def at_degree(self, degree: int, *, longest: int) -> "PlannerConfig":
@@ -192,7 +211,7 @@ class PlannerConfig:
             from longspan.plan.dynamic.planner import plan_dynamic
 
             max_cp = self.max_degree or None
-            widest = widest_degree(home, options, self.max_degree)
+            widest = widest_dynamic_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
@@ -243,6 +262,9 @@ class PlannerConfig:
         return plan_families(self.plan, lengths, families, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:
+        """Return the options of plans on a home: its cost is that of a slot, and micro-batches come in multiples of the
+        stages.
+        """
         return replace(self.options, cost=self.options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
 
     def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
@@ -318,23 +340,6 @@ def list_choices(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> I
             yield replace(one, degree=cp, options=options_at_degree(one.options, cp))
 
 
-def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
-    """ "auto" rows are dealt out in zigzag, which gives slots as many; schedules that split backward cost as 1F1B."""
-    cap = section.max_tokens_per_slot
-    node_size = config.context.node_size
-    parallel = config.parallel
-    return PlanOptions(
-        max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
-        cp_comm_type=section.cp_comm_type or "p2p",
-        hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes or None,
-        cost=replace(cost, chunks=parallel.vpp if parallel.pipeline_schedule == "1f1b" else 1),
-        node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
-        row_multiple=plan_row_multiple(config.parallel),
-        partition="contiguous" if config.context.partition == "contiguous" else "zigzag",
-        heads=heads,
-    )
-
-
 @dataclass(frozen=True)
 class StepPlanner:
     """The plan of any training step, from its number. It can be pickled, so that another process may plan."""
@@ -351,67 +356,10 @@ class StepPlanner:
         return self.choice.plan_documents(lengths, documents, self.home, targets=targets, length_limits=limits)
 
 
-def plan_steps(choice: PlannerConfig, order: StepOrder, home: Layout, *, ahead: int = 2) -> AsyncPlanner:
+def plan_steps_ahead(choice: PlannerConfig, order: StepOrder, home: Layout, *, ahead: int = 2) -> AsyncPlanner:
     """Plan the training steps of a run; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
     plans take a millisecond and are made when their step begins.
     """
     return AsyncPlanner(StepPlanner(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
-
-
-# ---- planners of one's own
-
-
-def check_planner_exists(name: str, key: str) -> None:
-    """Raise ConfigError, with the key that names it, for a planner that does not exist."""
-    if name in PLANNERS:
-        return
-    if "." not in name:
-        raise ConfigError(
-            f"{key} is {name!r}; {nearest_hint(name, (AUTO, *PLANNERS))}, or a function of your own with its module, "
-            "as in 'my_module.my_planner' (docs/planning.md)"
-        )
-    _import_planner(name, key)
-
-
-def _import_planner(name: str, key: str) -> Callable[..., Any]:
-    planner = import_object(name, f"{key} is {name!r}")
-    if not callable(planner):
-        raise ConfigError(
-            f"{key} {name!r} is no function; name one of lengths, home and options that returns a Plan"
-        )
-    return planner
-
-
-def plan_by_custom_planner(
-    name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions
-) -> Plan:
-    """Plan by a planner of one's own: its plan is checked, and completed by the options.
-
-    Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
-    and slots, and for a plan that is not sound or exceeds the limit of rows.
-    """
-    request = Request.from_arguments(lengths, home, options)
-    planner = _import_planner(name, key)
-    if not request.lengths:  # a planner need not know what to do with a step without documents
-        return request.make_plan((), name)
-    documents = plural(len(request.lengths), "document")
-    slots = plural(home.slots, "slot")
-    try:
-        plan = planner(request.lengths, home, options=options)
-    except LongspanError:
-        raise
-    except Exception as error:  # whatever somebody's function raises
-        raise PlanError(
-            f"{key} {name!r} failed for {documents} on {slots}: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(plan, Plan) or (plan.slots, plan.lengths) != (home.slots, request.lengths):
-        raise PlanError(
-            f"{key} {name!r} returned {plan if isinstance(plan, Plan) else type(plan).__name__}; it must return a "
-            f"longspan.Plan of {slots} (home.slots) and of the {documents} that it received, in their order"
-        )
-    try:
-        return request.make_plan(plan.micro_batches, name)
-    except PlanError as error:
-        raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error

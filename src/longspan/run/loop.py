@@ -24,19 +24,20 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape, model_flops
-from longspan.resolve.choice import plan_steps
+from longspan.resolve.choice import plan_steps_ahead
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final, open_prompts
 from longspan.run.facts import TrainResult
+from longspan.run.free_disk import check_free_disk
 from longspan.run.lock import run_lock
 from longspan.run.loggers import logger_classes
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, open_records, record_start_seconds, save_plan, write_facts
 from longspan.run.run_data import StepReader, TrainingRun
-from longspan.run.saves import Saves, check_free_disk, save_final_model
+from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
-from longspan.run.warm_up import warm_up_coming_steps
+from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
 from longspan.train.start.start_times import Starts
@@ -61,8 +62,8 @@ class Steps:
         steps = run.config.train.profile_steps
         self._profiles = StepProfiles(steps, run.dir / FOLDER, run.world, log) if steps else None
         self._allocator = AllocatorWatch(run.world.device)
-        self._said_what_is_shared = False
-        self._said_what_is_divided = False
+        self._logged_shared = False
+        self._logged_divided = False
 
     def take_step(self, step: int) -> tuple[dict[str, Any], Plan]:
         """Run one optimizer step (from 0); returns its row of metrics (from 1) and its plan. A profiled step's seconds
@@ -74,7 +75,7 @@ class Steps:
         profiles = self._profiles
         documents, plan = reader.read_step(step)
         if isinstance(run.model, MultimodalModel):
-            reader.prepare_step(step + 1, run.model)
+            reader.prefetch_step(step + 1, run.model)
         with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
             result = run.take_step(plan, documents, step, partial(self._work_beside_step, step))
         seconds = time.perf_counter() - started
@@ -99,9 +100,9 @@ class Steps:
             row["source_tokens"] = run.order.source_tokens(step)
         if plan.parents is not None:
             row["spared_tokens"] = plan.spared_rows
-            if not self._said_what_is_shared:
+            if not self._logged_shared:
                 self._log(f"step {step + 1}: {shared_line(plan, run.figures.shape)}")
-            self._said_what_is_shared = True
+            self._logged_shared = True
         images = [item.rows for item in getattr(documents, "items", ())]  # texts alone have no items
         row |= run.figures.step_figures(plan, seconds, images, result.encoders)
         if result.router is not None:
@@ -114,15 +115,15 @@ class Steps:
     def _work_beside_step(self, step: int) -> None:
         """Do on the host, while `step` (from 0) computes, what needs no other rank: read the next step, and say once
         where documents that begin alike are more than a group holds."""
-        self._reader.prepare_step(step + 1)
+        self._reader.prefetch_step(step + 1)
         run = self._run
-        if self._said_what_is_divided or not is_first_rank(run.world):
+        if self._logged_divided or not is_first_rank(run.world):
             return
         documents = run.order.documents_to_share(step)
         line = "" if documents is None else divided_line(run, documents)
         if line:
             self._log(f"step {step + 1}: {line}")
-            self._said_what_is_divided = True
+            self._logged_divided = True
 
     def agree_after_step(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
         """Return what the ranks agree on after a step, by one message if none received a signal or failed."""
@@ -215,6 +216,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
 
 @dataclass(frozen=True)
 class _Loop:
+    """The steps of one session of a run, from its warm-up to the last evaluation; all ranks call each method."""
+
     run: TrainingRun
     display: ProgressDisplay
     records: Records
@@ -222,13 +225,15 @@ class _Loop:
     starts: Starts
 
     def train(self, stop: StopSignal) -> TrainResult:
+        """Take the remaining steps; unless a signal stopped them, save the model and make the last evaluations."""
         run = self.run
-        with plan_steps(run.training_choice, run.order, run.world.home) as plans:
+        with plan_steps_ahead(run.training_choice, run.order, run.world.home) as plans:
             if run.done < run.config.train.steps:
                 check_free_disk(run, self.display.log)
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")
-            warm_up_coming_steps(run, self.display.log, self.starts)
+            if needs_warm_up(run.world):
+                warm_up_coming_steps(run, self.display.log, self.starts)
             self.starts.end_part("kernels")
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)

@@ -43,6 +43,7 @@ _STEP = re.compile(rb'{"step": ?(\d+),')
 
 
 def _bytes_to_keep(path: Path, after_step: int) -> int:
+    """Return how many bytes the lines up to a step have: all before a later step, a torn line, or what is no row."""
     length = 0
     with path.open("rb") as lines:
         for line in lines:
@@ -59,9 +60,11 @@ class MetricsLog(StepLog):
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
         super().__init__(path, after_step=after_step)
         self._loggers = loggers
+        # steps and sets of which an evaluation is recorded; on other ranks those of this session
         self.evaluated = evaluations_in_rows(read_metrics(path)) if path and after_step else set[tuple[int, str]]()
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row, and hand it to the loggers. Raises OSError for what the disk refuses."""
         self.evaluated |= evaluations_in_rows([row])
         self.write_line(as_json(row))
         if self._loggers is not None:
@@ -77,6 +80,7 @@ class CompletionsLog(StepLog):
         self.steps = {row["step"] for row in read_metrics(path)} if path and after_step else set[int]()
 
     def write_rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append the completions of a step, and hand them to the loggers together."""
         self.steps.add(step)
         for row in rows:
             self.write_line(as_json({"step": step, **row}))
@@ -85,10 +89,12 @@ class CompletionsLog(StepLog):
 
 
 def evaluations_in_rows(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
+    """Return the steps after which rows have evaluations, each with the name of the set ("": held-out documents)."""
     return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file like metrics.jsonl, without damaged lines; [] where it is not there."""
     return read_json_rows(path)[0] if path.exists() else []
 
 

@@ -70,6 +70,7 @@ def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
 
 
 def _write_allocator_snapshot(run: TrainingRun) -> str:
+    """Write what the allocator of this rank's GPU holds into the run's folder; returns a line that says where."""
     if run.world.device.type != "cuda":
         return "\non a CPU the most is the whole process's, with Python and its libraries"
     file = run.dir / "memory" / f"rank-{run.world.rank}.pickle"
@@ -82,6 +83,7 @@ def _write_allocator_snapshot(run: TrainingRun) -> str:
 
 
 def _memory_table(run: TrainingRun) -> str:
+    """Return the table of a GPU's memory by part, planned beside measured now, on this rank."""
     planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
     measured = _measured_bytes(run)
     measured["most at one time"] = peak_memory_bytes(run.world.device)
@@ -96,6 +98,7 @@ def _memory_table(run: TrainingRun) -> str:
 
 
 def _measured_bytes(run: TrainingRun) -> dict[str, int]:
+    """Return the bytes of weights, gradients and states that lie on this rank's device now."""
     parameters = list(run.model.parameters())
     optimizer = run.optimizer
     states = optimizer.host_states if isinstance(optimizer, OffloadedStates) else optimizer.state
@@ -117,11 +120,7 @@ def _measured_bytes(run: TrainingRun) -> dict[str, int]:
 
 
 STEPS = 20  # whose median counts
-
-
 SLOWER = 1.10  # than the other slots for the same rows
-
-
 MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
 
 
@@ -133,6 +132,7 @@ class SlowSlots:
         self._is_named = False
 
     def add_ratio(self, ratio: float | None) -> None:
+        """Add how many times longer than planned this slot took in a step; None where no step could tell."""
         if ratio is not None:
             self._ratios.append(ratio)
 

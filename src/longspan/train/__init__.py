@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from longspan.model import disable_adapter as disable_adapter
     from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
     from longspan.resolve.choice import PlannerConfig as PlannerConfig
+    from longspan.train.document_log_probs import token_log_probs as token_log_probs
     from longspan.train.gradient_norm import clip_grad_norm as clip_grad_norm, grad_norm as grad_norm
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
     from longspan.train.optim.offload_states import offload_optimizer_states as offload_optimizer_states
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
         TokenScores as TokenScores,
         reward_loss as reward_loss,
         score_loss as score_loss,
-        scores as scores,
         token_scores as token_scores,
     )
-    from longspan.train.token_log_probs import token_log_probs as token_log_probs
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

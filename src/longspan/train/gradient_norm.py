@@ -55,7 +55,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
 
 @torch.no_grad()
 def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
-    """Return this rank's part of the squared norm, on the device; gradients held alike in a stage count once."""
+    """Return this rank's part of the sum of squares of gradients, a float64 scalar on the device, which it may still
+    compute.
+
+    Gradients that several ranks of a stage hold alike count on the first of them alone.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _FirstCopies(world)
     parts = [
@@ -66,7 +70,11 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
 
 
 def _gradient_norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Those of gradients on the host were taken while they were on the device."""
+    """Return the norm of each gradient of this type, in their order, on its device.
+
+    Gradients that wait on the host have a norm that was taken while they were on the device; the others are local
+    shards.
+    """
     norms = [norm_on_device(gradient) for gradient in gradients]
     here = [local_tensor(gradient) for gradient, norm in zip(gradients, norms, strict=True) if norm is None]
     others = iter(torch._foreach_norm(here, 2, dtype=_sum_dtype(dtype)) if here else ())
@@ -74,7 +82,7 @@ def _gradient_norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Ten
 
 
 def model_gradient_square_sum(model: nn.Module, world: World) -> Tensor:
-    """Return this rank's part of the squared norm of a model and its encoders, which the device may still compute."""
+    """Return this rank's part of the sum of squares of a model and its encoders, which the device may still compute."""
     modules = modules_and_worlds(model, world) if is_multimodal(model) else [(model, world)]
     return torch.stack([gradient_square_sum(counted_parameters(module), home) for module, home in modules]).sum()
 
@@ -88,7 +96,10 @@ def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
-    """Scale gradients, in place, by max_norm / norm where that is below 1; half precision is rounded once."""
+    """Scale gradients, in place, by max_norm / norm where that is below 1; half precision is rounded once.
+
+    `norm` is that of all ranks' gradients. No collective is entered.
+    """
     factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
     if factor < 1:
         for dtype, gradients in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
@@ -97,7 +108,9 @@ def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: float) ->
 
 
 class _FirstCopies:
-    """Whether this rank counts a gradient: the first of the ranks of its stage that hold the same elements."""
+    """A predicate: whether this rank counts a gradient, as the first of the ranks of its stage that hold the same
+    elements.
+    """
 
     def __init__(self, world: World) -> None:
         self._first_rank = world.home.rank_at(0, pp=world.coordinates.pp)
@@ -120,6 +133,7 @@ class _FirstCopies:
 
 
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Return tensors by their dtype, in order, as torch's foreach functions take them."""
     by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
         by_dtype[x.dtype].append(x)
@@ -127,4 +141,5 @@ def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which squares of gradients are summed and factors are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -43,10 +43,14 @@ def target_log_probs_and_gradient(logits: Tensor, ids: Tensor) -> tuple[Tensor, 
 
 
 def uses_softmax_kernels(dtype: torch.dtype, device: str) -> bool:
+    """Return whether Triton kernels compute softmaxes of logits of this dtype on this type of device."""
     return device == "cuda" and dtype in _KERNEL_DTYPES and find_softmax_kernels() is not None
 
 
 def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+    """Do what `target_log_probs_and_gradient` does by kernels, which keep no exponentials: rows of logits are
+    contiguous.
+    """
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
@@ -68,19 +72,27 @@ def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, Gradient
 
 @cache
 def find_softmax_kernels() -> Any:
+    """Return the module of Triton kernels, None without Triton; imported on the first call."""
     return None if find_spec("triton") is None else import_module("longspan.train.softmax_kernels")
 
 
 @torch.no_grad()
 def row_scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Return the scores themselves, (t,) of one column or (t, L), in float32 at least, and how to take gradients."""
+    """Return the scores themselves, (t,) of one column or (t, L), in float32 at least, and the function of their
+    gradient.
+
+    `ids` is not read: it stands for the signature of `target_log_probs_and_gradient`, in whose place this is used.
+    """
     scores = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
     return scores.squeeze(1), lambda slopes: slopes.to(logits.dtype).reshape(logits.shape)
 
 
 @torch.no_grad()
 def add_entropy_gradient(gradient: Tensor, logits: Tensor, slopes: Tensor) -> None:
-    """Add the derivative of the entropies H of softmaxes p by logits (t, V), times slopes (t,): −p (log p + H)."""
+    """Add to `gradient` (t, V), in place, the derivative of entropies H of softmaxes p by logits, times slopes (t,).
+
+    The derivative of H by logits is −p (log p + H).
+    """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     for part in cut_into_chunks(len(logits), max(1, len(logits) // _ROW_PARTS)):
         # of −inf, which adds 0
@@ -152,6 +164,7 @@ def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
 
 
 def _one_distribution_value(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Return one number (t,) of each row's distribution, by its name, in `dtype`; see `distribution_values`."""
     if name == "top1":
         return (logits.argmax(-1) == ids).to(dtype)
     if name == "mean_logits":

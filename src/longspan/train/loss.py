@@ -81,6 +81,7 @@ class TemperedHead(NamedTuple):
         return self.head.vocabulary
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits divided by the temperature, in float32 at least."""
         logits = self.head(hidden)
         return (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
 
@@ -115,6 +116,7 @@ class CrossEntropy:
 
 
 def cross_entropy(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return minus the sum of log-probabilities (t,), and its derivatives, which are −1; a LossOfRows."""
     return -log_probs.sum(dtype=torch.float64), log_probs.new_full(log_probs.shape, -1.0)
 
 
@@ -170,10 +172,12 @@ def _one_padding_target(targets: Targets) -> Targets:
 
 
 def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a loss of 0 with derivatives 0, for a padding target; a LossOfRows."""
     return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
 
 
 def _rows_of_chunk(hidden: Tensor, head: Head, rows: int) -> int:
+    """Return `rows`, or where that is 0 as many rows as a chunk's bytes hold."""
     return rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
 
 
@@ -186,6 +190,10 @@ def rows_per_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
 
 
 class _ChunkedLoss(torch.autograd.Function):
+    """The sum of `chunked_loss` for autograd: forward computes all gradients of hidden states and head, backward scales
+    them.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -207,11 +215,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = head(rows_in)
             log_probs, gradient_of = numbers(logits, targets.ids[chunk])
             with torch.enable_grad():  # a caller's loss is differentiated inside
-                loss, slopes, *of_entropy = losses(log_probs, chunk, logits)
+                loss, slopes, *entropy_slopes = losses(log_probs, chunk, logits)
             total += loss.detach()
             logit_gradient = gradient_of(slopes.detach())
-            if of_entropy:
-                add_entropy_gradient(logit_gradient, logits.detach(), of_entropy[0])
+            if entropy_slopes:
+                add_entropy_gradient(logit_gradient, logits.detach(), entropy_slopes[0])
             del log_probs, gradient_of, slopes  # the memory of the exponentials
             leaves = (*([rows_in] if gradient is not None else []), *parameters)
             gradients = list(torch.autograd.grad(logits, leaves, logit_gradient))

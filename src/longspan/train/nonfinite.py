@@ -16,8 +16,9 @@ _DTYPE = "compute in bfloat16 or float32 where it was in float16"
 
 
 class _Report(NamedTuple):
-    """Names of this rank's parameters, in the model's order, whose weights or gradients are not finite; the largest
-    weight; and items for which it read something that is not finite."""
+    """What one rank found: names of its parameters, in the model's order, whose weights or gradients are not finite;
+    the largest weight; and items, such as images, for which it read something that is not finite.
+    """
 
     weights: tuple[str, ...]
     gradients: tuple[str, ...]
@@ -56,11 +57,15 @@ def check_finite(
 
 
 def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of tensors with a number that is not finite; waits for the device."""
     return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
-    """Name the first of: weights before the step; items that were read; the loss; the sum of squares; gradients."""
+    """Return what is wrong and what to do, by the reports of all ranks (by rank) and the loss (None: not known).
+
+    Named is the first of: weights before the step; items that were read; the loss; the sum of squares; gradients.
+    """
     if weights := _parameters_text({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
@@ -91,6 +96,9 @@ def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
 
 
 def _parameters_text(names: dict[int, tuple[str, ...]]) -> str:
+    """Return which ranks have names, and the last name of the last rank, where a backward pass met it first; "" for
+    none.
+    """
     ranks = [rank for rank, rank_names in names.items() if rank_names]
     if not ranks:
         return ""

@@ -22,7 +22,7 @@ from longspan.model.kinds import score_columns
 from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
-from longspan.train.passes import Passes, default_divisor, launch_passes, read_step_batches
+from longspan.train.passes import Passes, launch_passes, read_step_batches
 from longspan.train.step_end import StepEnd
 from longspan.train.step_inputs import check_step_arguments, check_temperature, check_update_arguments
 from longspan.train.terms.step_terms import step_terms
@@ -145,7 +145,7 @@ def run_step(
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     loss_fn = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
-    passes = Passes.with_terms(inputs, terms, loss_fn, divisor=default_divisor(plan), temperature=temperature)
+    passes = Passes.with_terms(inputs, terms, loss_fn, divisor=float(max(plan.targets, 1)), temperature=temperature)
     loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()

@@ -41,7 +41,10 @@ class StepSums(NamedTuple):
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What the end of a step works on. All ranks call `finish_step` together."""
+    """What the end of a step works on: the caller's model, the passes that ran, their batches, and how to update.
+
+    All ranks call `finish_step` together, once. `optimizer` None only sums.
+    """
 
     model: nn.Module
     passes: Passes
@@ -72,7 +75,11 @@ class StepEnd:
         return sums
 
     def _sum_and_update_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor]) -> StepSums:
-        """An update that goes on behind the next forward pass begins once the host has checked the sums."""
+        """Sum over ranks on the device and launch AdamW's update there, before the host has read and checked the sums.
+
+        An update that goes on behind the next forward pass cannot be taken back: it begins once the host has checked
+        the sums. `pieces` are those of `_numbers_to_sum`.
+        """
         assert self.optimizer is not None
         device = self.world.device
         on_device = [x if x.device == device else to_device(x.numpy(), device) for x in pieces]
@@ -93,7 +100,11 @@ class StepEnd:
             raise
 
     def _clip_factor(self, values: Tensor) -> Tensor:
-        """The factor (at most 1) of gradients on the device; no number where the step must not be taken."""
+        """Return the factor (at most 1) of gradients, a scalar on the device; NaN where the step must not be taken.
+
+        `values` are the sums over all ranks: squares of gradients, loss, targets. The step is not taken if norm or loss
+        is not finite or targets are missing.
+        """
         norm = values[0].sqrt()
         loss = values[1] / self.passes.divisor
         targets = values[2]
@@ -102,10 +113,12 @@ class StepEnd:
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
 
     def _numbers_to_sum(self, loss_sum: Tensor) -> list[Tensor]:
-        """Numbers (n,) in float64: squares of gradients, loss, targets, and those of each term.
+        """Return what this rank adds to the sums: squares of gradients, loss, targets, and numbers of each term, each
+        (n,).
 
-        Targets are counted where losses are made, in a pipeline by its last stage. Gradients are those of the whole
-        model, encoders included, of which `passes.model` is the language model.
+        All are in float64, on the host or the device. Targets are counted where losses are made, in a pipeline by its
+        last stage. Gradients are those of the whole model, encoders included, of which `passes.model` is the language
+        model.
         """
         passes = self.passes
         language_model: Any = passes.model
@@ -121,6 +134,11 @@ class StepEnd:
         return [squares, *slot_sums]
 
     def _split_and_check_sums(self, values: Sequence[float], pieces: Sequence[Tensor]) -> StepSums:
+        """Split the sums over all ranks, in the order of `pieces`, into a StepSums, and check them; the same on every
+        rank.
+
+        Raises PlanError where targets are missing, and, if there is an optimizer, NonFiniteError.
+        """
         squares, loss_sum, targets, *of_terms = values
         if targets != self.passes.plan.targets:
             raise PlanError(
@@ -140,6 +158,9 @@ class StepEnd:
         return sums
 
     def _update_weights(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
+        """Clip and take the optimizer's step, once the sums are checked; AdamW in one pass clips inside and leaves
+        `.grad`.
+        """
         if self.optimizer is None:
             return
         if one_pass is None:
@@ -155,7 +176,7 @@ class StepEnd:
 
 @contextmanager
 def _scaled_gradients(optimizer: OnePassAdamW, scale: Tensor | None) -> Iterator[None]:
-    """Have updates inside multiply gradients by a scale on the device."""
+    """Have updates inside multiply gradients by a scale on the device (None: 1); afterwards there is none."""
     optimizer.gradient_scale = scale
     try:
         yield
@@ -169,7 +190,9 @@ def sums_stay_on_device(world: World) -> bool:
 
 
 def sum_over_home_on_device(values: Tensor, world: World) -> Tensor:
-    """Add values (n,) of all ranks of a home without pipeline, on the device: the same bits on every rank."""
+    """Sum values (n,) of all ranks of a home without pipeline, on the device: the same bits on every rank, which all
+    enter.
+    """
     channels = world.channels
     if world.home.slots > 1:
         values = _sum_over_channel(channels.find_channel(range(world.home.slots)), values)

@@ -41,10 +41,11 @@ if TYPE_CHECKING:
 def build_run_optimizer(
     config: RunConfig, world: World, model: AnyModel, *, memory: "MemoryPlan | None" = None
 ) -> Optimizer:
-    """Make the configuration's optimizer over the parameters of a prepared model; entered by all ranks.
+    """Build the optimizer of a run's configuration over the parameters of a prepared model; entered by all ranks.
 
-    Each group gets an `initial_lr`: a step's rate is the schedule's in proportion to it. Raises ConfigError for a class
-    that does not update sharded parameters as whole ones, and for states that cannot move to the host.
+    What `memory` chose takes the place of the keys of memory. Each group gets an `initial_lr`: a step's rate is the
+    schedule's in proportion to it. Raises ConfigError for a class that does not update sharded parameters as whole
+    ones, and for states that cannot move to the host.
     """
     choice = OptimizerChoice.from_section(config.optimizer)
     if choice.name not in OPTIMIZERS:
@@ -105,14 +106,17 @@ class Training:
 
     @cached_property
     def figures(self) -> StepFigures:
+        """What a step's seconds are compared with; made on first use."""
         return make_step_figures(self.config, self.model, self.world, self.cost)
 
     def take_step(
         self, plan: Plan, documents: Any, step: int, host_work: Callable[[], None] | None = None
     ) -> StepResult:
-        """Take the optimizer step `step`, from 0, at its learning rate; `host_work` as of `run_step`.
+        """Take the optimizer step `step`, counted from 0, at its learning rate; `host_work` as of `run_step`. All ranks
+        enter.
 
-        Call `finish_update` before anything but the next step reads parameters.
+        It makes the communicators that the plan needs, sets the rates of the optimizer's groups, and seeds dropout of
+        adapters. Call `finish_update` before anything but the next step reads parameters.
         """
         config = self.config.train
         self.world.prepare(plan)
@@ -144,8 +148,10 @@ class Training:
 
 
 def loss_of_documents(documents: Any, train: TrainConfig) -> "DocumentLoss | None":
-    """Return the loss of a corpus' documents that are pairs, or preferences; None for others, whose loss is that of
-    their model."""
+    """Return the loss of a corpus' documents that are preferences or pairs, by the keys of [train]; else None.
+
+    None leaves a step with the model's own loss: the cross entropy, or that of its scores.
+    """
     if train.loss:
         from longspan.train.terms.preferences import preference_loss
 

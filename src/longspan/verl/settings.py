@@ -51,7 +51,10 @@ class LongspanEngineConfig(EngineConfig):
             )
 
     def planner_choice(self, **keywords: Any) -> PlannerConfig:
-        """`keywords` are options of plans, with the cost of one device; those of `plan` win."""
+        """Return how mini-batches are planned; `keywords` are options of plans, and those of the key `plan` win.
+
+        A degree that is given makes planner "auto" a fixed one, as in a run's keys.
+        """
         options = {**keywords, **self.plan}
         degrees = options.pop("min_cp", 1), options.pop("max_cp", None) or 0
         degree = self.context_parallel_size

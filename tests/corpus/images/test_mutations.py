@@ -24,12 +24,12 @@ ROWS, DOCUMENTS, ENCODER = "corpus.rows.media.placeholders", "corpus.image_docum
 Change = tuple[str, str, str]
 moving = partial(videos.test_tokens_places_and_positions, "qwen2.5-vl")
 cut = tables.test_long_documents_are_cut_before_an_image
-PIXELS = "self._load_pictures(placed, self._find_bytes(placed))"
+PIXELS = "self._load_pictures(placed, self._image_files(placed))"
 PLACES = "image._replace(start=image.start - piece.start, stop=image.stop - piece.start)"
 FIELDS = "for name, x in tensors.items()}"
 MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "answers where they stood before placeholders": (
-        (ROWS, "int(a + grown_before[(starts < a).sum()])", "int(a)"),
+        (ROWS, "int(start + grown_before[(starts < start).sum()])", "int(start)"),
         tables.test_placeholders_are_no_targets_and_answers_are,
     ),
     "placeholders are targets": (
@@ -37,7 +37,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         tables.test_texts_name_images,
     ),
     "another image's pixels": (
-        (DOCUMENTS, PIXELS, PIXELS.replace("bytes(placed)", "bytes(self.table[0])")),
+        (DOCUMENTS, PIXELS, PIXELS.replace("files(placed)", "files(self.table[0])")),
         tables.test_bytes_in_tables,
     ),
     "frames of the video's beginning": (

@@ -254,7 +254,7 @@ def test_a_gpu_initialized_inside_a_checkpoint_on_the_cpu_is_no_error(monkeypatc
         return rows.sin()
 
     rows = torch.ones(3, requires_grad=True)
-    run_checkpointed(run, rows, measure="full").sum().backward()
+    run_checkpointed(run, rows, policy="full").sum().backward()
     assert rows.grad is not None
 
 

@@ -178,7 +178,7 @@ def test_draws_of_experts_are_refused_in_training(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ModelError, match=r"PhimoeForCausalLM draws .*: exponential_ .*it does so by its code"):
         _train(model)
     monkeypatch.setattr(Block, "forward", _with_noise)
-    monkeypatch.setattr("longspan.model.seams.meta_pass._draw_words", lambda *_: ())
+    monkeypatch.setattr("longspan.model.seams.meta_pass._draws_numbers", lambda *_: False)
     with pytest.raises(ModelError, match="draws at random outside attention in training: numbers by which a small"):
         _train(family_model("qwen3_moe"))
 

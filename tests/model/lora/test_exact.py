@@ -177,6 +177,7 @@ def _compare(
     return errors
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize(
     ("ranks", "table", "of_mixers"),
@@ -190,7 +191,8 @@ def _compare(
     ],
 )
 def test_adapters_are_those_of_one_process(ranks: int, table: Table, of_mixers: bool) -> None:
-    exact = run_ranks(_answers, 1, table, of_mixers)[0]
+    # A model made before it in a process changes what transformers' Bamba answers.
+    exact = run_ranks(_answers, 1, table, True)[0] if of_mixers else _answers(0, table, False)
     for errors in run_ranks(_compare, ranks, table, of_mixers, exact, timeout=300):
         assert len(errors) == sum(len(cases) for _, cases in table.values())
         bound = 1e-11 if of_mixers else 1e-12

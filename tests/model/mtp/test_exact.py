@@ -144,7 +144,8 @@ def _wanted(case: Case) -> Answer:
 Rows = list[tuple[Layout, list[Case]]]
 
 
-def _wanted_on_rank(rank: int, case: Case) -> Answer:
+def _wanted_in_a_fresh_process(rank: int, case: Case) -> Answer:
+    """A model made before it in a process changes what transformers' Bamba answers."""
     return _wanted(case)
 
 
@@ -190,8 +191,11 @@ TABLES = {"few": [*IN_CI.values()]} | {name: [row] for name, row in TABLE.items(
     "rows", [pytest.param(r, id=n, marks=[pytest.mark.whole] * (n != "few")) for n, r in TABLES.items()]
 )
 def test_every_plan_gives_the_losses_and_gradients_of_one_process(rows: Rows) -> None:
-    # each in a fresh process: a model made there before changes what transformers' Bamba answers
-    wanted = {case: run_ranks(_wanted_on_rank, 1, case)[0] for _, cases in rows for case in cases}
+    wanted = {
+        case: run_ranks(_wanted_in_a_fresh_process, 1, case)[0] if "bamba" in case.family else _wanted(case)
+        for _, cases in rows
+        for case in cases
+    }
     for of_rank in run_ranks(_errors, len(rows[0][0].ranks), rows, wanted, timeout=280):
         for errors in of_rank:
             assert errors and all(error <= EXACT for error in errors.values()), errors

@@ -120,13 +120,14 @@ def other_choices(rank: int, ranks: int, changed: bool) -> dict[str, int]:
             zip(shard.scatter(torch.from_numpy(documents)).tolist(), shard.position_ids.tolist(), strict=True)
         )
         for family in FAMILIES[:1] if changed else FAMILIES:
-            expected = choices_of_the_class(family)
+            expected, chosen = choices_of_the_class(family), list[Tensor]()
+            model = prepare_untried(tiny(family), world, shard_parameters=False)
+            for indexer in find_indexers(model).values():
+                indexer.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[0]))
             for in_tiles, changes in ((False, CHANGES), (True, IN_TILES)):
                 monkeypatch.setattr(index_scores, "can_score", lambda q, in_tiles=in_tiles: in_tiles)
                 for change in each_mutated(changes if changed else {}):
-                    model, chosen = prepare_untried(tiny(family), world, shard_parameters=False), list[Tensor]()
-                    for indexer in find_indexers(model).values():
-                        indexer.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[0]))
+                    chosen.clear()
                     with torch.no_grad():
                         local_ids = shard.scatter(torch.from_numpy(ids).to(world.device))
                         model(input_ids=local_ids[None], position_ids=shard.position_ids[None], shard=shard)

@@ -110,7 +110,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, RunConfi
     path = questions(folder)
     shared = config_of(folder, path, "shared", checkpoint__every=1)
     separate = config_of(folder, path, "separate", data__share_prefixes="none")
-    with patch("longspan.run.warm_up.needs_warm_up", return_value=True):  # as on GPUs, with the kinds of families
+    with patch("longspan.run.loop.needs_warm_up", return_value=True):  # as on GPUs, with the kinds of families
         said = run_in_float64(0, [shared, separate], 1)[0]
     return shared, separate, said
 

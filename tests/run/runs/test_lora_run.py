@@ -21,8 +21,8 @@ from longspan.checkpoint.base import weights_fingerprint
 from longspan.checkpoint.storage import read_metadata
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
-from longspan.cli.flags import parse_train
 from longspan.cli.main import main as cli_main
+from longspan.cli.train_flags import parse_train
 from longspan.config.file import load_config, to_toml
 from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import ParallelConfig, RunConfig

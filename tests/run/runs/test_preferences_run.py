@@ -15,7 +15,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from longspan.checkpoint.base import check_base_weights_unchanged, keep_base
+from longspan.checkpoint.base import check_base_weights_unchanged, record_base_weights
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.config.file import load_config
@@ -308,7 +308,7 @@ def test_every_loss_in_every_layout(base: Path, tmp_path: Path, exact: None, lay
 def test_the_weights_of_a_reference_model_are_those_that_a_run_began_with(base: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(base, tmp_path / "base"))
     config = load_config(None, {"model.path": str(folder), "train.loss": "dpo", "optimizer.lr": 1e-6})
-    keep_base(tmp_path, config)
+    record_base_weights(tmp_path, config)
     check_base_weights_unchanged(tmp_path, config, goes_on=True)
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"\1")

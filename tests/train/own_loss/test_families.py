@@ -307,7 +307,7 @@ MUTATIONS = {
         "return int(is_target.argmax()) + 1 if",
     ),
     "rows of a loss count from the branch": (
-        "train.terms.token_loss",
+        "train.terms.loss_tokens",
         "positions + shared_rows_before(",
         "positions + 0 * shared_rows_before(",
     ),

@@ -51,7 +51,7 @@ class Processor:
     """A `folder`'s processor; `stock` is transformers' object.
 
     >>> processor = load_processor(Path("Qwen2.5-VL-7B"))
-    >>> processor.grid((20, 33)), processor.text((20, 33))[:13]
+    >>> processor.patch_grid((20, 33)), processor.image_text((20, 33))[:13]
     ((1, 2, 2), '<|image_pad|>')
     """
 
@@ -79,6 +79,7 @@ class Processor:
 
     @property
     def name(self) -> str:
+        """The class of its image processor, for messages."""
         return type(self.stock.image_processor).__name__
 
     @cached_property
@@ -88,6 +89,7 @@ class Processor:
 
     @property
     def has_grids(self) -> bool:
+        """Whether it cuts images into patches, whose grid the model takes."""
         return GRIDS in self.stock.image_processor.model_input_names
 
     def patch_grid(self, size: Size) -> Grid | None:
@@ -114,7 +116,9 @@ class Processor:
         return self._texts[key]
 
     def process_image(self, picture: Any, among: int = 1) -> ImageInput:
-        """Process a PIL image into the inputs of the model; `among` as in `text`. Raises DataError if that fails."""
+        """Process a PIL image into the inputs of the model; `among` as in `image_text`. Raises DataError if
+        that fails.
+        """
         several = self._sees_others and among > 1
         size = (picture.height, picture.width)
         return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
@@ -128,6 +132,7 @@ class Processor:
 
     @cached_property
     def _sees_others(self) -> bool:
+        """Whether what it makes of an image depends on how many there are in the document."""
         return IN_DOCUMENT in self.stock.image_processor.model_input_names
 
     @cached_property
@@ -140,6 +145,7 @@ class Processor:
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
     def _find_grid(self, size: Size) -> Grid:
+        """Find the grid by computing it, or else by processing a blank image of this size."""
         with suppress(Exception):  # processors whose resizing has other arguments
             if (grid := self._compute_grid(size)) is not None:
                 return grid
@@ -161,6 +167,9 @@ class Processor:
         return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
 
     def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
+        """Find the text of an image by its grid, or else by processing a blank image, with `several` beside another
+        one.
+        """
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
@@ -173,12 +182,14 @@ class Processor:
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process_images(self, image: Any, several: bool = False) -> Any:
+        """Run the stock processor on an image, with `several` before a small blank one; return its output."""
         images = [image, _blank_picture(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
 
 
 def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
+    """Return what `make` returns; any error of it becomes a DataError that says that this size is refused."""
     try:
         return make()
     except Exception as error:  # a processor's code may raise anything
@@ -187,6 +198,7 @@ def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
 
 
 def _blank_picture(size: Size) -> Any:
+    """Return a black PIL image of this height and width."""
     return import_pillow().new("RGB", (size[1], size[0]))
 
 
@@ -210,6 +222,7 @@ def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
+    """Return a field of a processor's output as a tensor. Raises DataError, with its name, if it cannot be one."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -105,7 +105,10 @@ def _stock_class(name: str) -> Any:
 
 
 def _class_name(folder: Path) -> str:
-    """processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped."""
+    """Return the name of the class of a folder's processor.
+
+    processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped.
+    """
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     settings = [_read_json(folder / name) for name in (NESTED, LEGACY, "tokenizer_config.json")]
@@ -124,6 +127,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def processor_digest(folder: Path) -> str:
+    """Return the SHA-256 of the settings of a folder's processor, by which its placeholders may change."""
     values = [_read_json(folder / name) for name in PROCESSOR_FILES]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -133,7 +137,7 @@ class VideoProcessor:
     """Makes placeholders and pixels of videos as the stock class `kind` does; `stock` is the folder's processor.
 
     >>> videos = VideoProcessor.from_folder(Path("Qwen3-VL-8B"), processor.stock)
-    >>> videos.grid(frames=8, size=(480, 640))
+    >>> videos.patch_grid(frames=8, size=(480, 640))
     (4, 20, 26)
     """
 
@@ -170,10 +174,12 @@ class VideoProcessor:
 
     @property
     def token(self) -> str:
+        """The text of a video before it is processed."""
         return str(self.stock.video_token)
 
     @property
     def placeholder(self) -> int:
+        """The token id whose places take the rows of videos."""
         return int(self.stock.video_token_id)
 
     @property
@@ -224,7 +230,7 @@ class VideoProcessor:
         return torch.stack(patches, 2).flatten(1)
 
     def _frame_patches(self, frame: Any, grid: Grid) -> "Tensor":
-        """(h · w, C, p²) of one frame, resized to the grid."""
+        """Return the patches (h · w, C, p²) of one frame, resized to the grid of p × p pixels."""
         patch = int(self.settings["patch_size"])
         if self.settings["do_resize"]:
             frame = frame.resize((grid[2] * patch, grid[1] * patch), resample=self.settings["resample"])
@@ -242,14 +248,15 @@ class VideoProcessor:
         return pixels.view(len(pixels), -1, patch**2)
 
     def _sides_of_frames(self, frames: int, size: Size, factor: int) -> Size:
-        """The height and width of frames by the class's formula and bounds.
+        """Return the height and width of resized frames, multiples of `factor`, by the class's formula and bounds.
 
         `size` bounds the pixels of a frame in Qwen2-VL, of the whole video later. With `cap_pixels_per_frame` the
         tokens bound a video, shared out over its frames, in Qwen2-VL, and one frame later. 0.9 and 1.05 are the
         classes'.
         """
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
-        fewest_pixels, most_pixels = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]
+        fewest_pixels = self.settings["size"]["shortest_edge"]
+        most_pixels = self.settings["size"]["longest_edge"]
         capped = self.settings["cap_pixels_per_frame"]
         tokens = self.settings["max_video_tokens"]
         if self.kind == _QWEN2:

@@ -9,7 +9,8 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 class Field(NamedTuple):
     """A text of a message, with the keys that lead to it.
 
-    `added`: it is no text, and its mark is a further key. `blank`: there is no text, but its place is the message's.
+    `message` is the number of its message. `added`: it is no text, and a mark of it is a further key. `blank`: there is
+    no text, but its place is the message's.
     """
 
     message: int
@@ -62,12 +63,14 @@ def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
 
 
 def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: Any) -> list[Mapping[str, Any]]:
+    """Return messages with another value in place of a field; the given ones stay as they are."""
     copies = list(messages)
     copies[field.message] = _put_value(messages[field.message], field.path, value)
     return copies
 
 
 def _put_value(container: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    """Return a copy of nested lists and objects with another value at the end of a path of keys."""
     if not path:
         return value
     key, *inner_path = path

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longspan.corpus.rows.kinds import unread_keys
+from longspan.corpus.rows.kinds import refused_keys
 from longspan.corpus.rows.values import RowError, short_repr, type_name
 from longspan.files import parse_json
 
@@ -12,7 +12,10 @@ LEARNT = ("weight", "train", "training", "trainable", "loss")
 
 
 def check_messages(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
-    """Check messages, each an object with a role; with `images` a part may be an image or a video."""
+    """Return the messages of a row, each an object with a role; with `images` a part may be an image or a video.
+
+    Raises RowError, with the message's place under the key `name`, for one that has another form.
+    """
     if not isinstance(value, list) or not value:
         raise RowError(
             f'"{name}" is {"empty" if value == [] else type_name(value)}; give a list of objects with role and content'
@@ -48,7 +51,10 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
 
 
 def _check_target_keys(message: Mapping[str, Any], name: str) -> None:
-    """A message that is not an assistant's is never learnt, so that only 0 is right for it."""
+    """Raise RowError for a key that says wrongly whether a message is learnt, or one that is refused.
+
+    A message that is not an assistant's is never learnt, so that only 0 is right for it.
+    """
     for key, value in message.items():
         if value is not None and key in LEARNT and value not in (0, 1):
             raise RowError(
@@ -59,7 +65,7 @@ def _check_target_keys(message: Mapping[str, Any], name: str) -> None:
                 f"{name}.{key} is {short_repr(value)}, and only what an assistant says is learnt; its role is "
                 f"{message['role']}: leave {key} out, or give 0"
             )
-    for key, why in unread_keys(message, "message"):
+    for key, why in refused_keys(message, "message"):
         raise RowError(f"{name}.{key} is not read: {why}")
 
 
@@ -75,7 +81,7 @@ def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[i
 
 
 def _check_tool_calls(calls: Any, name: str) -> None:
-    """A call has its name and arguments under `function`, or without that key."""
+    """Raise RowError unless each call has its name and arguments, under `function` or without that key."""
     if calls is None or calls == []:
         return
     if not isinstance(calls, list):
@@ -87,6 +93,7 @@ def _check_tool_calls(calls: Any, name: str) -> None:
 
 
 def read_tools(value: Any) -> list[Any] | None:
+    """Return the tools of a row, given as a list of schemas or as its JSON; None for none."""
     if (value := read_json_value(value, "tools")) is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -95,7 +102,12 @@ def read_tools(value: Any) -> list[Any] | None:
 
 
 def read_json_value(value: Any, name: str) -> Any:
+    """Return a value that may be given as a string of JSON; None for a blank string. Raises RowError for
+    other strings.
+    """
+    if not isinstance(value, str):
+        return value
     try:
-        return value if not isinstance(value, str) else parse_json(value) if value.strip() else None
+        return parse_json(value) if value.strip() else None
     except ValueError as error:
         raise RowError(f'"{name}" is a string that is no JSON: {error}') from error

@@ -16,8 +16,9 @@ _ROLES = {  # of ShareGPT's turns
 
 
 def convert_to_messages(values: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
-    """Return a row of ShareGPT's or Alpaca's kind as one with messages, and any other as it is. Raises RowError for
-    turns that are not of their format.
+    """Return a row of ShareGPT's or Alpaca's kind as one with messages, and any other as it is.
+
+    Raises RowError for turns that are not of their format.
     """
     if kind == "conversations":
         turns = values["conversations"]
@@ -36,9 +37,12 @@ def convert_to_messages(values: Mapping[str, Any], kind: Kind) -> Mapping[str, A
 
 
 def _read_turn(turn: Any, name: str) -> dict[str, Any]:
+    """Return a turn of ShareGPT, which errors call `name`, as a message."""
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES:
         roles = ", ".join(_ROLES)
-        hint = ' (data.rename_columns = ["messages=conversations"] reads role and content)' * ("role" in str(turn))
+        hint = ""
+        if "role" in str(turn):
+            hint = ' (data.rename_columns = ["messages=conversations"] reads role and content)'
         raise RowError(
             f"{name} needs an object with from, one of {roles}, and value; found {short_repr(turn)}{hint}"
         )

@@ -29,9 +29,12 @@ class Row(NamedTuple):
 
 
 class Unseen(NamedTuple):
-    """Counts of what is no target in a document's assistant turns: thoughts and other texts that the template leaves
-    out, wholly or in part, and turns that are blank. `others` names what else it leaves out, as "developer message".
-    `inside_tokens` counts answers that begin inside a token."""
+    """Counts of what is no target in a document's assistant turns.
+
+    Thoughts and other texts are counted that the template leaves out, wholly or in part, and turns that are blank.
+    `others` names what else it leaves out, as "developer message". `inside_tokens` counts answers that begin inside a
+    token.
+    """
 
     unseen_thoughts: int = 0
     unseen_texts: int = 0
@@ -40,14 +43,15 @@ class Unseen(NamedTuple):
     inside_tokens: int = 0
 
 
-def count_inside(spans: Integers, borders: Iterable[int]) -> int:
+def count_inside_tokens(spans: Integers, borders: Iterable[int]) -> int:
     """Count the borders that lie inside a token, by the characters (n, 2) of each token."""
     return sum(bool(((spans[:, 0] < border) & (border < spans[:, 1])).any()) for border in borders)
 
 
 class Sample(NamedTuple):
-    """The tokens of one document (n,), and its labels (n,), −100 for none, not shifted. None: every token but the
-    first.
+    """The tokens (n,) of one document, or of a pair, and its labels (n,), −100 for none, not shifted.
+
+    Without labels every token but the first is a target.
 
     `row` is the index of its row among those that were encoded together: a split conversation gives several samples.
     `numbers` are the label of a document that a model scores, or the margin of a pair; `stops` are the ends of its
@@ -89,9 +93,3 @@ class RowSettings:
     columns: tuple[str, ...] = ()
     num_labels: int = 0
     preference: RowForm = ""
-
-    @property
-    def deciding_values(self) -> list[Any]:
-        """Those that came with version 0.4 only where they are set, so that old corpora fit."""
-        optional = (self.end_of_chat, [*self.columns], self.num_labels, self.preference)
-        return [self.parse_special_tokens, self.turns, DATE, *filter(None, optional)]

@@ -47,6 +47,7 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
 
 
 def _check_one_document(values: Mapping[str, Any], length: int) -> None:
+    """Raise RowError for a row of `length` tokens that says that it holds several documents."""
     lengths = values.get("seq_lengths")
     positions = values.get("position_ids")
     hint = "give each a row of its own, steps pack rows themselves"
@@ -59,6 +60,7 @@ def _check_one_document(values: Mapping[str, Any], length: int) -> None:
 
 
 def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
+    """Return where a mask (length,) of 0 and 1 has a 1. Raises RowError for other values."""
     mask = _check_length(_read_integers(values, name), name, length)
     if bad := [int(value) for value in mask if value not in (0, 1)]:
         raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
@@ -66,7 +68,10 @@ def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
-    """An array of numpy, also of objects, counts as the list of its entries."""
+    """Return a list of integers as an array. Raises RowError, which calls it `name`, for anything else.
+
+    An array of numpy, also of objects, counts as the list of its entries.
+    """
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, list):
@@ -80,12 +85,14 @@ def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
 
 
 def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
+    """Return the values. Raises RowError if there is not one for each of the `length` tokens."""
     if len(values) != length:
         raise RowError(f"{name} has {len(values)} entries for {length} input_ids; give one each")
     return values
 
 
 def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary_size: int) -> None:
+    """Raise RowError for an id that the tokenizer has not."""
     wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary_size))
     if len(wrong):
         raise RowError(

@@ -15,6 +15,7 @@ class RowError(Exception):
 
 
 def require_key(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key. Raises RowError, with the keys that are there, for a row without it."""
     if key not in values:
         kind = "an object with a string" if key in ("text", "prompt", "completion") else "an object with"
         raise RowError(f'needs {kind} "{key}"; found keys {sorted(values)}')
@@ -22,6 +23,9 @@ def require_key(values: Mapping[str, Any], key: str) -> Any:
 
 
 def require_string(value: Any, name: str) -> str:
+    """Return a value that is a string any tokenizer can read. Raises RowError, which calls it `name`, for
+    another one.
+    """
     if not isinstance(value, str):
         raise RowError(
             f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {short_repr(value)}'
@@ -75,14 +79,17 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def type_name(value: Any) -> str:
+    """Name the type of a JSON value; null, true and false are named by themselves."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")
 
 
 def short_repr(value: Any) -> str:
+    """Write a value as JSON for messages, in at most 60 characters."""
     return json.dumps(value, default=str)[:60]
 
 
 def has_value(value: Any) -> bool:
+    """Return whether a value says something: it is neither null nor an empty string, list or object."""
     return value is not None and not (isinstance(value, str | list | dict) and not value)

@@ -10,14 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from stat import S_ISREG
 
-from longspan.corpus.sources.find_files import CorpusFile, LogLine
+from longspan.corpus.sources.find_files import CorpusFile
 from longspan.data.manifest import SourceFile
 from longspan.errors import DataError
 from longspan.files import write_atomically
+from longspan.plain_text import LogLine
 
 _SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of its time
-
-
 _NEWS_SECONDS = 5.0  # between two lines of progress
 
 
@@ -40,13 +39,14 @@ class FileSums:
         last_log_time = time.monotonic()
         sources = list[SourceFile]()
         for file in files:
-            sources.append(self._source_file(file))
+            sources.append(self._sum_of_file(file))
             if time.monotonic() - last_log_time > _NEWS_SECONDS:
                 last_log_time = time.monotonic()
                 log(f"read {len(sources):,} files to see what they hold")
         return sources
 
-    def _source_file(self, file: CorpusFile) -> SourceFile:
+    def _sum_of_file(self, file: CorpusFile) -> SourceFile:
+        """Return size, time and sum of a file, which is read unless its sum is known."""
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()
@@ -94,7 +94,7 @@ def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) ->
 
 
 def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], SourceFile]:
-    """By name and the number of files of this name before, as files of two sources may share one."""
+    """Return the files by name and the number of files of this name before, as files of two sources may share one."""
     by_name = dict[tuple[str, int], SourceFile]()
     counts = Counter[str]()
     for source in sources:

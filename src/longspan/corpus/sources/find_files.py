@@ -26,8 +26,6 @@ from longspan.errors import DataError, plural
 from longspan.files import read_json
 from longspan.hub import find_local_path
 
-LogLine = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class CorpusFile:
@@ -39,6 +37,7 @@ class CorpusFile:
     rows: tuple[int, int] | None = None  # the first, and the one after the last
 
     def read_chunks(self, most_bytes: int) -> Iterator[RowChunk]:
+        """Yield the chunks of the rows that are taken; a row of more than `most_bytes` (0: any) is a bad one."""
         chunks = row_file(self.name, self.path, most_bytes).read_chunks()
         return chunks if self.rows is None else slice_chunks(chunks, *self.rows)
 
@@ -72,32 +71,43 @@ def find_files(
     installed.
     """
     root = find_root(path, key=key)
-    split_key = f"{key.removesuffix('path')}split"
     walked = {root.name: root}
     if not root.is_file():
         walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
     names = _names_to_read(walked)
     if tables := [name for name in names if name.endswith(_TABLES)]:
         check_one_configuration(root, tables, path, key)
-    rows = [name for name in names if name.endswith(_ROWS)]
-    if split:
-        splits = find_splits(root, rows or names)
-        by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
-        if absent := [name for name, of_part in by_part.items() if not of_part]:
-            raise DataError(f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts}")
-        names = sorted({name for of_part in by_part.values() for name in of_part})
-    elif rows and (splits := find_splits(root, rows)).are_mixed:
-        reason = "as it says itself" if splits.is_declared else "by the names of its files"
-        raise DataError(
-            f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts}; give one "
-            f'with {split_key}, as {split_key} = "train" ("train[:100]" for some rows, "train+test" for two)'
-        )
+    names = _names_of_split(root, names, split, path, key)
     if not names:
         raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
     table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
     if table is not None:
         import_reader("pyarrow.parquet", table)  # before a file is read
     return {name: walked[name] for name in names}
+
+
+def _names_of_split(root: Path, names: list[str], split: str, path: str, key: str) -> list[str]:
+    """Return those of the `names` that are of a split, sorted; all for "".
+
+    Raises DataError for a split that is not there, and for several splits where none is asked for.
+    """
+    split_key = f"{key.removesuffix('path')}split"
+    rows = [name for name in names if name.endswith(_ROWS)]
+    if split:
+        splits = find_splits(root, rows or names)
+        by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
+        if absent := [name for name, of_part in by_part.items() if not of_part]:
+            raise DataError(
+                f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts_text}"
+            )
+        return sorted({name for of_part in by_part.values() for name in of_part})
+    if rows and (splits := find_splits(root, rows)).are_mixed:
+        reason = "as it says itself" if splits.is_declared else "by the names of its files"
+        raise DataError(
+            f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts_text}; give one "
+            f'with {split_key}, as {split_key} = "train" ("train[:100]" for some rows, "train+test" for two)'
+        )
+    return names
 
 
 def find_rows(
@@ -108,8 +118,8 @@ def find_rows(
     Files are read to count their rows where a part takes some. Raises DataError as `find_files` does, and for no row.
     """
     for part in read_split_parts(split, f"{key.removesuffix('path')}split") if split else [SplitPart("")]:
-        found = find_files(path, split=part.name, leave_out=leave_out, key=key)
-        files = [CorpusFile(0, name, file) for name, file in found.items()]
+        paths = find_files(path, split=part.name, leave_out=leave_out, key=key)
+        files = [CorpusFile(0, name, file) for name, file in paths.items()]
         if not part.start and not part.stop:
             yield from files
             continue
@@ -152,10 +162,12 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
 
 
 def _names_to_read(names: Iterable[str]) -> list[str]:
-    """Sorted; beside rows, what describes a data set (README.md) is no row."""
-    read = sorted(name for name in names if name.endswith(SUFFIXES))
-    has_rows = any(name.endswith(_TABLES) for name in read)
-    return [name for name in read if not (has_rows and _NOTICE.fullmatch(name.rpartition("/")[-1].lower()))]
+    """Return the names of files that can be read, sorted, without those that describe a data set (README.md) beside
+    files of rows.
+    """
+    readable = sorted(name for name in names if name.endswith(SUFFIXES))
+    has_rows = any(name.endswith(_TABLES) for name in readable)
+    return [name for name in readable if not (has_rows and _NOTICE.fullmatch(name.rpartition("/")[-1].lower()))]
 
 
 def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
@@ -178,18 +190,21 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
 
 
 def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
-    """A folder is known by its device and inode, as links may form a circle; links to folders are followed last."""
-    seen = set[tuple[int, int]]()
+    """Yield each folder under `root` once, with the names of its files, but for those that are left out.
+
+    A folder is known by its device and inode, as links may form a circle; links to folders are followed last.
+    """
+    entered = set[tuple[int, int]]()
     roots = [root]
     for walk_root in roots:  # links that are met on the way are appended
         for folder, subfolders, names in os.walk(walk_root, onerror=_raise_unreadable):
             directory = Path(folder)
             stat = Path(folder).stat()
             identity = (stat.st_dev, stat.st_ino)
-            if identity in seen:
+            if identity in entered:
                 subfolders.clear()  # os.walk enters only folders that are left in this list
                 continue
-            seen.add(identity)
+            entered.add(identity)
             inside = [name for name in subfolders if not is_left_out(directory / name)]
             links = [name for name in inside if (directory / name).is_symlink()]
             roots += [directory / name for name in sorted(links)]

@@ -14,11 +14,7 @@ from longspan.corpus.sources.row_chunks import chunk_rows
 from longspan.errors import DataError
 
 FIRST_ROWS = 20
-
-
 FIRST_FILES = 5
-
-
 SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 
 
@@ -77,6 +73,7 @@ def rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
 
 
 def _tells_kind(row: Row | BadRow) -> bool:
+    """Return whether a row is good and of exactly one kind."""
     try:
         return isinstance(row, Row) and bool(row_kind(row))
     except DataError:
@@ -84,7 +81,10 @@ def _tells_kind(row: Row | BadRow) -> bool:
 
 
 def _texts_in(value: Any) -> str:
-    """Lone surrogates, which no tokenizer can read, are left out."""
+    """Join the texts inside a JSON value, a line each; of an object with a text under "text" that one alone.
+
+    Lone surrogates, which no tokenizer can read, are left out.
+    """
     if isinstance(value, dict):
         text = value.get("text")
         return _texts_in(text) if isinstance(text, str) else "\n".join(filter(None, map(_texts_in, value.values())))

@@ -16,17 +16,9 @@ from longspan.corpus.rows.values import type_name
 from longspan.files import parse_json
 
 SHOWN_BYTES = 240  # of a row that is too long: its beginning, for messages
-
-
 MOST_LEVELS = 100  # of lists and objects in each other in a row
-
-
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
 _JSON = "arrow.json"  # Arrow's type of texts that are JSON
-
-
 Decode = Callable[[Any], Any]
 
 
@@ -35,6 +27,7 @@ class RowChunk(NamedTuple):
 
     `data` are lines, a text, or a table in Arrow's stream format; `end` counts the bytes of the file read so far. If
     the last row is longer than `most_bytes` (0: any), `data` may end with its beginning, and `too_long` is its size.
+    Relative paths in the rows begin in `folder`.
     """
 
     form: Literal["lines", "text", "table"]
@@ -78,6 +71,7 @@ def slice_chunks(chunks: Iterable[RowChunk], first: int, stop: int) -> Iterator[
 
 
 def count_rows(chunk: RowChunk) -> int:
+    """Count the rows of a chunk without parsing them; empty lines are none."""
     if chunk.form == "text":
         return 1
     if chunk.form == "table":
@@ -89,9 +83,10 @@ def count_rows(chunk: RowChunk) -> int:
 
 
 def _read_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
+    """Parse all rows of a chunk, whatever its `rows` are."""
     if chunk.form == "text":
         size = chunk.too_long or len(chunk.data)
-        reason = too_long_text(size, chunk.most_bytes, "a text")
+        reason = _too_long_text(size, chunk.most_bytes, "a text")
         where = chunk.name
         text = "" if reason else chunk.data.decode("utf-8-sig")
         yield PlacedRow(0, BadRow(where, reason) if reason else Row(where, {"text": text}, chunk.folder))
@@ -102,6 +97,7 @@ def _read_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
 
 
 def _read_line_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
+    """Parse the lines of a chunk; positions and numbers count empty lines too."""
     position = chunk.position
     lines = chunk.data.split(b"\n")
     for number, line in enumerate(lines, chunk.first + 1):
@@ -110,12 +106,13 @@ def _read_line_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
         if full_size or line.removeprefix(BYTE_ORDER_MARK).strip():
             where = f"{chunk.name}, line {number}"
             size = full_size or len(line)
-            reason = too_long_text(size, chunk.most_bytes, "a line")
+            reason = _too_long_text(size, chunk.most_bytes, "a line")
             yield PlacedRow(position, BadRow(where, reason) if reason else parse_line(line, where, chunk.folder))
         position += len(line) + 1  # 1: its line end
 
 
-def too_long_text(size: int, most_bytes: int, kind: str) -> str:
+def _too_long_text(size: int, most_bytes: int, kind: str) -> str:
+    """Say that a row of `size` bytes is too long; "" if it is not, or if `most_bytes` is 0."""
     if not most_bytes or size <= most_bytes:
         return ""
     return (
@@ -125,23 +122,26 @@ def too_long_text(size: int, most_bytes: int, kind: str) -> str:
 
 
 def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
-    """Parse a line of JSON; any may begin with a byte order mark, as files may have been concatenated."""
+    """Parse a line of JSON, which errors call `where`; relative paths in it begin in `folder`.
+
+    Any line may begin with a byte order mark, as files may have been concatenated.
+    """
     try:
         record = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow(where, f"byte {error.start + 1} of the line is not UTF-8")
     except json.JSONDecodeError as error:
-        return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {line_beginning(line)}")
+        return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {_line_beginning(line)}")
     except ValueError:  # any other one is of int(), which limits digits
         digits = f"{sys.get_int_max_str_digits():,}"
         return BadRow(
-            where, f"an integer of more than {digits} digits, which no key of a row takes: {line_beginning(line)}"
+            where, f"an integer of more than {digits} digits, which no key of a row takes: {_line_beginning(line)}"
         )
     except RecursionError:
         return _too_deep_row(where, line)
     if not isinstance(record, dict):
         return BadRow(
-            where, f'needs an object, such as {{"text": …}}; found {type_name(record)}: {line_beginning(line)}'
+            where, f'needs an object, such as {{"text": …}}; found {type_name(record)}: {_line_beginning(line)}'
         )
     # Brackets are counted first, which is fast; few lines have enough of them to be deep.
     if line.count(b"[") + line.count(b"{") > MOST_LEVELS and _is_deep(record):
@@ -150,13 +150,15 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
 
 
 def _too_deep_row(where: str, line: bytes) -> BadRow:
+    """Return a line as a bad row: its lists and objects are nested too deeply."""
     return BadRow(
         where,
-        f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {line_beginning(line)}",
+        f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_line_beginning(line)}",
     )
 
 
 def _is_deep(record: dict[str, Any]) -> bool:
+    """Return whether lists and objects stand in each other more than MOST_LEVELS deep."""
     level: list[Any] = [record]
     for _ in range(MOST_LEVELS):
         inner = (value.values() if isinstance(value, dict) else value for value in level)
@@ -177,6 +179,7 @@ def record_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _decode_value(value: Any, decoder: Decode | None) -> Any:
+    """Return a value after its decoder, if it has one; null stays null."""
     return value if value is None or decoder is None else decoder(value)
 
 
@@ -203,7 +206,10 @@ def _value_decoder(kind: Any, levels: int = 0) -> Decode | None:
 
 
 def _read_table(chunk: RowChunk) -> Iterator[PlacedRow]:
-    """A bad row is too long (images do not count), nested too deeply, or has a value that Python cannot hold."""
+    """Read the rows of a chunk of a table, whose positions are their numbers in the file.
+
+    A bad row is too long (images do not count), nested too deeply, or has a value that Python cannot hold.
+    """
     import pyarrow
 
     first = chunk.first
@@ -238,7 +244,7 @@ def _iterate_records(batch: Any, types: str, most_bytes: int) -> Iterator[dict[s
     for number in range(len(batch)):
         row = batch.slice(number, 1)
         try:
-            yield too_long_text(sum(map(_text_bytes, row.columns)), most_bytes, "a row") or row.to_pylist()[0]
+            yield _too_long_text(sum(map(_text_bytes, row.columns)), most_bytes, "a row") or row.to_pylist()[0]
         except UnicodeDecodeError:
             yield "a text that is not UTF-8"
         except (ValueError, OverflowError) as error:
@@ -264,5 +270,6 @@ def _text_bytes(column: Any) -> int:
     return 0 if is_binary or types.is_binary_view(kind) else column.nbytes
 
 
-def line_beginning(line: bytes) -> str:
+def _line_beginning(line: bytes) -> str:
+    """Quote the beginning of a line for messages, in at most 60 characters."""
     return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])

@@ -51,7 +51,8 @@ class RowFile(ABC):
         """Read the row at a position of a chunk; no limit holds, as the build has checked the row."""
 
     @contextmanager
-    def _name_file_in_errors(self) -> Iterator[None]:
+    def _errors_with_name(self) -> Iterator[None]:
+        """Inside, errors of reading become a DataError that names the file."""
         try:
             yield
         except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
@@ -64,6 +65,7 @@ class RowFile(ABC):
 
 
 def _arrow_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that a reader of Arrow raises for a damaged file; () while nothing has imported Arrow."""
     pyarrow: Any = sys.modules.get("pyarrow")  # reading may have imported it
     return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
 
@@ -75,7 +77,7 @@ class LineFile(RowFile):
         super().__init__(name, path, most_bytes)
         self._compressed = name.endswith((GZIP, ZSTD))
         self._stream: BinaryIO | None = None  # lines as `read_row_at` reads them
-        self._close: Callable[[], object] = lambda: None  # closes the file of the stream
+        self._close: Callable[[], object] = lambda: None  # closes the file that the stream reads
 
     def read_chunks(self) -> Iterator[RowChunk]:
         """Yield the file's lines in order, in chunks of CHUNK_BYTES and the rest of the line in which these end.
@@ -86,7 +88,7 @@ class LineFile(RowFile):
         """
         folder = self.folder
         limit = self.most_bytes + 1 if self.most_bytes else -1  # 1: a line end
-        with self.path.open("rb") as raw, self._name_file_in_errors(), self._open_lines(raw) as lines:
+        with self.path.open("rb") as raw, self._errors_with_name(), self._open_lines(raw) as lines:
             first = 0
             position = 0
             while data := lines.read(CHUNK_BYTES):
@@ -111,7 +113,7 @@ class LineFile(RowFile):
 
     def read_row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
-        with self._name_file_in_errors():
+        with self._errors_with_name():
             if self._stream is None or (self._compressed and self._stream.tell() > position):
                 raw = self.path.open("rb")
                 self._close()
@@ -127,6 +129,7 @@ class LineFile(RowFile):
         return parse_line(line, f"{self.name}, byte {position}", self.folder)
 
     def _open_lines(self, raw: BinaryIO) -> BinaryIO:
+        """Return a stream of the decompressed lines of the file `raw`, from its beginning; it is not closed with it."""
         if self._compressed and not raw.read(1):  # readers would take an empty file for one without lines
             raise EOFError("it has 0 bytes")
         raw.seek(0)
@@ -159,14 +162,16 @@ class TextFile(RowFile):
     """A .txt, .md or .py file: one row, at position 0."""
 
     def read_chunks(self) -> Iterator[RowChunk]:
-        with self._name_file_in_errors(), self.path.open("rb") as file:
+        """Yield the file as one chunk; of one that is too long only the beginning."""
+        with self._errors_with_name(), self.path.open("rb") as file:
             size = self.path.stat().st_size
             too_long = size if self.most_bytes and size > self.most_bytes else 0
             data = file.read(SHOWN_BYTES if too_long else -1)
         yield RowChunk("text", self.name, 0, 0, data, size, self.folder, self.most_bytes, too_long)
 
     def read_row_at(self, position: int) -> Row | BadRow:
-        with self._name_file_in_errors():
+        """Read the whole file, which is the one row."""
+        with self._errors_with_name():
             text = self.path.read_bytes().decode("utf-8-sig")
         return Row(self.name, {"text": text}, self.folder)
 
@@ -175,12 +180,14 @@ class TableFile(RowFile):
     """A table, read about CHUNK_BYTES at a time; the position of a row is its number."""
 
     def read_chunks(self) -> Iterator[RowChunk]:
-        """`end` of a chunk, the bytes read, is estimated by rows."""
+        """Yield the batches, each in Arrow's stream format; `end`, the bytes read, is estimated by rows."""
         import_reader("pyarrow", self.name)
         import pyarrow
 
-        with self._name_file_in_errors():
-            first, size, (rows, batches) = 0, self.path.stat().st_size, self._open_batches()
+        with self._errors_with_name():
+            first = 0
+            size = self.path.stat().st_size
+            rows, batches = self._open_batches()
             for batch in batches:
                 sink = pyarrow.BufferOutputStream()
                 with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
@@ -191,25 +198,27 @@ class TableFile(RowFile):
                 first += len(batch)
 
     def read_row_at(self, position: int) -> Row:
-        with self._name_file_in_errors():
+        """Read the row with this number, and decode its values."""
+        with self._errors_with_name():
             table = self._open_row(position)
             (record,) = table.to_pylist()
             return Row(f"{self.name}, row {position + 1}", record_decoder(table.schema)(record), self.folder)
 
     @abstractmethod
     def _open_batches(self) -> tuple[int, Iterator[Any]]:
-        """The number of rows, and batches of them."""
+        """Return the number of rows, and the rows in batches of about CHUNK_BYTES."""
 
     @abstractmethod
     def _open_row(self, number: int) -> Any:
-        """A table of this row."""
+        """Return a table of row `number` alone."""
 
 
 class ParquetFile(TableFile):
     """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
 
     @cached_property
-    def _last_group(self) -> Callable[[int], Any]:
+    def _cached_row_group(self) -> Callable[[int], Any]:
+        """What reads a row group by its number, and keeps the last one."""
         return lru_cache(maxsize=1)(self._file.read_row_group)
 
     def _open_batches(self) -> tuple[int, Iterator[Any]]:
@@ -226,15 +235,17 @@ class ParquetFile(TableFile):
 
     def _open_row(self, number: int) -> Any:
         group = bisect_right(self._group_starts, number) - 1
-        return self._last_group(group).slice(number - self._group_starts[group], 1)
+        return self._cached_row_group(group).slice(number - self._group_starts[group], 1)
 
     @cached_property
     def _file(self) -> Any:
+        """The opened file, whose metadata are read."""
         parquet: Any = import_reader("pyarrow.parquet", self.name)
         return parquet.ParquetFile(self.path)
 
     @cached_property
     def _group_starts(self) -> list[int]:
+        """The first row of each row group, and the number of all rows."""
         meta = self._file.metadata
         return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
 
@@ -257,6 +268,7 @@ class ArrowFile(TableFile):
 
     @cached_property
     def _table(self) -> Any:
+        """The mapped table. Raises an error of Arrow for a file that was cut off."""
         pyarrow: Any = import_reader("pyarrow", self.name)
         mapped = pyarrow.memory_map(str(self.path))
         try:

@@ -42,6 +42,7 @@ class SplitPart(NamedTuple):
 
 
 def _find_end(text: str, rows: int) -> int:
+    """Return the row, from 0 to `rows`, that an end of a range names: "100", "-100" from the end, or "10%"."""
     end = round(int(text[:-1]) * rows / 100) if text.endswith("%") else int(text)
     return min(max(end + rows, 0) if end < 0 else end, rows)
 
@@ -64,7 +65,8 @@ class Splits(NamedTuple):
     is_declared: bool
 
     @property
-    def counts(self) -> str:
+    def counts_text(self) -> str:
+        """The splits and how many files each has, for messages, training first."""
         counts = sorted(Counter(self.by_name.values()).items(), key=lambda item: not item[0].startswith("train"))
         return ", ".join(f"{split} ({plural(count, 'file')})" for split, count in counts)
 
@@ -75,10 +77,12 @@ class Splits(NamedTuple):
         return len(splits) > 1 and (self.is_declared or any(split.startswith("train") for split in splits))
 
     def find_names(self, split: str) -> list[str]:
+        """Return the names of the files of a split; "val" and "dev", say, are one."""
         return [name for name, other in self.by_name.items() if _SAME.get(other, other) == _SAME.get(split, split)]
 
 
 def find_splits(root: Path, names: Collection[str]) -> Splits:
+    """Find the split of each of these files of a data set in `root`; where none names any, all are "train"."""
     if (root / SAVED_SPLITS).is_file():
         return Splits({name: name.partition("/")[0] for name in names if "/" in name}, is_declared=True)
     declared = {
@@ -117,7 +121,7 @@ def check_one_configuration(root: Path, names: Collection[str], path: str, key: 
 
 
 def _sibling_folders(names: Collection[str]) -> dict[str, list[str]]:
-    """The files of each folder beside one that holds a file of the same name; {} if words tell no two apart."""
+    """Return the files of each folder beside one that holds a file of the same name; {} if words tell no two apart."""
     alike = defaultdict[tuple[str, str], set[str]](set)  # folders, by what stands before and behind them in names
     for name in names:
         parts = name.split("/")
@@ -131,29 +135,31 @@ def _sibling_folders(names: Collection[str]) -> dict[str, list[str]]:
 
 
 def _card_files(root: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
-    """The files of each configuration that the header of a README.md names, with their splits ("": not named)."""
+    """Return the files of each configuration that the header of a README.md names, with their splits ("": not
+    named).
+    """
     if not names or not (root / _CARD).is_file():
         return {}
     from huggingface_hub.repocard import metadata_load
 
-    found = dict[str, dict[str, str]]()
+    configurations = dict[str, dict[str, str]]()
     with suppress(Exception):  # a README.md need not be a data set's, and YAML's errors are of many kinds
-        for config in (metadata_load(root / _CARD) or {}).get("configs", ()):
-            folder = str(config.get("data_dir") or "").strip("/")
-            patterns = _split_patterns(config.get("data_files", "**"))
+        for entry in (metadata_load(root / _CARD) or {}).get("configs", ()):
+            folder = str(entry.get("data_dir") or "").strip("/")
+            patterns = _card_patterns(entry.get("data_files", "**"))
             pairs = [(f"{folder}/{pattern}".lstrip("/"), split) for pattern, split in patterns]
             files = {name: split for pattern, split in pairs for name in match_names(names, pattern)}
             if files:
-                found[str(config.get("config_name", "default"))] = files
-    return found
+                configurations[str(entry.get("config_name", "default"))] = files
+    return configurations
 
 
-def _split_patterns(entry: Any) -> Iterator[tuple[str, str]]:
+def _card_patterns(entry: Any) -> Iterator[tuple[str, str]]:
     """Yield patterns of names, each with its split, of a pattern, an object of split and path, or a list of these."""
     if isinstance(entry, str):
         yield entry.removeprefix("./").replace("**/", "*"), ""
     elif isinstance(entry, list):
         for item in entry:
-            yield from _split_patterns(item)
+            yield from _card_patterns(item)
     else:
-        yield from ((pattern, entry["split"]) for pattern, _ in _split_patterns(entry["path"]))
+        yield from ((pattern, entry["split"]) for pattern, _ in _card_patterns(entry["path"]))

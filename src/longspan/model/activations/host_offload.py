@@ -1,6 +1,6 @@
 """Activations of decoder layers that wait in the host's memory between forward and backward, a layer at a time.
 
-An arena of exact size is registered with CUDA once. A layer's tensors leave the device when the second layer after it
+They lie in a `HostArena`. A layer's tensors leave the device when the second layer after it
 begins, and come back when backward reaches the layer after it. Memory of the device is taken and freed on the stream
 that computes, which waits for the copies by events. On a CPU the same code copies at once.
 """
@@ -35,7 +35,8 @@ class HostOffload:
         self.arena = arena
         # weak: a layer's tensors are freed with the graph that fetches them
         self._last_layer: weakref.ref[ParkedLayer] | None = None
-        self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()  # None: a layer that parks nothing
+        # the newest layers, at most ON_DEVICE, that may have tensors on the device; None: a layer that parks nothing
+        self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()
 
     def open_layer(self, *, first: bool) -> "ParkedLayer":
         """Make the object by which one call of a layer parks tensors; `first`: a forward pass begins with this call."""
@@ -49,7 +50,9 @@ class HostOffload:
         self.mark_newest_on_device(None)
 
     def mark_newest_on_device(self, layer: "ParkedLayer | None") -> None:
-        """Note this layer as the newest of the ON_DEVICE layers with tensors on the device; older ones leave it."""
+        """Make this layer the newest of the ON_DEVICE layers with tensors on the device; tensors of older ones are
+        freed.
+        """
         reference = None if layer is None else weakref.ref(layer)
         if reference is not None and reference in self._on_device:
             self._on_device.remove(reference)
@@ -61,9 +64,13 @@ class HostOffload:
 
 
 class ParkedLayer:
-    """The tensors that one call of a layer keeps on the host; fetching one brings all back, and begins on others."""
+    """The tensors that one call of a layer keeps on the host: called with a tensor, it copies it there.
+
+    Fetching one of them brings all back, and begins on those of the layer before.
+    """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
+        """Begin without tensors; `before` is the layer that ran before this one in the pass, None for the first."""
         self._offload = offload
         self._layer_before = before
         self._on_host: list[tuple[HostRange, Tensor]] = []  # memory of the arena, and the parked tensor in it
@@ -124,6 +131,7 @@ class ParkedLayer:
             self._record_copies(copies)
 
     def _record_copies(self, copies: torch.cuda.Stream) -> None:
+        """Note the end of the copies that this stream has so far."""
         self._copied = torch.cuda.Event()
         self._copied.record(copies)
 
@@ -136,6 +144,7 @@ class ParkedLayer:
         self._on_device.clear()
 
     def _refuse_changed_tensor(self, index: int, x: Tensor) -> None:
+        """Raise RuntimeError, as autograd does, if the parked tensor `x` was written to before its copy had ended."""
         if x._version != self._versions.get(index, x._version):
             raise RuntimeError(
                 f"a tensor {tuple(x.shape)} that a layer keeps on the host was modified by an inplace operation before "

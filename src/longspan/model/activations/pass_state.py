@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MakeContext = Callable[[], AbstractContextManager[Any]]
+MakeContext = Callable[[], AbstractContextManager[Any]]  # makes a context anew at each call
 
 
 def current_autocast_factory(x: Tensor) -> MakeContext:
-    """Return a function that makes the autocast context of now again.
+    """Return a function that makes the autocast context that is on now, for the device of `x`, at a later time.
 
     Its cache is off: a tile would use the cast weights of the tile before, whose graph autograd has freed.
     """
@@ -23,7 +23,7 @@ def current_autocast_factory(x: Tensor) -> MakeContext:
 
 
 def has_active_dropout(module: nn.Module) -> bool:
-    """Return whether a module has dropout that is on."""
+    """Return whether a module has nn.Dropout that draws now: of a rate above 0, in training."""
     return any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in module.modules())
 
 
@@ -38,9 +38,9 @@ def use_random_states(states: tuple[Tensor, Tensor | None] | None, device: torch
     if states is None:
         yield
         return
-    host, of_device = states
-    with torch.random.fork_rng(devices=[] if of_device is None else [device]):
-        torch.set_rng_state(host)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device, device)
+    host_state, device_state = states
+    with torch.random.fork_rng(devices=[] if device_state is None else [device]):
+        torch.set_rng_state(host_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state, device)
         yield

@@ -30,7 +30,7 @@ from longspan.model.layers import layers_and_mtp_blocks
 from longspan.model.marks import keep_float8_weights
 
 ROWS = -2  # the dim of rows (…, R, W)
-TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
+TILE_ROWS = "tile_rows"  # an attribute of experts that run over tiles: the most rows of one
 
 
 def count_tiles(rows: int, tile_rows: int) -> int:
@@ -60,20 +60,21 @@ def run_in_tiles(
     >>> out = run_in_tiles(mlp, (x,), mlp, count=4)  # doctest: +SKIP
     """
     parameters = tuple(module.parameters())
-    around = partial(keep_float8_weights, module)
+    quantise_once = partial(keep_float8_weights, module)
     inputs = [x for x in (*rows, *parameters) if x.requires_grad]
     if not (torch.is_grad_enabled() and inputs):
-        with around():
+        with quantise_once():
             return _run_tile_by_tile(run, rows, count)
     nodes: list[Any] = []
     # if only parameters need gradients, an empty tensor that needs one makes `_KeepRows` a node of the graph
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
     same_rows = _KeepRows.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
-    contexts = current_autocast_factory(rows[0]), around
+    contexts = current_autocast_factory(rows[0]), quantise_once
     return _RunTiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
 
 
 def _run_tile_by_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
+    """Run a function on each tile, into one output (…, R, V). ModelError where it changes the number of rows."""
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -91,6 +92,7 @@ def _run_tile_by_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count:
 
 
 def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
+    """Yield each of `count` tiles: its views of all tensors (…, R, W), None where there is no tensor."""
     return zip(*([None] * count if x is None else x.tensor_split(count, ROWS) for x in tensors), strict=True)
 
 
@@ -127,6 +129,10 @@ class _RunTiles(torch.autograd.Function):
         contexts: tuple[MakeContext, MakeContext],
         *tensors: Tensor,
     ) -> Tensor:
+        """`tensors` are `row_tensors` tensors of rows, then parameters; `nodes` holds the context of `_KeepRows`.
+
+        `contexts` make the autocast context of backward, and the one around each pass.
+        """
         ctx.run = run
         ctx.node = nodes[0]
         ctx.count = count
@@ -138,6 +144,7 @@ class _RunTiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run each tile again; gradients of rows are views of whole tensors, those of parameters sums over tiles."""
         rows = ctx.node.saved_tensors
         needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_KeepRows`
         trained = [p for p in ctx.parameters if p.requires_grad]
@@ -165,7 +172,11 @@ def _add_tile_gradients(
     into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run a tile again; its rows' gradients go `into` (None: not needed), the parameters' are added to `sums`."""
+    """Run a tile again, and its backward pass from `dout`, the gradient of its output.
+
+    Gradients of its rows are written into the tensors of `into` (None: not needed), those of the `trained` parameters
+    are added to `sums`, in place.
+    """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(part is not None) for x, part in zip(tile, into, strict=True)]
         inputs = [*(x for x in leaves if x.requires_grad), *trained]
@@ -191,6 +202,9 @@ class TiledForward:
         self._module = module
 
     def __call__(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        """Run the MLP on rows `x`, in tiles if they are more than fit in one; other arguments are the same for all
+        tiles.
+        """
         count = count_tiles(x.shape[ROWS], self.tile_rows)
         if count == 1:
             return self.run(x, *others, **named)
@@ -202,9 +216,9 @@ def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
     """Find the outermost MLPs of a decoder layer by name: of dense layers, and of experts that every row visits."""
     mlps: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in mlps)
+        is_nested = any(name.startswith(f"{outer}.") for outer in mlps)
         has_experts = any(type(part).__name__.endswith("Experts") for part in module.modules())  # tiled, or refused
-        if not inside and type(module).__name__.lower().endswith("mlp") and not has_experts:
+        if not is_nested and type(module).__name__.lower().endswith("mlp") and not has_experts:
             mlps[name] = module
     return mlps
 
@@ -213,6 +227,7 @@ class TileFeature(Feature):
     """MLPs and experts of the layers here over tiles of at most so many rows, after layers are split."""
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for a negative size, for MLPs or experts that cannot run in tiles, and for none at all."""
         tile_rows = self.options.mlp_tile_tokens
         if tile_rows < 0:
             raise ModelError(
@@ -242,6 +257,7 @@ class TileFeature(Feature):
             )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        """Replace the forwards of MLPs; experts get the size as an attribute."""
         for layer in layers_and_mtp_blocks(model).values():
             for mlp in find_mlps(layer).values():
                 mlp.forward = TiledForward(mlp, self.options.mlp_tile_tokens)

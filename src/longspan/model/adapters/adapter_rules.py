@@ -216,6 +216,7 @@ class AdapterFeature(Feature):
     _adapter: Adapter
 
     def __init__(self, call: Call) -> None:
+        """Keep what was given to `prepare`, perhaps a PeftModel, which `finish` redirects."""
         super().__init__(call)
         self._peft_model = call.given
 

@@ -136,7 +136,7 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which rotary frequencies and scalings of queries go by the rows of a call, and not by documents."""
+    """Yield which rotary frequencies and scalings of queries read a call's rows, and cannot be chosen by document."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     # Modules that name their type in `rope_type` can choose frequencies by document (`seams/rope.py`).

@@ -6,7 +6,7 @@ is compared. Not covered: long documents, gradients (`class_trial.py`), encoders
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -57,7 +57,10 @@ class _TrialRows:
     def from_documents(
         world: World, parts: int, longest: int, documents: Sequence[int], *, others: bool
     ) -> "_TrialRows":
-        """A row's number is its index among the rows of all documents, plus _COUNT for each earlier part."""
+        """Make the rows of these documents, each cut to `longest` rows, for every slot and each of `parts` parts.
+
+        A row's number is its index among the rows of all documents, plus _COUNT for each earlier part.
+        """
         lengths = [min(length, longest) for length in _LENGTHS]
         starts = np.cumsum([0, *lengths])
         numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
@@ -66,7 +69,7 @@ class _TrialRows:
         slots = range(world.home.slots)
         n = len(of_slot)
         groups = tuple(Group((slot,), tuple(range(slot * n, (slot + 1) * n)), of_slot) for slot in slots)
-        shard = SeparateRows.from_shard(bind(MicroBatch(groups), world).with_spans({}))
+        shard = SeparateRows.from_shard(bind(MicroBatch(groups), world))
         return _TrialRows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
 
     def row_numbers(self, rows: int) -> Integers | None:
@@ -123,6 +126,7 @@ class _CallKey(NamedTuple):
     leaf: int
 
 
+@dataclass(eq=False)
 class _ObservedPass:
     """Inputs and outputs of modules in one pass, and how far they are from those of the pass `before`.
 
@@ -130,12 +134,12 @@ class _ObservedPass:
     by its own effect. `errors` are shares of what is allowed, on the device.
     """
 
-    def __init__(self, rows: _TrialRows, allowed: _AllowedDifference, before: "_ObservedPass | None") -> None:
-        self.rows = rows
-        self.allowed = allowed
-        self.before = before
-        self.tensors, self.errors = dict[_CallKey, Tensor](), dict[_CallKey, Tensor]()
-        self._calls = dict[str, int]()
+    rows: _TrialRows
+    allowed: _AllowedDifference
+    before: "_ObservedPass | None"  # with whose rows these are compared; None: the first
+    tensors: dict[_CallKey, Tensor] = field(default_factory=dict[_CallKey, Tensor])
+    errors: dict[_CallKey, Tensor] = field(default_factory=dict[_CallKey, Tensor])
+    _calls: dict[str, int] = field(default_factory=dict[str, int])
 
     @contextmanager
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -153,11 +157,16 @@ class _ObservedPass:
             yield
 
     def _observe_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Count a module's call, and note its inputs: a forward pre-hook."""
         call = self._calls[name] = self._calls.get(name, -1) + 1
         self.observe(name, (args, kwargs), call, out=False)
 
     def _observe_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
-        """A layer's callers get the rows of the pass before, so that an error counts in the layer that makes it."""
+        """Note a module's outputs, and return a layer's with compared rows as they were in the pass before: a forward
+        hook.
+
+        An error then counts in the layer that makes it, and not in those that follow.
+        """
         call = self._calls[name]
         inputs = self.tensors.get(_CallKey(name, call, False, 0)) if is_layer else None
         self.observe(name, out, call, added_to=inputs)
@@ -290,6 +299,7 @@ class _RowTrial:
     """
 
     def __init__(self, model: Any, world: World) -> None:
+        """Draw the ids of the trial, and choose its passes by the type in which the model computes."""
         self.model = model
         self.world = world
         rules = call_rules(model)
@@ -392,6 +402,7 @@ class _RowTrial:
         later = {"future_ids": rows.values_of_rows(self.later).t().contiguous()} if self.later.shape[2] else {}
 
         def observe_hidden(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
+            """Note hidden states, logits and states of depths, as a loss gets them; return a loss of 0."""
             observed.observe("the last hidden states", hidden)
             observed.observe("the logits", head(hidden))
             for depth, x in enumerate(deeper):

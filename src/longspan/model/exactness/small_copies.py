@@ -92,16 +92,16 @@ def shrink_configuration(
 
 
 def make_tiny_model(
-    config: PreTrainedConfig, dtype: torch.dtype, *, seed: int = 0, attention: str = "sdpa", images: bool = False
+    config: PreTrainedConfig, dtype: torch.dtype, *, attention: str = "sdpa", images: bool = False
 ) -> PreTrainedModel:
-    """Make a model of a small configuration, on the CPU, with random weights that depend only on the seed.
+    """Make a model of a small configuration, on the CPU, with random weights that are always the same.
 
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random.
     """
     # Under a mode that widens types, parameters of float32 would be drawn otherwise.
     outside_mode = _pop_mode_temporarily() if _get_current_function_mode_stack() else nullcontext()
     with torch.random.fork_rng(devices=[]), _silence_warnings(), outside_mode:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = _make_model(config, attention, images=images)
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -117,7 +117,7 @@ def make_tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    """Make a model of a small configuration, of the class for its task; "eager" where a class has no `attention`."""
+    """Make a model of a small configuration, of its task's class; "eager" attention where a class has no other."""
     settings = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = (
         AutoModelForImageTextToText if images or has_only_image_text_class(config) else AutoModelForCausalLM

@@ -347,7 +347,7 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
 
 
 def small_periods(values: Mapping[str, Any]) -> dict[str, int]:
-    """Return periods above one as periods of two, with offsets of 0 or 1."""
+    """Return periods of layers above one as periods of two, with offsets of 0 or 1, by name."""
     small: dict[str, int] = {}
     for name, offset in _PERIODS.items():
         if isinstance(values.get(name), int) and values[name] > 1:

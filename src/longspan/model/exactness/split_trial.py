@@ -20,9 +20,8 @@ from longspan.comm import World, world_of
 from longspan.comm.tp_collectives import tp_sum
 from longspan.errors import LongspanError, ModelError
 from longspan.model.layers import preserve_modes
-from longspan.model.tensor_parallel.module_styles import StyledModule, split_block_names
+from longspan.model.tensor_parallel.module_styles import COLWISE, ROWWISE, StyledModule, split_block_names
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.plan.shape.families import COLWISE, ROWWISE
 
 # How far a right split may be from the unsplit block, relative to the norm of what is compared: rounding, with room.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -50,6 +49,7 @@ class SplitTrial:
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Compare this call with the twin's, once, and then run the block as before."""
             if not torch.is_inference_mode_enabled():  # which allows no gradients: the call after is compared
                 unit.forward = inner
                 self._compare_call(inner, args, kwargs)
@@ -82,12 +82,13 @@ class SplitTrial:
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
         slices = {name: _part_of_this_rank(x, results.get(name), self._key) for name, x in true.items()}
-        wrong = _describe_differences(slices, results)
+        wrong = _differences_from_unsplit(slices, results)
         ranks_that_differ = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
         if ranks_that_differ.item():
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
     def _split_error(self, reason: str) -> ModelError:
+        """Return the error for a split that is wrong, with what a user can do about it."""
         tp = world_of(self._key).home.tp
         return ModelError(
             f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "
@@ -130,7 +131,7 @@ def _call_results(
 
 
 def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
-    """Return the slice of the unsplit result for which this rank's `result`, a DTensor, stands; else the whole."""
+    """Return the slice of the unsplit result that this rank's `result`, if a DTensor, stands for; else the whole."""
     if true is None or not isinstance(result, DTensor):
         return true
     (placement,) = result.placements
@@ -138,7 +139,7 @@ def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> 
     return true.chunk(world.home.tp, placement.dim)[world.coordinates.tp]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
+def _differences_from_unsplit(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
     """Return in words which results differ from the true ones by more than rounding.
 
     Errors are relative to the norm of a result, or to a share of the largest gradient's where that is more.

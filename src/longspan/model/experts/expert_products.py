@@ -52,7 +52,7 @@ class _SiluGate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
-        _launch_kernel("gated_kernel", x, out)
+        _launch_gate_kernel("gated_kernel", x, out)
         return out
 
     @staticmethod
@@ -60,11 +60,11 @@ class _SiluGate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch_kernel("gated_backward_kernel", x, gradients[0].contiguous(), dx)
+        _launch_gate_kernel("gated_backward_kernel", x, gradients[0].contiguous(), dx)
         return dx
 
 
-def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
+def _launch_gate_kernel(name: str, x: Tensor, *others: Tensor) -> None:
     """Launch a gate's kernel over rows x (S, 2 I) and what it reads or writes beside; not for empty ones."""
     rows = len(x)
     width = x.shape[1] // 2
@@ -102,8 +102,8 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     down, down_bias = _local_weight_and_bias(module, "down_proj")
     float8_up = find_float8_weight(module, first_name)
     float8_down = find_float8_weight(module, "down_proj")
-    up_adapter = _find_adapter(module, first_name, x)
-    down_adapter = _find_adapter(module, "down_proj", x)
+    up_adapter = _find_expert_adapter(module, first_name, x)
+    down_adapter = _find_expert_adapter(module, "down_proj", x)
     adapters = [matrix for adapter in (up_adapter, down_adapter) if adapter for matrix in adapter[:2]]
     if not len(x):  # a slot of padding alone
         weights = [weight for weight in (up, up_bias, down, down_bias, *adapters) if weight is not None]
@@ -113,7 +113,10 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
         loads = Loads(loads.device, loads.host_counts())
     multiply = partial(_multiply_by_experts, loads=loads, grouped=grouped)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float8: Any, adapter: _Adapter | None) -> Tensor:
+    def multiply_and_adapt(
+        x: Tensor, weight: Tensor, bias: Tensor | None, float8: Any, adapter: _Adapter | None
+    ) -> Tensor:
+        """Multiply by one of the experts' two matrices, and add what an adapter adds."""
         y = multiply(x, weight, bias, float8, transposed=module.is_transposed)
         if adapter is None:
             return y
@@ -121,16 +124,16 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
         inner = multiply(x, first, None, None, transposed=False)
         return y + scaling * multiply(inner, second, None, None, transposed=False)
 
-    inner = linear(x, up, up_bias, float8_up, up_adapter)  # (S, 2 I), or (S, I) without a gate
+    inner = multiply_and_adapt(x, up, up_bias, float8_up, up_adapter)  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
-    return linear(inner, down, down_bias, float8_down, down_adapter)
+    return multiply_and_adapt(inner, down, down_bias, float8_down, down_adapter)
 
 
 # Matrices A (e, rank, inputs) and B (e, outputs, rank) of this rank's experts, and the scaling of B A.
 _Adapter = tuple[Tensor, Tensor, float]
 
 
-def _find_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
+def _find_expert_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
     """Return what peft adds to this parameter of local experts, in the rows' dtype; None if it adapts it not, or is
     left out.
 
@@ -156,6 +159,7 @@ class _NoRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        """Return a copy of x (0, D) in the type of products with rows; only shapes of the weights are kept."""
         ctx.weights = [(weight.shape, weight.dtype) for weight in weights]
         ctx.dtype = x.dtype
         kind = x.device.type
@@ -165,6 +169,7 @@ class _NoRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return gradients of zeros for each weight that needs one."""
         needed = zip(ctx.weights, ctx.needs_input_grad[1:], strict=True)
         zeros = (
             gradients[0].new_zeros(shape, dtype=dtype) if is_needed else None

@@ -232,6 +232,9 @@ class ExpertFeature(Feature):
     """Experts and routers through this module, and experts dealt out over `ep`."""
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError where `ep` does not divide the experts, or FSDP2 cannot divide what `ep` leaves of a
+        parameter.
+        """
         home = self.world.home
         modules = expert_modules(model)
         if home.ep > 1 and not modules:

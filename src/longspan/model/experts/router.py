@@ -33,7 +33,7 @@ class RouterCoefficients:
 
     @property
     def any(self) -> bool:
-        """Whether a loss is added at all."""
+        """Return whether a loss is added at all."""
         return bool(self.balance or self.z)
 
 
@@ -82,6 +82,7 @@ class RouterStatistics:
     def __init__(
         self, coefficients: RouterCoefficients, world: World, *, tokens: int, layers: int, experts: int
     ) -> None:
+        """Begin a step of `tokens` in all documents, through `layers` routers of `experts` each, of all stages."""
         self.coefficients: RouterCoefficients = coefficients
         self.world: World = world
         self.experts: int = experts
@@ -163,6 +164,7 @@ class _WithRouterLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Add the losses' gradient to the logits (T, E) of real rows, and hand on the weights'."""
         logits, rows, counts = ctx.saved_tensors
         row_gradients = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics)
         if counts is not None:

@@ -49,7 +49,7 @@ class Visits(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """The row of each visit, in the order of visits (R · top_k,)."""
+        """Return the row of each visit, in the order of visits (R · top_k,)."""
         return self.order if self.top_k == 1 else self.order // self.top_k
 
 

@@ -265,8 +265,11 @@ class _WeightGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of weight and bias; dy (S, N) comes from `_Product`."""
         (x,) = ctx.saved_tensors
-        of_weight = _weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        of_weight = (
+            _multiply_for_weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        )
         return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -299,6 +302,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of the rows, and dy itself for `_WeightGradients`; RuntimeError for a weight that has
+        changed.
+        """
         of_rows = None
         experts = ctx.experts
         if ctx.needs_input_grad[0]:
@@ -337,7 +343,7 @@ def _multiply_by_matrices(
     )
 
 
-def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
+def _multiply_for_weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
     """Return dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy."""
     if experts is None:
         return dy.t() @ x

@@ -147,6 +147,7 @@ class FrozenFeature(Feature):
             pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device, codes)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Have FSDP2 unpack the weights of all parts, now that it has sharded them."""
         for model in models:
             unpack_when_gathered(model)
 

@@ -55,7 +55,7 @@ class PackedWeight:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Return the bytes of a row."""
         return self.format.rows.row_bytes(self.columns)
 
     def unpack(self, packed: Tensor, weight: Tensor) -> None:
@@ -147,7 +147,7 @@ class PackedParam(FSDPParam):
     packed_weight: PackedWeight
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """Bytes are gathered as they are, whatever FSDP2 casts parameters to."""
+        """Set FSDP2's types, but gather bytes as they are, whatever FSDP2 casts parameters to."""
         super().init_dtype_attrs(mp_policy)
         self.param_dtype = None
 

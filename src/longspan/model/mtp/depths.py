@@ -31,6 +31,7 @@ class MtpDepth(nn.Module):
     """
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
+        """Take norms of embeddings, of hidden states and behind the layer, the projection, and the decoder layer."""
         super().__init__()
         self.enorm, self.hnorm, self.post_norm = norms
         self.eh_proj = eh_proj

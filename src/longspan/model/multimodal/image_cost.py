@@ -12,7 +12,7 @@ from longspan.plan.shape.config_reader import ConfigReader
 
 
 def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int, gpu: bool) -> Cost:
-    """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
+    """Return the price of an image's rows, for `Encoder(cost=…)`: linears, attention in windows and over the image.
 
     `encoder` is not sharded yet; of frozen parts only the forward pass is priced; recomputation runs forward `again`
     times; `gpu`: seconds are an H200's, else of CPUs.
@@ -25,14 +25,15 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int, gpu:
 
 
 def _encoder_shape_from_modules(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape:
+    """Read what `EncoderShape.of` could not: sizes of the configuration, weights of blocks from the encoder itself."""
     vision = ConfigReader.read_whole_model(config).section("vision_config")
     layers = vision.count("depth", "num_hidden_layers")
     windows, side = read_window_layers(vision, layers)
-    in_blocks = (p for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+    block_matrices = (p for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     return EncoderShape(
         width=vision.count("embed_dim", "hidden_size"),  # Qwen2-VL's hidden_size is the language model's width
         full_layers=layers - windows,
-        block_weights=sum(p.numel() for p in in_blocks),
+        block_weights=sum(p.numel() for p in block_matrices),
         merge=vision.count("spatial_merge_size") or 1,
         window_layers=windows,
         window=side,

@@ -53,17 +53,19 @@ def freeze_image_modules(model: PreTrainedModel, trained: Literal["all", "projec
     base = base_model(model)
     towers = towers_beside_text_model(model)
     children = {name: module for name, module in base.named_children() if module in towers}
-    of_images = {f"{child}.{p}": x for child, module in children.items() for p, x in module.named_parameters()}
-    of_images = {name: x for name, x in of_images.items() if not belongs_to_adapter(name)}
+    image_parameters = {
+        f"{child}.{p}": x for child, module in children.items() for p, x in module.named_parameters()
+    }
+    image_parameters = {name: x for name, x in image_parameters.items() if not belongs_to_adapter(name)}
     # rows between those of images: trained with the projector
     separators = dict(base.named_parameters(recurse=False))
-    projector = {name for name in of_images if is_in_projector(name.rpartition(".")[0])} | {*separators}
-    of_images |= separators
+    projector = {name for name in image_parameters if is_in_projector(name.rpartition(".")[0])} | {*separators}
+    image_parameters |= separators
     if trained == "projector" and not projector:
         raise ModelError(
             f"{type(model).__name__} has no module called projector, merger or connector; train all or none of it"
         )
-    for name, parameter in of_images.items():
+    for name, parameter in image_parameters.items():
         parameter.requires_grad_(trained == "all" or (trained == "projector" and name in projector))
 
 

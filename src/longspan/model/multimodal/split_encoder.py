@@ -26,6 +26,7 @@ from longspan.model.tensor_parallel.split_modules import (
 REPLICATED = "replicated"
 STYLES = (COLWISE, ROWWISE, QKV, REPLICATED)
 
+# names of linears that make queries, keys and values; the one behind attention; those of MLPs and the one behind them
 _ATTENTION = (
     ("q_proj", "k_proj", "v_proj"),
     ("to_q", "to_k", "to_v"),
@@ -47,6 +48,7 @@ _MLP = {
     ("dense_h_to_4h",): "dense_4h_to_h",
     ("c_fc",): "c_proj",
 }
+# names of a module's attributes: numbers of heads, of key/value heads, features of a head, and of all heads
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nheads", "heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "dim_head", "head_size")
@@ -96,6 +98,7 @@ class SplitModule:
         return max(outputs, default=0), min(outputs, default=0)
 
     def _read_count(self, names: tuple[str, ...]) -> int:
+        """Return the module's first attribute of these names that is an int; 0 without one."""
         values = vars(self.module)
         return next((values[name] for name in names if type(values.get(name)) is int), 0)
 
@@ -131,7 +134,10 @@ def find_split_parts(
 
 
 def _recognise_styles(module: nn.Module) -> dict[str, str]:
-    """By qualified name, of every linear that is recognised by its name and its neighbours'."""
+    """Return the styles of all linears that are recognised by their own and their neighbours' names, by qualified name.
+
+    Beside a convolution, which mixes features, linears are replicated.
+    """
     styles = dict[str, str]()
     for name, owner in module.named_modules():
         children = dict(owner.named_children())
@@ -145,13 +151,17 @@ def _recognise_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """Find the linears in a module by name; an adapted one is the linear inside, and none of its adapter's."""
     adapted = tuple(f"{name}." for name in peft_modules(module))
     modules = {n: unadapted_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Linears before attention, or before an activation, are split by columns, and the linear behind it by rows."""
+    """Return the styles of the linears, all children of one module, that belong to attention or an MLP, by name.
+
+    Those before attention, or before an activation, are split by columns, and the one behind it by rows.
+    """
     styles = dict[str, str]()
     output = next((name for name in _AFTER_ATTENTION if name in linears), None)
     columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)
@@ -165,6 +175,10 @@ def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
 
 
 def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles that the caller's plan gives linears, by qualified name; of two patterns the later one counts.
+
+    ModelError for an unknown style, and a pattern that no linear fits.
+    """
     styles = dict[str, str]()
     linears = [*_find_linears(module)]
     for pattern, style in plan.items():
@@ -181,6 +195,7 @@ def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str,
 
 
 def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
+    """Raise ModelError for a linear inside a block that has no style, and where no linear has one."""
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
@@ -188,8 +203,8 @@ def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], 
         if f"{path}.{name}" not in styles
     ]
     if unknown or not styles:
-        found = f"linears that are not known by name: {', '.join(unknown[:4])}"
-        reason = found if unknown else "no linear that is known"
+        unknown_text = f"linears that are not known by name: {', '.join(unknown[:4])}"
+        reason = unknown_text if unknown else "no linear that is known"
         raise ModelError(
             f"{type(module).__name__} cannot be split over tp: its blocks have {reason}. Say in tp_plan what they are, "
             '{"blocks.*.mlp.w12": "colwise"} say ("colwise", "rowwise", "qkv" or "replicated"), or use tp 1'
@@ -200,7 +215,10 @@ def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], 
 
 
 def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
-    """Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys."""
+    """Yield (what it is, size) of all that tp must divide in a part. ModelError for heads that cannot be counted.
+
+    Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys.
+    """
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
@@ -233,12 +251,13 @@ def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
 def split_encoder(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule], world: World
 ) -> list[SplitTrial]:
-    """Split these parts over the tensor-parallel ranks of this slot; all ranks call it together, before FSDP2.
+    """Split these parts, in place, over the tensor-parallel ranks of this slot; all ranks call it together, before
+    FSDP2.
 
     Returns trials of the first calls, which the caller hooks in once it has wrapped the blocks' forwards.
     """
-    _ = world.meshes.tp
-    tp = world.home.tp  # the mesh is made by all ranks together
+    _ = world.meshes.tp  # the mesh is made by all ranks together
+    tp = world.home.tp
     trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
     split_module_ids = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
@@ -256,6 +275,15 @@ def split_encoder(
             sum_input_gradients(part.module, world)
         counts: dict[str, Any] = dict.fromkeys(part.local_attributes, lambda count: count // tp)
         wrap_forward(part.module, views=counts)
+    _refuse_dropout_in_training(module)
+    return trials
+
+
+def _refuse_dropout_in_training(module: nn.Module) -> None:
+    """Hook an encoder, so that a forward pass in training raises ModelError if a module in it draws at random.
+
+    What draws is told by an attribute called "drop…", or that of torch's dropout, with a rate above 0.
+    """
     rates = [
         f"{name} ({type(child).__name__}, {attribute} {rate:g})"
         for name, child in module.named_modules()
@@ -266,6 +294,7 @@ def split_encoder(
     ]
 
     def refuse_dropout(module: nn.Module, _: Any) -> None:
+        """Raise ModelError in training: a hook before the encoder's forward."""
         if module.training:
             raise ModelError(
                 f"{', '.join(rates[:4])} draw at random in training, and the tensor-parallel ranks of a slot would "
@@ -274,12 +303,15 @@ def split_encoder(
 
     if rates:
         module.register_forward_pre_hook(refuse_dropout, prepend=True)
-    return trials
 
 
 def _trial_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the blocks around split parts, or the parts, that are tried: one of each kind.
+
+    A kind is a class with the names and shapes of its parameters.
+    """
     kinds = set[Any]()
     for part in parts:
         name = next((block for block in blocks if f"{part.name}.".startswith(f"{block}.")), part.name)

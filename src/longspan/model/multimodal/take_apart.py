@@ -35,7 +35,10 @@ from longspan.plan.shape.families import find_family
 
 @contextmanager
 def take_apart_or_undo(model: nn.Module) -> Iterator[ImageEncoder]:
-    """Take the model apart for the `with` block; after an error in the block the model is put together again."""
+    """Take a model's tower and projector from it, and yield them as one encoder; the model has them no more.
+
+    After an error in the `with` block the model is put together again. ModelError for a model without them.
+    """
     refuse_model_without_images(model)
     assert isinstance(model, PreTrainedModel)
     base = base_model(model)
@@ -111,6 +114,10 @@ def _prepare_and_join_encoder(
     settings: EncoderHome,
     weights: DeferredWeights | None,
 ) -> MultimodalModel:
+    """Open the encoder's world, fill and prepare the encoder there, and join it with the prepared language model.
+
+    `weights` are what the whole model is filled with, None if it has its weights.
+    """
     encoder_world = world.open_inner(settings.home)
     if weights is not None:
         DeferredWeights(image_encoder, weights.source).fill_weights([image_encoder], encoder_world)

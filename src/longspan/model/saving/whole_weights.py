@@ -78,7 +78,10 @@ class WholeWeights:
     """
 
     def __init__(self, model: PreTrainedModel | PipelineModel, world: World, *, saved: bool = False) -> None:
-        """Of names that share a tensor the first is given out, noted as tied; of several stages, the first one's."""
+        """List the weights of all stages, by their names here; all ranks enter together.
+
+        Of names that share a tensor the first is given out, noted as tied; of several stages, the first one's.
+        """
         self._world = world
         self._adapter = adapter_of_prepared_model(model)
         stages = _models_of_stages(model)

@@ -5,7 +5,7 @@ Draws outside of torch are not seen.
 
 import copy
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -168,20 +168,13 @@ def _record_pass(
             ) from error
     if judged:
         check_attention_calls(model, tuple(probe.calls))
-    return tuple(probe.calls), _draw_words(draws)
-
-
-def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
-    """Return in words, in order of names, how often each function drew."""
-    return tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(calls.items()))
+    return tuple(probe.calls), tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(draws.items()))
 
 
 class _NoteCallNames(TorchFunctionMode):
     """Records which function of torch is running, under the name by which the model called it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.running = ""
+    running: str = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function with its name in `running`, to which dropout adds its rate."""

@@ -28,7 +28,9 @@ from longspan.ssm.kernels.interface import state_dtype
 
 
 def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Give an instance its class's forward, in which these names stand for these functions."""
+    """Give an instance its class's forward, in which these names stand for these functions; names that it lacks are
+    left.
+    """
     forward = class_forward(mixer)
     names = {
         **forward.__globals__,

@@ -19,7 +19,7 @@ from longspan.model.seams.randomness import refuse_randomness
 
 
 def require_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
-    """Find the shard that a model or layer of this name was called with. Raises ModelError for something else."""
+    """Return the shard that a model or layer of this name was called with; ModelError for something else."""
     if isinstance(shard, SequenceShard):
         return shard
     got = "no shard" if shard is None else f"shard={type(shard).__name__}"
@@ -43,9 +43,10 @@ PARTS_OF_POSITIONS = (3, 4)  # M-RoPE: time, height and width; of four, the posi
 
 
 def complete_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-    """Refuse what would not be exact, on the host, before any collective: a forward pre-hook of a prepared model.
+    """Refuse what would not be exact, on the host, before any collective; return the call as the model takes it.
 
-    Returns keyword arguments as the model takes them, with a batch dim; calls with a `Probe` are not checked.
+    A forward pre-hook of a prepared model: positional ids become a keyword, inputs get a batch dim, and the model's
+    kernel is added. Calls with a `Probe` are not checked.
     """
     if len(args) > 1:
         raise ModelError(

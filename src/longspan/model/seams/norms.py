@@ -165,6 +165,7 @@ class NormFeature(Feature):
     """Norms as one kernel, and on GPUs, whose kernels count in 32 bits, any number of rows."""
 
     def __init__(self, call: Call) -> None:
+        """Refuse a word for `fused_norms` that is not known."""
         super().__init__(call)
         if self.options.fused_norms not in ("auto", "on", "off"):
             raise ModelError(f"fused_norms is {self.options.fused_norms!r}; use 'auto', 'on' or 'off'")

@@ -6,6 +6,7 @@ call goes through the root module, so that FSDP2's hooks run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -38,7 +39,10 @@ class OutputHead:
     """
 
     def __init__(self, model: PreTrainedModel, forward: Forward) -> None:
-        """`forward` is the class's own, as a function of the model; some forwards count the rows of `inputs_embeds`."""
+        """Take a causal model and its class's own forward, a function of the model and the arguments of its call.
+
+        Some forwards count the rows of `inputs_embeds`, and get the hidden states as these.
+        """
         self._model = model
         self._embedding: Any = model.get_output_embeddings()
         self._forward = forward
@@ -47,12 +51,14 @@ class OutputHead:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """What logits depend on besides hidden states; under FSDP2 the gathered ones, inside the model's forward."""
+        """Return what logits depend on besides hidden states; under FSDP2 the gathered ones, inside the model's
+        forward.
+        """
         return tuple(p for p in self._embedding.parameters() if p.requires_grad)
 
     @property
     def vocabulary(self) -> int:
-        """Columns of the logits that are formed here."""
+        """Return how many columns the logits have that are formed here."""
         return self._embedding.weight.shape[0]
 
     @property
@@ -81,6 +87,7 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
     def forward_with_loss(
         *args: Any, row_loss: RowLoss | None = None, future_ids: Tensor | None = None, **kwargs: Any
     ) -> Any:
+        """Run the class's forward, or, for a `row_loss`, its base model, whose states the loss gets."""
         if row_loss is None:
             return forward(model, *args, **kwargs)
         # Depths of multi-token prediction are called with what the last layer, which they copy, was called with.
@@ -135,6 +142,9 @@ def _try_row_loss(model: PreTrainedModel) -> None:
     """
 
     def record_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
+        """Return logits of the deepest states, which are cut off from the layers: their gradient comes from these
+        alone.
+        """
         # The deepest states are cut off from the layers: a gradient can then come from them only.
         with torch.enable_grad():
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
@@ -166,13 +176,13 @@ def _try_row_loss(model: PreTrainedModel) -> None:
 # ---- a causal model's own forward behind its base model
 
 
+@dataclass(eq=False)
 class _ModelAfterBase:
-    """A model as a forward sees it, whose base model answers with given hidden states (1, t, D); `calls` notes them."""
+    """A model as a forward sees it, whose base model answers with hidden states (1, t, D); `_calls` notes its calls."""
 
-    def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[ModelCall] | None = None) -> None:
-        self._model = model
-        self._hidden = hidden
-        self._calls = calls if calls is not None else []
+    _model: PreTrainedModel
+    _hidden: Tensor
+    _calls: list[ModelCall] = field(default_factory=list[ModelCall])
 
     @property
     def __class__(self) -> Any:  # pyright: ignore  # so that a forward may call its parent's: super()
@@ -187,18 +197,19 @@ class _BaseStandIn(_ModelAfterBase):
     """A base model, or one inside it that a forward calls, as OPT's its base model's decoder."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "_BaseOutput":
+        """Note a call of the base model, and answer with the given hidden states."""
         self._calls.append((self._model, args, kwargs))
         return _BaseOutput(self._hidden)
 
 
+@dataclass(eq=False)
 class _BaseOutput:
     """What a stand-in of a base model returns: any field but `last_hidden_state` is None.
 
     Special methods are missing, not None, for Python would call them.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
+    last_hidden_state: Tensor
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

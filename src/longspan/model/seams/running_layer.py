@@ -75,15 +75,17 @@ def _checkpoint_inside_layer(
 
 
 def keep_running_layer(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a layer's forward, a `partial` of its keyword arguments, to set them at every call.
+    """Return a layer's forward that sets the running layer at every call, as a recomputation needs it.
 
-    Without a shard among them those of the layer around it are set, and outside of one nothing is wrapped.
+    `run` is a `partial` of the layer's keyword arguments. Without a shard among them those of the layer around it are
+    set, and outside of one nothing is wrapped.
     """
     arguments = _layer_from_keywords(getattr(run, "keywords", {}))
     if arguments.shard is None:
         return run
 
     def run_inside_layer(*args: Any) -> Any:
+        """Run the forward inside its layer, also where torch ends a recomputation by an exception."""
         token = _running.set(arguments)
         try:
             return run(*args)

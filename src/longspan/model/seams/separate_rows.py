@@ -15,14 +15,14 @@ class SeparateRows(SequenceShard):
 
     @classmethod
     def from_shard(cls, shard: SequenceShard) -> "SeparateRows":
-        """Make a shard with the rows, positions and documents of another, whose rows do not meet: it has its fields."""
+        """Make a shard with the rows, positions and documents of another, whose rows do not meet, in spans neither."""
         rows = object.__new__(cls)
-        rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})
+        rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__} | {"spans": ()})
         return rows
 
 
 def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attention of each row to itself, for trials: query (1, N, T, H), key, value (1, K, T, H) -> (1, T, N, H).
+    """Attend from each row to itself, for trials: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
     Softmax would give the value alone. These weights depend on query and key, so that a change of either shows; they
     are 0.5 to 2.5, so that rounding is not made larger.

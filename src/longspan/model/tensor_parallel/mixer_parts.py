@@ -16,9 +16,11 @@ from longspan.model.tensor_parallel.rows import EvenRows, FusedRows, GroupRows
 
 @dataclass(frozen=True)
 class MixerParts:
-    """How a mixer divides over tensor-parallel ranks: tp must divide `heads`, and `rows` are by child or tensor.
+    """How a mixer divides over tensor-parallel ranks; names are of children, or tensors, of the mixer.
 
-    `whole` names what every rank applies undivided, `output` the projection back; `attributes` are numbers on a rank.
+    `heads` are the numbers that tp must divide, by what they count; `rows` say how the rows of a child's tensors, or of
+    a tensor, divide; `attributes` are what numbers of the mixer are on a rank. `whole` names what every rank applies
+    undivided, `output` the projection back to hidden states.
     """
 
     heads: Mapping[str, int]
@@ -29,9 +31,9 @@ class MixerParts:
 
 
 def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
-    """Return the parts of a mixer, recognised by its attributes.
+    """Return the parts of a mixer called `name`, whose kind is recognised by its attributes; it is not split yet.
 
-    ModelError for others, and for parameters not covered.
+    ModelError for another kind, and for parameters that no part covers.
     """
     kind = next((kind for attributes, kind in _KINDS if all(hasattr(mixer, a) for a in attributes)), None)
     if kind is None:
@@ -56,7 +58,7 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
 
 
 def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
-    """Qwen3-Next fuses projections by key head: a rank's rows are one run.
+    """Divide a gated delta net. Qwen3-Next fuses projections by key head: a rank's rows are one run.
 
     Qwen3.5 fuses queries, keys and values one after another, and OLMo Hybrid has a linear for each.
     """
@@ -84,12 +86,13 @@ def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
+    """Divide Kimi's delta attention: queries, keys and values have heads of one size each."""
     width = EvenRows(mixer.qkv_dim)
     heads = EvenRows(mixer.num_heads)
-    of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
-    of_width += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
+    feature_parts = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
+    feature_parts += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
     rows = {
-        **dict.fromkeys(of_width, width),
+        **dict.fromkeys(feature_parts, width),
         **dict.fromkeys(("b_proj", "forget_gate.A_log"), heads),
         "conv1d": FusedRows((width,) * 3),
     }
@@ -100,7 +103,7 @@ def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
-    """Projects to [gate / x / B / C / dt] and convolves [x / B / C]."""
+    """Divide a Mamba 2, which projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
     inner = EvenRows(mixer.intermediate_size)
     heads = EvenRows(mixer.num_heads)
     # of B, and as many of C
@@ -126,11 +129,13 @@ def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _short_convolution_parts(mixer: Any, tp: int) -> MixerParts:
+    """Divide a gated short convolution (LFM2), whose channels do not meet; three projections are fused."""
     channels = EvenRows(mixer.conv.in_channels)
     rows = {"in_proj": FusedRows((channels,) * 3), "conv": channels}
     return MixerParts({"channels": channels.size}, rows, attributes={})
 
 
+# attributes that a kind of mixer has, and the function that divides it
 _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
     (("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"), _delta_net_parts),
     (("qkv_dim", "forget_gate", "conv1d"), _kimi_parts),

@@ -48,12 +48,14 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
         )
     base = {**(ours or {}), **(theirs or {})}
     prefix = text_model_name(model)
-    inside_layers = {inside: style for name, style in base.items() if (inside := name.partition(".*.")[2])}
+    inside_layers = {
+        name_in_layer: style for name, style in base.items() if (name_in_layer := name.partition(".*.")[2])
+    }
     return (  # of two styles of a name the later one counts
         {f"{prefix}.{name}": style for name, style in base.items()}
-        | {f"{MTP}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
+        | {f"{MTP}.layers.*.mtp_block.{name_in_layer}": style for name_in_layer, style in inside_layers.items()}
         # a block of several layers numbers them
-        | {f"{MTP}.layers.*.mtp_block.*.{inside}": style for inside, style in inside_layers.items()}
+        | {f"{MTP}.layers.*.mtp_block.*.{name_in_layer}": style for name_in_layer, style in inside_layers.items()}
         | ({} if ours is None else _HEAD)  # a family that transformers does not cover may not name its head
         | dict(getattr(type(model), "_tp_plan", None) or {})
     )
@@ -98,11 +100,12 @@ def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
 
 
 def modules_named_experts(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the experts of a decoder layer by name: modules named "experts"."""
+    """Return the modules of a decoder layer that are named "experts", by name, whatever interface they have."""
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
 
 def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
+    """Yield mixers, and the modules and parameters that the plan names; nothing inside of mixers and experts."""
     mixers = find_mixers(model)
     mixer_prefixes = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
@@ -116,30 +119,32 @@ def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], 
         for parameter, _ in module.named_parameters(recurse=False):
             if (style := _find_style(plan, f"{name}.{parameter}")) is not None:
                 # transformers calls a vector of one number a head, such as sinks, column-wise
-                of_heads = style == COLWISE and getattr(module, parameter).ndim == 1
-                yield StyledModule(f"{name}.{parameter}", module, HEADS if of_heads else style, parameter)
+                is_vector = style == COLWISE and getattr(module, parameter).ndim == 1
+                yield StyledModule(f"{name}.{parameter}", module, HEADS if is_vector else style, parameter)
 
 
 def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
+    """Return the style of the first pattern that a qualified name fits; None without one, or if it does nothing."""
     style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
     return None if style in _WITHOUT_EFFECT else style
 
 
 def check_divided_sizes(sizes: Mapping[str, int], tp: int, model: str) -> None:
     """Raise ModelError, with the values of tp that would fit, where tp does not divide these sizes of a model."""
-    wrong = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
-    if wrong:
+    undivided = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
+    if undivided:
         common = math.gcd(*sizes.values())
-        *others, last = (str(d) for d in range(1, common + 1) if common % d == 0)
-        fitting = f"{', '.join(others)} or {last}" if others else last
-        raise ModelError(f"tp {tp} does not divide {' and '.join(wrong[:4])} of {model}; use tp {fitting}")
+        *smaller, last = (str(d) for d in range(1, common + 1) if common % d == 0)
+        fitting = f"{', '.join(smaller)} or {last}" if smaller else last
+        raise ModelError(f"tp {tp} does not divide {' and '.join(undivided[:4])} of {model}; use tp {fitting}")
 
 
 def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:
-    """All layers share one entry, as their numbers are alike.
+    """Return the sizes that tp must divide, by what they are; all layers share one entry, as their sizes are alike.
 
-    A column-wise linear splits its outputs, a packed one half of them, others inputs; attention's divide where heads
-    do, except whole inputs (SPLIT_INPUT).
+    ModelError for a style of a parameter, or of a module that is no linear, which cannot be split. A column-wise linear
+    splits its outputs, a packed one half of them, others inputs; attention's divide where heads do, except whole inputs
+    (SPLIT_INPUT).
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in styled_modules:
@@ -165,7 +170,10 @@ def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModul
 
 
 def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Without a number of key/value heads, each query head has its own."""
+    """Yield the numbers of query and key/value heads, of the model and of layers with numbers of their own.
+
+    Without a number of key/value heads, each query head has its own.
+    """
     values: dict[str, Any] = config.to_dict()
     layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
     names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EvenRows:
-    """Rows that are divided into equal slices, one a rank."""
+    """Rows that are divided into equal slices, one per rank; tp divides `size`."""
 
     size: int
 
@@ -19,7 +19,11 @@ class EvenRows:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Rows of groups of heads, `width` for each group: a rank has the rows of its heads' groups, in their order."""
+    """Rows of groups of heads, `width` for each group: a rank has the rows of its heads' groups, in their order.
+
+    `heads` are all heads, of which each of the `groups` serves equally many; tp divides them. A group whose heads are
+    on several ranks is on each of these.
+    """
 
     groups: int
     width: int
@@ -64,9 +68,9 @@ class FusedRows:
         return tuple(runs)
 
     def cut_pieces(self, tp: int, rank: int) -> tuple[list[int], list[int]]:
-        """Cut all rows wherever a run of this rank begins or ends.
+        """Cut all rows wherever a run of this rank begins or ends, for `torch.split`.
 
-        Return the pieces' sizes and the rank's indices, in order.
+        Returns the sizes of all pieces, and the indices of those that the rank has, in its order.
         """
         runs = self.runs(tp, rank)
         cuts = sorted({0, self.size, *(run.start for run in runs), *(run.stop for run in runs)})

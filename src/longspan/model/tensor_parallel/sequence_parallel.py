@@ -19,7 +19,7 @@ from longspan.model.tensor_parallel.split_modules import ROWS, sum_partial_gradi
 
 
 def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], world: World) -> None:
-    """Let norms and residuals work on 1 / tp of a slot's rows, from the embedding to the last norm.
+    """Let norms and residuals of a split model work on 1 / tp of a slot's rows, from the embedding to the last norm.
 
     Gradients of norms are summed over tp. The last norm gathers all rows of its output; depths take their part of these
     again.
@@ -52,7 +52,8 @@ def single_and_full_row_modules(
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the children of a decoder layer that work on single rows, and those that must be given all rows.
 
-    The latter are blocks of experts and unsplit attention; split blocks gather rows themselves.
+    `name` is the layer's in the model. ModelError for a child that is neither, nor a split block. The latter are blocks
+    of experts and unsplit attention; split blocks gather rows themselves.
     """
     single_row_modules, full_row_modules = list[nn.Module](), list[nn.Module]()
     blocks = split_block_names(styled_modules)
@@ -62,14 +63,12 @@ def single_and_full_row_modules(
             child_name not in blocks and type(module).__name__.endswith("Attention")
         ):
             full_row_modules.append(module)
-        elif is_adapted(module) or not any(
-            True for _ in module.children()
-        ):  # a norm, or a linear of whole features
+        elif is_adapted(module) or not [*module.children()]:  # a norm, or a linear of whole features
             single_row_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
-            inside = single_and_full_row_modules(child_name, module, styled_modules)
-            single_row_modules += inside[0]
-            full_row_modules += inside[1]
+            inner_modules = single_and_full_row_modules(child_name, module, styled_modules)
+            single_row_modules += inner_modules[0]
+            full_row_modules += inner_modules[1]
         elif child_name not in blocks:
             raise ModelError(
                 f"{child_name} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
@@ -79,10 +78,7 @@ def single_and_full_row_modules(
 
 
 def final_norm_name(model: PreTrainedModel) -> str:
-    """Return the name of the norm after the layers in the base model.
-
-    ModelError without one, or embedding or layers.
-    """
+    """Return the name of the norm after the layers in the base model; ModelError without it, embedding or layers."""
     names = usual_part_names(model)
     if len(names) != 3:
         raise ModelError(
@@ -99,9 +95,9 @@ def refuse_sequence_parallel(model: PreTrainedModel) -> None:
     norm = final_norm_name(model)
     embedding, layers = usual_part_names(model)[:2]
     parts = parts_with_outputs(model, ModelParts((embedding,), layers, (norm,)))
-    if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
+    if unplaced := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
         raise ModelError(
-            f"{name} has parameters outside its embedding, layers and norm ({', '.join(others[:4])}), which have no "
+            f"{name} has parameters outside its embedding, layers and norm ({', '.join(unplaced[:4])}), which have no "
             "place in a sequence-parallel region; use sequence_parallel=False"
         )
     order = [call.part for call in trace_parts(model, parts)[0]]

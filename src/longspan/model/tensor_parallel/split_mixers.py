@@ -31,10 +31,9 @@ Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each
 
 
 def split_norm(norm: Any, world: World) -> None:
-    """Have a norm take means of this rank's features by group, over the ranks that share a group.
+    """Replace a norm's forward: it takes means of this rank's features by group, over the ranks that share a group.
 
-    `sizes` are its features in the groups that it has a part of. When it runs, the caller has replaced its weight by
-    this rank's part.
+    When it runs, a wrapper around the mixer has replaced the norm's weight by this rank's part.
     """
     groups = count_groups(norm)
     key = world.key
@@ -46,6 +45,7 @@ def split_norm(norm: Any, world: World) -> None:
         features = total // tp
         first = world.coordinates.tp * features
         groups_here = range(first // size, (first + features - 1) // size + 1)
+        # of this rank's features in each of these groups
         sizes = [min((g + 1) * size, first + features) - max(g * size, first) for g in groups_here]
         means = partial(_means_over_ranks, groups=groups_here, sizes=sizes, count=groups, key=key)
 
@@ -56,6 +56,10 @@ def split_norm(norm: Any, world: World) -> None:
 
 
 def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
+    """Return weight * x / sqrt(mean square + epsilon), times silu(gate) before or after, as `norm` says.
+
+    x, gate (…, features here), weight (features here); computed in float32 or wider.
+    """
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide_dtype)
     gates = None if gate is None else F.silu(gate.to(wide_dtype))
@@ -69,15 +73,17 @@ def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means
 
 
 def _local_means(y: Tensor, groups: int) -> Tensor:
+    """Return the mean squares of y (…, features) in `groups` equal groups, repeated for each feature."""
     means = y.unflatten(-1, (groups, -1)).square().mean(-1)
     return means.repeat_interleave(y.shape[-1] // groups, -1)
 
 
 def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
-    """y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`.
+    """Return the mean squares of the groups of y's features, over all ranks, for each feature here.
 
-    Sums of squares are padded with zeros to all groups and summed over tp; a group has (size of y) · tp / `count`
-    features. Each rank uses the means for its own features: their gradients are summed over tp too.
+    y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`; `key` is the
+    world's. Sums of squares are padded with zeros to all groups and summed over tp; a group has (size of y) · tp /
+    `count` features. Each rank uses the means for its own features: their gradients are summed over tp too.
     """
     sums_of_groups = [group_features.square().sum(-1) for group_features in y.split(sizes, -1)]
     sums = torch.stack(sums_of_groups, -1)  # (…, groups here)
@@ -112,9 +118,9 @@ def refuse_unsplittable_mixer(name: str, mixer: nn.Module, tp: int) -> None:
 
 
 def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel: bool) -> None:
-    """Split a mixer over the tensor-parallel ranks.
+    """Split a mixer over the tensor-parallel ranks, in place: parameters are sharded, forwards see this rank's rows.
 
-    Its input's gradient is partial, its output whole, or parts of rows.
+    The gradient of its input is partial then; its output is whole, or with `sequence_parallel` this rank's rows of it.
     """
     tp = world.home.tp
     parts = mixer_parts(name, mixer, tp)
@@ -130,6 +136,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
 
 
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
+    """Find a mixer's norm over features that are split; None if it has none, or one inside of heads (`parts.whole`)."""
     norm: Any = getattr(mixer, "norm", None)
     return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 
@@ -137,6 +144,10 @@ def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
 def _shard_and_view_parts(
     mixer: nn.Module, parts: MixerParts, world: World
 ) -> Iterator[tuple[nn.Module, str, View]]:
+    """Shard a mixer's parameters, and yield (owner, attribute, view): what the forward sees in place of each.
+
+    Of numbers, such as of heads, the view is the number on a rank.
+    """
     whole_view: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")

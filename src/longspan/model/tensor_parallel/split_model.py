@@ -82,9 +82,10 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 def split_over_ranks(
     model: PreTrainedModel, world: World, *, sequence_parallel: bool, sum_expert_gradients: bool
 ) -> None:
-    """Split the model over the tensor-parallel ranks of this slot; all ranks call it together, before FSDP2.
+    """Split the model over the tensor-parallel ranks of this slot, in place; all ranks call it together, before FSDP2.
 
-    `sum_expert_gradients` is for parameters that nobody else shards over `world.meshes.expert`.
+    `refuse_tensor_parallel` has been called. `sum_expert_gradients`: nobody else shards the experts' parameters over
+    `world.meshes.expert`, so that their gradients are summed over tp here.
     """
     styled_modules = list_styles(model)
     _ = world.meshes.tp  # made by all ranks together
@@ -99,18 +100,18 @@ def split_over_ranks(
     head = model.get_output_embeddings()  # which is split already, or stays whole
     for name, module, style, parameter in styled_modules:
         # a block of experts gets and returns all rows
-        in_parts = sequence_parallel and not name.startswith(mixtures)
+        splits_rows = sequence_parallel and not name.startswith(mixtures)
         adapted = is_adapted(module) and module is not head
         is_linear = isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED)
         if style == tp_style.MIXER:
-            split_mixer(name, module, world, sequence_parallel=in_parts)
+            split_mixer(name, module, world, sequence_parallel=splits_rows)
         elif style == tp_style.PARTIAL_GRADIENT and not adapted:
             sum_partial_gradients(module, world.key, parameter)
         elif style == tp_style.HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})
         elif style in LINEAR_STYLES and (adapted or is_linear):
-            split_linear(module, style, world, sequence_parallel=in_parts)
+            split_linear(module, style, world, sequence_parallel=splits_rows)
     for name, first_name in tied.items():  # all that share a parameter take the first one's slice
         path, _, attribute = name.rpartition(".")
         model.get_submodule(path).register_parameter(attribute, model.get_parameter(first_name))
@@ -132,7 +133,9 @@ def split_over_ranks(
 def _split_head_and_embedding(
     model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
-    """A tied embedding is split with the head; where an adapter changes either, neither is split.
+    """Split the head and the embedding over the vocabulary, by their styles, where tp divides it.
+
+    A tied embedding is split with the head; where an adapter changes either, neither is split.
 
     Where rows are split between layers, an embedding hands on this rank's rows: sliced, or as it sums over ranks.
     """
@@ -142,6 +145,7 @@ def _split_head_and_embedding(
     adapted = is_adapted(embedding) or is_adapted(head)
 
     def splits(module: Any, *of_styles: str) -> bool:
+        """Return whether a module has one of these styles and can be split over the vocabulary."""
         has_rows = isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[0] % world.home.tp == 0
         return has_rows and not adapted and styles.get(id(module)) in of_styles
 
@@ -182,7 +186,9 @@ def reasons_against_adapter(model: PreTrainedModel, styled_modules: Sequence[Sty
     linears = [name for name, module in modules.items() if is_adapted(module) and module not in elsewhere]
     # A linear with a style is split by it. Without one, it is split by a mixer around it, or stays whole outside of
     # split blocks; inside attention or an MLP that is split, its gradient would be partial.
-    around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}
-    in_mixer = {name for name, outer in around.items() if all(styles.get(block) == MIXER for block in outer)}
-    if unplaced := [n for n in linears if not (styles[n] in LINEAR_STYLES if n in styles else n in in_mixer)]:
+    blocks_around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}
+    mixer_linears = {
+        name for name, outer in blocks_around.items() if all(styles.get(block) == MIXER for block in outer)
+    }
+    if unplaced := [n for n in linears if not (styles[n] in LINEAR_STYLES if n in styles else n in mixer_linears)]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"

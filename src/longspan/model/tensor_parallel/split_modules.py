@@ -35,7 +35,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.families import COLWISE, PACKED, PARTIAL_GRADIENT, ROWWISE
 
 ROWS = 1  # the dim of rows in a packed (1, T, …)
-View = Callable[[Tensor], Tensor | None]
+View = Callable[[Tensor], Tensor | None]  # a parameter to what its module's forward sees in its place
 Transform = Callable[[Tensor], Tensor]
 
 
@@ -54,7 +54,10 @@ def return_none(x: Tensor) -> None:
 
 
 class ReplacedAttributes:
-    """A context in which a module's attributes have these values; a class, as generators take the host longer."""
+    """A context in which a module's attributes have these values, put back at its end.
+
+    They hide parameters of the same names. A class, as generators take the host longer.
+    """
 
     __slots__ = ("_attributes", "_old_values", "_values")
 
@@ -81,9 +84,10 @@ def wrap_forward(
     views: Mapping[str, View] | None = None,
     owner: nn.Module | None = None,
 ) -> None:
-    """Wrap the forward: `enter` on its first tensor, `leave` on its first output, parameters seen as `views`.
+    """Replace a module's forward: `enter` is applied to its first argument, or `hidden_states`, `leave` to its first
+    output, and inside parameters are seen as `views` give them.
 
-    They are those of `owner`, a module inside; None: the module itself. A second wrapper goes around the first.
+    These are parameters of `owner`, a module inside; None: the module itself. A second wrapper goes around the first.
     """
     inner = module.forward
     call = partial(_call_with_views, owner or module, views, inner) if views else inner
@@ -105,7 +109,10 @@ def wrap_forward(
 def _call_with_views(
     owner: nn.Module, views: Mapping[str, View], inner: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """For a plain linear the product is computed directly, which takes the host less time than replacing attributes."""
+    """Call a forward while parameters of `owner` are replaced by their views.
+
+    A plain linear's product is computed directly, which takes the host less time than replacing attributes.
+    """
     replaced: dict[str, Tensor | None] = {}  # torch 2.11 cannot trace the call `dict[str, Tensor | None]()`
     for name, view in views.items():
         parameter = getattr(owner, name)
@@ -122,7 +129,7 @@ def _call_with_views(
 
 
 def sum_input_gradients(module: nn.Module, world: World) -> None:
-    """Sum over tp the gradients of a module's inputs, which are partial, as each rank does a part of the work."""
+    """Wrap a module's forward, so that gradients of all its inputs, which are partial, are summed over tp."""
     inner = module.forward
     key = world.key
 
@@ -137,9 +144,9 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
 
 
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
-    """Make the function that sums the outputs of all ranks, and then adds the linear's bias.
+    """Make the function that sums a linear's outputs over tp, and then adds its bias, as it is when called.
 
-    With `sequence_parallel` to a rank's rows only, so that the bias's gradient is summed over tp.
+    With `sequence_parallel` each rank gets its rows of the sum only, and the bias's gradient is summed over tp.
     """
     total: Transform = (
         partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
@@ -157,9 +164,10 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
 
 
 def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
-    """Sum over tp the gradients of all parameters in a module, or of its one named `parameter`.
+    """Wrap forwards, so that gradients of all parameters in a module, or of the one `parameter`, are summed over tp.
 
-    They are whole on each rank, which applies them to some of the rows, heads or features.
+    The parameters are whole on each rank, which applies them to some of the rows, heads or features. `key` is the
+    world's.
     """
     view: View = partial(tp_copy_parameter, world_key=key)
     if parameter is not None:
@@ -171,7 +179,10 @@ def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = N
 
 
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:
-    """Let each rank look up ids in its slice of the vocabulary, zeros for others; the sum over tp is the embedding."""
+    """Replace an embedding's forward: a rank looks up ids in its slice of the vocabulary, and the sum over tp is all.
+
+    The weight is sharded already. With `sequence_parallel` each rank gets its rows of the sum only.
+    """
     module: Any = embedding
     inner = embedding.forward
     key = world.key
@@ -195,7 +206,7 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
 
 
 def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> None:
-    """Let each rank run the experts on its part of the T tokens; every rank gets all rows back.
+    """Replace the forward of experts: each rank runs them on its part of the T tokens, and gets all rows back.
 
     Tensors (T, …) are padded with zeros, expert 0 with weight 0. Without `sum_gradients`, what shards the parameters
     must sum over tp.
@@ -216,12 +227,13 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 
 
 def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
+    """Return this rank's part of a tensor (rows, …), padded to a multiple of tp; anything else as it is."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
     index, degree = tp_index_and_degree(key)
-    missing = -rows % degree
-    if missing:
-        value = torch.cat([value, value.new_zeros((missing, *value.shape[1:]))])
+    padding = -rows % degree
+    if padding:
+        value = torch.cat([value, value.new_zeros((padding, *value.shape[1:]))])
     # tp_split is for tensors with a gradient; integers, such as chosen experts, have none
     return tp_split(value, key, 0) if value.is_floating_point() else value.chunk(degree)[index]
 
@@ -229,7 +241,7 @@ def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
 def shard_and_view_rows(
     owner: nn.Module, name: str, rows: EvenRows | FusedRows, world: World, *, whole: bool = False
 ) -> View:
-    """Shard a parameter where that works; returns the view by which a forward sees this rank's rows.
+    """Shard the tensor `name` of `owner`, in place, where that works; returns the view of this rank's rows of it.
 
     One even slice needs no message. Other rows are sharded evenly and gathered at each use, or stay whole if tp does
     not divide them, or `whole` says so: gradients are zero outside of a rank's rows then, and are summed.
@@ -249,6 +261,7 @@ def shard_and_view_rows(
     sizes, order = rows.cut_pieces(world.home.tp, world.coordinates.tp)
 
     def take_rows(x: Tensor) -> Tensor:
+        """Return this rank's rows of the tensor, or of its even slice, which is gathered first."""
         if shards:
             x = tp_gather_parameter(local_tensor(x), key)
         elif is_parameter:
@@ -265,7 +278,7 @@ LINEAR_STYLES = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHE
 def split_linear(
     module: nn.Module, style: str, world: World, *, sequence_parallel: bool = False, widths: tuple[int, ...] = ()
 ) -> None:
-    """Split a linear by its style, and an adapter with it.
+    """Split a linear, in place, by its style, and an adapter with it.
 
     ROWWISE: each rank takes its slice of the inputs; outputs are summed over tp, and the bias is added once, to the
     sum. SPLIT_INPUT is given whole inputs, for example after a norm over all heads. The others split outputs, and the

@@ -46,13 +46,14 @@ def image_feature_parameters(model: Any) -> Mapping[str, Parameter]:
 
 
 def method_parameters(model: Any, method: str) -> Mapping[str, Parameter]:
-    """By name, of a model or class, or None; none without the method."""
+    """Return the parameters of a method of a model, a class or None, by name; none where it has no such method."""
     function = getattr(model, method, None)
     parameters = {} if function is None else signature(function).parameters
     return {name: p for name, p in parameters.items() if name != "self" and p.kind != Parameter.VAR_KEYWORD}
 
 
 def _class_name(model: Any) -> str:
+    """Return the name of a class, or of a model's class."""
     return getattr(model, "__name__", type(model).__name__)
 
 
@@ -119,11 +120,15 @@ def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
 
 
 def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
+    """Join the argument `name` of several images along the first dim; with `pads` other dims are padded to the largest.
+
+    DataError where shapes differ.
+    """
     if name == IN_DOCUMENT:
         # An image alone is a document. All others form one of at least two: a single one would be cut into tiles.
         single_images = sum(int(count) == 1 for count in parts)
-        others = len(parts) - single_images
-        return torch.tensor([1] * single_images + [max(2, others)] * (others > 0))
+        further_images = len(parts) - single_images
+        return torch.tensor([1] * single_images + [max(2, further_images)] * (further_images > 0))
     if pads:
         parts = _pad_to_largest(parts)
     shapes = {tuple(x.shape[1:]) for x in parts}
@@ -137,11 +142,14 @@ def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
 
 
 def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
-    """With zeros behind, as processors pad images of a call; different numbers of dims are refused later."""
+    """Pad all dims but the first with zeros behind, as processors pad images of a call, to the largest.
+
+    Tensors of different numbers of dims are returned as they are, and refused later.
+    """
     if len({x.ndim for x in parts}) > 1:
         return list(parts)
     largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
-    missing = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
+    padding = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
     return [
-        F.pad(x, [n for count in sides[::-1] for n in (0, count)]) for x, sides in zip(parts, missing, strict=True)
+        F.pad(x, [n for count in sides[::-1] for n in (0, count)]) for x, sides in zip(parts, padding, strict=True)
     ]

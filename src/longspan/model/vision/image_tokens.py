@@ -158,7 +158,10 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
 
 
 def _count_fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
-    """By running the model's own code on the meta device."""
+    """Return how many rows every image has in a model without grids, by its own code on the meta device.
+
+    ModelError where the configuration has no size of images, or that code raises.
+    """
     size: Any = getattr(vision, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     name = type(config).__name__

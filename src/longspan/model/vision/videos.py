@@ -103,7 +103,7 @@ class VideoTokens:
         ids = np.asarray(ids, dtype=np.int64)
         grids = np.asarray(grids, dtype=np.int64).reshape(-1, 3)
         rows = [counts if self.apart else [sum(counts)] for counts in (self.rows(video.grid) for video in videos)]
-        in_videos = mark_placeholders(
+        video_marks = mark_placeholders(
             ids, self.placeholder, [n for counts in rows for n in counts], plural(len(videos), "video")
         )
         config = self.images.config
@@ -114,12 +114,15 @@ class VideoTokens:
         if _SECONDS in method_parameters(model, "get_rope_index"):  # of float32, as processors give them
             media[_SECONDS] = torch.tensor([video.seconds for video in videos], dtype=torch.float32)
         return compute_rope_positions(
-            model, config, ids, self.images.kinds(ids, grids) + VIDEO * in_videos, **media
+            model, config, ids, self.images.kinds(ids, grids) + VIDEO * video_marks, **media
         )
 
 
 def _frame_groups_are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
-    """Tried with two groups of two rows as one run: a model that wants text makes positions for too few tokens."""
+    """Return whether the model wants text between the groups of frames of a video.
+
+    Tried with two groups of two rows as one run: such a model makes positions for too few tokens.
+    """
     ids = np.array([placeholder] * 4)
     side = images.merge
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}

@@ -32,9 +32,6 @@ class DrawnWeights:
         self._units = [*units]
         self._seed = seed
 
-    def __str__(self) -> str:
-        return "the drawn model"
-
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of these parts of parameters."""
         for name in self._values.keys() & parts.keys():
@@ -52,6 +49,7 @@ class RandomWeights(DrawnWeights):
     """All weights of a model, on the meta device, as it is: later it may be cut into stages and sharded."""
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """Keep a copy of the model, from which units are drawn when they are read."""
         model = deepcopy(model)
         super().__init__(dict(persistent_buffers(model)), _units_to_draw(model), seed)
 

@@ -92,6 +92,7 @@ def _register_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter on the meta device, with its requires_grad."""
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)

@@ -35,9 +35,6 @@ class JoinedWeights:
         self.base: WeightSource = model
         self.added = added
 
-    def __str__(self) -> str:
-        return str(self.base)
-
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         yield from self.base.read(parts, device)
         yield from self.added.read(parts, device)
@@ -56,6 +53,7 @@ class DeferredWeights:
     """What fills a model once it is prepared, and which names of the model mean one tied parameter."""
 
     def __init__(self, model: nn.Module, source: WeightSource) -> None:
+        """Note the names of tied parameters of the whole model, which stages do not know."""
         self.source = source
         self._first_name = tied_names(model)
 
@@ -94,7 +92,7 @@ class DeferredWeights:
                 local_tensor(copy).copy_(part)
             del part  # before the next is read
             missing.discard(name)
-        assert not missing, f"{self.source} lacks {', '.join(sorted(missing)[:4])}, and was not checked"
+        assert not missing, f"the source of weights lacks {', '.join(sorted(missing)[:4])}, and was not checked"
 
     def _stock_name(self, adapted_name: str) -> str:
         """Return the name under which the source has a parameter: without its adapter, and the first of a tied one."""
@@ -125,7 +123,9 @@ def find_deferred_weights(model: nn.Module) -> DeferredWeights | None:
 
 
 def stored_formats(model: nn.Module) -> dict[str, Any]:
-    """Return the PackedFormats of weights, by name, if the folder that will fill the model has them in 4 or 8 bits."""
+    """Return the PackedFormats of weights, by name, if the folder that will fill the model has them in 4 or 8 bits;
+    else {}.
+    """
     deferred = find_deferred_weights(model)
     source: Any = None if deferred is None else deferred.source
     while hasattr(source, "base"):

@@ -15,7 +15,7 @@ def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
 def exchange_gradients(
     parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None] | None = None
 ) -> list[Tensor | None]:
-    """Set `.grad` of parameters (None: no gradients); return what it was."""
+    """Set `.grad` of parameters, in their order (None: no gradients); return what each was, to be set again."""
     earlier = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
         parameter.grad = gradient

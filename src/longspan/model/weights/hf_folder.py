@@ -132,7 +132,7 @@ def _folder_advice() -> str:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Switch transformers' progress bars off inside."""
+    """Switch transformers' progress bars off inside, and on again if they were."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

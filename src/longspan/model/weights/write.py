@@ -94,6 +94,9 @@ class WeightWriter:
         cast: bool = True,
         rename: Callable[[str], str] = lambda name: name,
     ) -> None:
+        """Write into `folder`, which must be there; `cast` to the dtypes of `empty`, and `rename` stock names for the
+        files.
+        """
         self.folder = folder
         self.empty = empty
         self._cast = cast

@@ -158,21 +158,19 @@ class Request(PlanOptions):
             request = replace(request, parents=None)
         else:
             check_work_fits_int64(len(documents), int(request.family_sizes[0].max()))
-        return replace(request, cost=replace(request._group_cost(), stages=home.pp))
-
-    def _group_cost(self) -> Cost:
-        """`heads` of a cost are those of one tensor-parallel rank; 0 means unknown. An a2a size below 1 counts as 1
-        here, and is refused when the degree is known.
-        """
-        sizes = self.hierarchical_context_parallel_sizes
-        heads = (self.heads or 0) // self.tp
+        heads = (options.heads or 0) // home.tp  # of one tensor-parallel rank; 0: unknown
+        sizes = options.hierarchical_context_parallel_sizes
         a2a_size = 1
-        if "a2a+p2p" in self.types:
+        if "a2a+p2p" in options.types:  # a size below 1 counts as 1 here, and is refused when the degree is known
             a2a_size = 0 if sizes is None else max(1, _first_size(sizes))
-        cost = replace(self.cost, node_size=self.node_size).under(self.types, a2a_size, heads=heads)
-        return cost.for_partition(self.partition)
+        cost = replace(options.cost, node_size=options.node_size, stages=home.pp)
+        cost = cost.under(options.types, a2a_size, heads=heads).for_partition(options.partition)
+        return replace(request, cost=cost)
 
     def _check(self, home: Layout) -> None:
+        """Raise PlanError for counts, names and parents that are impossible whatever the degree is, and for free mode
+        in a home with ep or pp.
+        """
         for name in ("node_size", "micro_batch_multiple", "row_multiple"):
             check_count(name, getattr(self, name))
         check_choice("mode", self.mode, MODES)
@@ -257,10 +255,8 @@ class Request(PlanOptions):
                 f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {fit_text}"
             )
         sizes = self.hierarchical_context_parallel_sizes
-        if sizes is not None:
-            check_hierarchical_sizes(
-                self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp
-            )
+        if sizes is not None and "a2a+p2p" in self.types:
+            check_hierarchical_sizes((sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
         check_degree_suits_heads(self, cp)
         self.check_longest(cp)
         return int(cp)
@@ -346,10 +342,14 @@ class Request(PlanOptions):
         return plan.reprice(self.cost, max_cp=max_cp)
 
     def step_seconds(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the predicted seconds of a step of these micro-batches, with what `make_plan` adds to them."""
         batches = self._add_dummy_micro_batches(micro_batches)
         return timeline(batches, self.slots, self.cost, mode=self.mode, node_size=self.node_size).step_seconds
 
     def _add_dummy_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+        """Give groups their types (`_resolve_types`), and add dummy micro-batches up to the next multiple, at least to
+        one.
+        """
         count = max(1, len(micro_batches))
         dummies = count + -count % self.micro_batch_multiple - len(micro_batches)
         return (*self._resolve_types(micro_batches), *[MicroBatch()] * dummies)
@@ -385,6 +385,7 @@ class Request(PlanOptions):
 
 
 def _check_parents(parents: Sequence[int], count: int) -> None:
+    """Raise PlanError unless there is an integer for each of `count` documents, −1 or the number of a document."""
     if len(parents) != count or {type(parent) for parent in parents} - {int}:
         raise PlanError(
             f"parents are {short_text(parents)} for {plural(count, 'document')}; give an integer (int) each: the "
@@ -398,6 +399,7 @@ def _check_parents(parents: Sequence[int], count: int) -> None:
 
 
 def _first_size(sizes: int | Sequence[int]) -> int:
+    """Return the a2a size of sizes (a2a, p2p), which may be given alone."""
     return sizes if isinstance(sizes, int) else sizes[0]
 
 

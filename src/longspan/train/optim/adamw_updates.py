@@ -106,6 +106,7 @@ def kernel_supports(update: Update) -> bool:
 
 
 def on_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a CUDA device."""
     return tensor.device.type == "cuda"
 
 
@@ -155,6 +156,7 @@ def kernel_table(updates: Sequence[Update]) -> Any:
 
 @cache
 def _kernels() -> Any:
+    """Return the module of the Triton kernel, None without Triton; imported on the first call."""
     return None if find_spec("triton") is None else import_module("longspan.train.optim.adamw_kernels")
 
 
@@ -163,21 +165,22 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
 
     Versions are raised by hand, for autograd does not see what the kernel writes.
     """
-    of_kernel = list[Update]()
-    others = list[Update]()
+    kernel_updates = list[Update]()
+    torch_updates = list[Update]()
     for update in updates:
         if update.parameter.numel():
-            (of_kernel if kernel_supports(update) else others).append(update)
-    launch_update_kernels(of_kernel, scale)
+            (kernel_updates if kernel_supports(update) else torch_updates).append(update)
+    launch_update_kernels(kernel_updates, scale)
     # A scale that is not a number changes nothing; the kernel sees to that itself.
-    if others and (scale is None or not bool(scale.isnan())):
-        for update in others:
+    if torch_updates and (scale is None or not bool(scale.isnan())):
+        for update in torch_updates:
             apply_update_by_torch(update, scale)
     torch.autograd.graph.increment_version([tensor for u in updates for tensor in (u.parameter, u.mean, u.square)])
 
 
 def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
-    """Update one parameter and its moments by operations of torch: the reference of the kernel, in bounded chunks.
+    """Update one parameter and its moments, in place, by operations of torch: the reference of the kernel, in bounded
+    chunks.
 
     With a key, bfloat16 results are rounded by random words that a number's place in the whole tensor gives.
     """
@@ -219,7 +222,10 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
 
 
 def _compute_update(tensors: Sequence[Tensor], factors: Factors, scale: Tensor | None) -> list[Tensor]:
-    """Compute a parameter and its moments after an update; every operation rounds once, as the kernel's do."""
+    """Return a parameter and both moments after an update, of four tensors (with the gradient); nothing is changed.
+
+    Every operation rounds once, as the kernel's do.
+    """
     parameter, gradient, mean, square = tensors
     if scale is not None:
         gradient = gradient * scale

@@ -19,11 +19,12 @@ _SHOWN = 16  # kinds of names that an error lists
 
 
 def freeze_by_name(model: PreTrainedModel, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that patterns meet, outside towers of images. Raises ConfigError for a pattern that meets
-    none, and where nothing is left to train.
+    """Freeze the parameters that patterns meet, in place, outside towers of images.
+
+    Raises ConfigError for a pattern that meets none, and where nothing is left to train.
     """
-    of_towers = {parameter for tower in towers_beside_text_model(model) for parameter in tower.parameters()}
-    names = {p: own_names for p, own_names in names_of_parameters(model).items() if p not in of_towers}
+    tower_parameters = {parameter for tower in towers_beside_text_model(model) for parameter in tower.parameters()}
+    names = {p: own_names for p, own_names in names_of_parameters(model).items() if p not in tower_parameters}
     _check_patterns_meet("train.freeze", patterns, names.values())
     for parameter, own_names in names.items():
         if any(meets_any(patterns, name) for name in own_names):
@@ -41,15 +42,19 @@ def check_named_groups(model: nn.Module, texts: Sequence[str], *, stages: int) -
     names = {p: own_names for p, own_names in names_of_parameters(model).items() if p.requires_grad}
     _check_patterns_meet("optimizer.groups", [group.pattern for group in groups], names.values())
     for text, group in zip(texts, groups, strict=True):
-        met = {x: p for p, own_names in names.items() for x in own_names if meets_any([group.pattern], x)}
-        if group.weight_decay and not any(has_weight_decay(name, parameter) for name, parameter in met.items()):
+        met_parameters = {
+            x: p for p, own_names in names.items() for x in own_names if meets_any([group.pattern], x)
+        }
+        if group.weight_decay and not any(
+            has_weight_decay(name, parameter) for name, parameter in met_parameters.items()
+        ):
             raise ConfigError(
-                f"optimizer.groups has {text!r}, which meets {plural(len(met), 'parameter')}, norms and biases alone: "
-                "these have no weight decay; leave weight_decay out of it, or name matrices"
+                f"optimizer.groups has {text!r}, which meets {plural(len(met_parameters), 'parameter')}, norms and "
+                "biases alone: these have no weight decay; leave weight_decay out of it, or name matrices"
             )
     for own_names in names.values():
-        of_names = (find_named_group(groups, [name]) for name in own_names)
-        if stages > 1 and len({group and (group.lr, group.weight_decay) for group in of_names}) > 1:
+        groups_of_names = (find_named_group(groups, [name]) for name in own_names)
+        if stages > 1 and len({group and (group.lr, group.weight_decay) for group in groups_of_names}) > 1:
             raise ConfigError(
                 f"optimizer.groups gives {' and '.join(own_names)}, which are one tied weight, different settings, and "
                 f"parallel.pp is {stages}: stages have a copy each; give one entry for each name, with equal settings"
@@ -57,6 +62,7 @@ def check_named_groups(model: nn.Module, texts: Sequence[str], *, stages: int) -
 
 
 def _check_patterns_meet(key: str, patterns: Sequence[str], names: Iterable[Sequence[str]]) -> None:
+    """Raise ConfigError for a pattern of this key that meets none of the parameters' names, and list kinds of names."""
     all_names = [*chain.from_iterable(names)]
     for pattern in patterns:
         if not any(meets_any([pattern], name) for name in all_names):

@@ -40,6 +40,7 @@ class EightBitAdamW(OnePassAdamW):
         self._first_places = dict[nn.Parameter, int]()
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the state as torch does, with moments in bfloat16 on the host, as DTensors of sharded parameters."""
         state_dict = super().state_dict()
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in enumerate(parameters):
@@ -61,6 +62,9 @@ class EightBitAdamW(OnePassAdamW):
                 self.state[parameter] |= _pack(states[key], parameter)
 
     def _begin_update(self, parameter: nn.Parameter) -> float:
+        """Do what OnePassAdamW does, with moments of zero in eight bits. Raises ModelError for another type of
+        parameter.
+        """
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
                 f"moments in eight bits were given a parameter {tuple(parameter.shape)} in {parameter.dtype}; use "
@@ -71,6 +75,7 @@ class EightBitAdamW(OnePassAdamW):
         return super()._begin_update(parameter)
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
+        """Return the parameter's update, with the key and first place by which its moments are rounded."""
         count = self.state[parameter]["step"].item()
         key = RandomKey.from_source("moments", count)
         if parameter not in self._first_places:
@@ -81,6 +86,7 @@ class EightBitAdamW(OnePassAdamW):
 
 
 def _allocate(local: Tensor) -> dict[str, Tensor]:
+    """Return both moments of zero, packed, for a rank's local numbers of a parameter."""
     return {
         name: torch.zeros(packed_bytes(local.numel(), size), dtype=torch.uint8, device=local.device)
         for name, size in _SCALE_BYTES.items()
@@ -88,18 +94,22 @@ def _allocate(local: Tensor) -> dict[str, Tensor]:
 
 
 def _pack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return a state's moments, of any type and device, packed on the parameter's device, rounded to the
+    nearest code.
+    """
     local = local_tensor(parameter.detach())
     moments = [local_tensor(state[name]).reshape(-1) for name in (MEAN, SQUARE)]
-    result = _allocate(local)
-    packed = PackedMoments(result[MEAN], result[SQUARE], local.numel())
+    codes = _allocate(local)
+    packed = PackedMoments(codes[MEAN], codes[SQUARE], local.numel())
     for start, stop in _chunks(local):
         mean, square = (moment[start:stop].to(local.device, torch.float32) for moment in moments)
         nearest = torch.full_like(mean, NEAREST, dtype=torch.int32)
         packed.write(start, stop, mean, square, (nearest, nearest))
-    return result
+    return codes
 
 
 def _unpack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return a state's packed moments as bfloat16 tensors of the host, sharded as the parameter is."""
     local = local_tensor(parameter.detach())
     packed = PackedMoments(state[MEAN], state[SQUARE], local.numel())
     moments = {name: torch.empty(local.shape, dtype=torch.bfloat16) for name in (MEAN, SQUARE)}
@@ -110,6 +120,9 @@ def _unpack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]
 
 
 def _chunks(local: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the bounds (start, stop) of runs of a tensor's numbers that are packed at a time; each
+    begins with a block.
+    """
     size = numbers_per_chunk(local.device)
     for start in range(0, local.numel(), size):
         yield start, min(start + size, local.numel())

@@ -80,6 +80,11 @@ class Muon(OnePassAdamW):
         Optimizer.__setstate__(self, state)  # Adam's looks for a count of steps in each state
 
     def apply(self, updates: Sequence[Update]) -> None:
+        """Make AdamW's updates, then Muon's of all matrices with gradients, bundle by bundle; entered by all ranks that
+        share them.
+
+        Nothing changes where the scale of gradients is not a number.
+        """
         super().apply(updates)
         scale = self.gradient_scale
         if scale is not None and bool(scale.isnan()):
@@ -91,6 +96,7 @@ class Muon(OnePassAdamW):
             begun = _advance_bundles(begun)
 
     def _bundle_updates(self) -> Iterator[Iterator[None]]:
+        """Yield the update of each bundle, begun at the first `next`; all ranks have the same bundles in one order."""
         # What is left over goes to other ranks than before. Ranks of one mesh have the same matrices there, but others
         # elsewhere, as stages that share encoders.
         turns = Counter[Any]()
@@ -101,6 +107,11 @@ class Muon(OnePassAdamW):
                 turns[mesh] += len(bundle)
 
     def _update_bundle(self, bundle: Sequence[Tensor], group: dict[str, Any], turn: int) -> Iterator[None]:
+        """Update the matrices of one bundle, in place; pauses at each exchange with other ranks, which take part in
+        all.
+
+        `turn` counts the matrices of this mesh before it, by which ranks take turns in having one more than others.
+        """
         first = local_tensor(bundle[0].detach())
         dtype = torch.float64 if first.dtype == torch.float64 else torch.bfloat16
         updates = first.new_empty((len(bundle), *first.shape), dtype=dtype)
@@ -126,12 +137,19 @@ class Muon(OnePassAdamW):
 
 
 def _advance_bundles(begun: Sequence[Iterator[None]]) -> list[Iterator[None]]:
-    """Advance each to its next exchange, the newest first, so that rows travel while others are multiplied."""
+    """Advance each begun bundle to its next exchange, the newest first, so that rows travel while others are
+    multiplied.
+
+    Returns those that are not finished.
+    """
     return [work for work in begun if next(work, begun) is None]
 
 
 def _cut_bundles(group: dict[str, Any]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape and home; of those that ranks share, at least one for each rank."""
+    """Yield a group's matrices that have gradients, in bundles of one shape and home.
+
+    Of matrices that ranks share a bundle has at least one for each rank, and as many as its bound of numbers allows.
+    """
     alike = defaultdict[Any, list[Tensor]](list)
     for parameter in group["params"] if group["is_matrix"] else ():
         if parameter.grad is not None:
@@ -145,7 +163,9 @@ def _cut_bundles(group: dict[str, Any]) -> Iterator[list[Tensor]]:
 
 
 class _MeshAxis(NamedTuple):
-    """The ranks along an axis of a mesh, and how they cut `dim` of a parameter (None: each holds all of it)."""
+    """The ranks along an axis of a mesh, and how they cut `dim` of a parameter (None: each holds all of it) into
+    `sizes`.
+    """
 
     group: ProcessGroup
     rank: int
@@ -154,7 +174,10 @@ class _MeshAxis(NamedTuple):
 
 
 def _list_axes(parameter: Tensor) -> list[_MeshAxis]:
-    """Return the axes along which matrices are cut or copied, the one that cuts last first; see `local_block`."""
+    """Return the axes along which a matrix is cut or copied, the one that cuts last first; see `local_block`.
+
+    Axes that divide experts are left out: each rank has whole matrices of its own.
+    """
     axes = list[_MeshAxis]()
     shape = [*parameter.shape]
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -176,19 +199,23 @@ def _list_axes(parameter: Tensor) -> list[_MeshAxis]:
 def _orthogonalize_bundle(
     bundle: Tensor, axes: Sequence[_MeshAxis], group: dict[str, Any], turn: int
 ) -> Generator[None, None, Tensor]:
-    """Orthogonalize matrices of which this rank has a part (matrices, …), and return this part of the result."""
+    """Orthogonalize matrices of which this rank has a part (matrices, …), and return this part of the results.
+
+    Along the first of `axes` each rank gathers a share of the matrices whole and sends rows back; then the next. The
+    generator pauses while rows travel.
+    """
     if not axes:
         numbers = max(1, bundle.shape[-2] * bundle.shape[-1])
         parts = bundle.reshape(-1, *bundle.shape[-2:]).split(max(1, BUNDLE_NUMBERS // numbers))
-        done = [orthogonalize(part, group["ns_coefficients"], group["ns_steps"]) for part in parts]
-        return torch.cat(done).view(bundle.shape)
+        orthogonal_parts = [orthogonalize(part, group["ns_coefficients"], group["ns_steps"]) for part in parts]
+        return torch.cat(orthogonal_parts).view(bundle.shape)
     axis, *others = axes
     ranks = len(axis.sizes)
     shares = [len(bundle) // ranks + ((member - turn) % ranks < len(bundle) % ranks) for member in range(ranks)]
     parts = bundle.split(shares)
     if axis.dim is None:
-        result = yield from _orthogonalize_bundle(parts[axis.rank], others, group, turn // ranks)
-        sends = [result] * ranks
+        own_share = yield from _orthogonalize_bundle(parts[axis.rank], others, group, turn // ranks)
+        sends = [own_share] * ranks
     else:
         dim = axis.dim + 1
         share = [shares[axis.rank], *bundle.shape[1:]]
@@ -215,15 +242,18 @@ def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: in
 def _symmetric_product(
     x: Tensor, y: Tensor, onto: Tensor | None = None, beta: float = 0, alpha: float = 1
 ) -> Tensor:
-    """Compute alpha · x y + beta · onto, which is symmetric; of large ones a quarter is copied from its mirror."""
-    result = x.new_empty((*x.shape[:-1], x.shape[-2]))
-    onto = result if onto is None else onto
+    """Compute alpha · x y + beta · onto, which is symmetric, of stacks (n, rows, rows).
+
+    Of large ones a quarter is copied from its mirror.
+    """
+    product = x.new_empty((*x.shape[:-1], x.shape[-2]))
+    onto = product if onto is None else onto
     rows = x.shape[-2]
     half = rows // 2 if rows >= HALVED else rows
     blocks = [(slice(None), slice(half))] + [(slice(half, None), slice(half, None))] * (half < rows)
     for here, there in blocks:
         torch.baddbmm(
-            onto[:, here, there], x[:, here], y[..., there], beta=beta, alpha=alpha, out=result[:, here, there]
+            onto[:, here, there], x[:, here], y[..., there], beta=beta, alpha=alpha, out=product[:, here, there]
         )
-    result[:, :half, half:] = result[:, half:, :half].mT
-    return result
+    product[:, :half, half:] = product[:, half:, :half].mT
+    return product

@@ -124,6 +124,7 @@ class OffloadedStates(Optimizer):
             self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
 
     def _read_state(self) -> defaultdict[Tensor, Any]:
+        """Return the states, once the update that was begun has ended."""
         self.finish_step()
         return self.host_states
 
@@ -139,6 +140,7 @@ class OffloadedStates(Optimizer):
 
     @property
     def host_bytes(self) -> int:
+        """The bytes of the host's memory that the states take."""
         return self._arena.bytes
 
     @property
@@ -219,6 +221,7 @@ class OffloadedStates(Optimizer):
     # ---- the host's memory
 
     def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a parameter's state with its moments in the host's memory; other values stay as they are."""
         values = dict(state)
         for name, value in state.items():
             if _is_moment(value):
@@ -248,8 +251,9 @@ class _Fetched:
 class _OffloadedUpdate:
     """One step of an optimizer with states on the host: its buckets, those that are launched and those that wait.
 
-    What a bucket's update needs is kept here as it was when the step was taken: gradients, settings, the scale, and
-    `before`, the states, so that all parts of a parameter start from the same count of steps.
+    What a bucket's update needs is kept here as it was when the step was taken: gradients, settings, the scale, keys of
+    random bits, and `before`, the states, so that all parts of a parameter start from the same count of steps.
+    `failure` says, after an error between two buckets, what is updated.
     """
 
     def __init__(
@@ -275,8 +279,10 @@ class _OffloadedUpdate:
     # ---- when a bucket is updated
 
     def begin(self, groups: Sequence[Any]) -> None:
-        """Let each of FSDP2's groups wait, before it is next gathered, for the updates of its parameters; and copies of
-        those on the host.
+        """Launch the first buckets on a stream of their own, and have every reader of parameters wait for its updates.
+
+        Readers are FSDP2's `groups`, before they gather, and stores of parameters on the host, before they copy: a
+        method of each is replaced until it is called once, or until the end.
         """
         self._stream = self._copies.begin_updates()
         for group in groups:
@@ -288,7 +294,11 @@ class _OffloadedUpdate:
         self._launch_buckets(self._ahead)
 
     def finish(self) -> None:
-        """Update what waits; the current stream waits for it, and the host for the states."""
+        """Update what still waits, and restore replaced methods; the current stream waits for updates, the host for
+        states.
+
+        Raises ModelError for an update that failed before.
+        """
         if self.failure:
             raise ModelError(self.failure)
         self._restore_methods()
@@ -300,18 +310,22 @@ class _OffloadedUpdate:
 
     @property
     def _ahead(self) -> int:
+        """Buckets to launch beyond those that are asked for: some of a hidden update, none of others."""
         return AHEAD if self._stream is not None else 0
 
     def _restore_methods(self) -> None:
+        """Give readers of parameters their own methods back."""
         for waiter, method in self._replaced.items():
             vars(waiter).pop(method, None)
 
     def _fetch_shards(self, store: Any, parameters: Iterable[Any]) -> None:
+        """Copy shards from a store of the host once their updates have ended; stands in for the store's `fetch`."""
         parameters = [*parameters]
         self._wait_for_updates_of(parameters)
         type(store).fetch(store, parameters)
 
     def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
+        """Gather a group's parameters once their updates have ended; stands in for its `unshard`, once."""
         del group.unshard
         self._wait_for_updates_of(group.fsdp_params)
         if self._event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
@@ -319,7 +333,10 @@ class _OffloadedUpdate:
         return group.unshard(*args, **keywords)
 
     def _wait_for_updates_of(self, parameters: Iterable[Any]) -> None:
-        """Let the current stream wait for the updates of these; gradients of those that it waited for are free."""
+        """Let the current stream wait for the updates of these parameters, launching them first if need be.
+
+        The gradients of updates that it waited for are free from then on.
+        """
         last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
         count = last + 1
         self._launch_buckets(count + self._ahead)
@@ -328,7 +345,9 @@ class _OffloadedUpdate:
         self._copies.wait_for_event(self._event)
 
     def _launch_buckets(self, count: int) -> None:
-        """Launch updates until `count` buckets are, in whatever mode the caller runs."""
+        """Launch updates until `count` buckets are, in whatever mode the caller runs; an error is noted
+        in `failure`.
+        """
         missing = max(0, min(count, self._total) - self._launched)
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
@@ -347,7 +366,7 @@ class _OffloadedUpdate:
             raise
 
     def _run_buckets(self) -> Generator[None]:
-        """Update the buckets one by one, while the next comes and the one before goes."""
+        """Update the buckets one by one, each at a `next`, while the next one comes and the one before goes."""
         fetched = self._fetch_bucket(self._waiting[0]) if self._waiting else None
         device_tensors = list[Tensor]()  # of the bucket before, until they are on the host
         try:
@@ -372,6 +391,10 @@ class _OffloadedUpdate:
     # ---- what an update of a bucket is
 
     def _fetch_bucket(self, bucket: StateBucket) -> _Fetched:
+        """Launch the copies of a bucket's states, and of parameters that wait on the host, to the device.
+
+        Each part but the last of a parameter counts its step in a copy: the parameter's own count moves on once.
+        """
         # Each part but the last counts steps in a copy: the count of a parameter moves on once.
         states = list[dict[str, Any]]()
         pairs = list[tuple[Tensor, Tensor]]()
@@ -392,7 +415,11 @@ class _OffloadedUpdate:
         return _Fetched(stand_ins, states, self._copies.fetch(pairs))
 
     def _update_bucket(self, bucket: StateBucket, fetched: _Fetched) -> list[dict[str, Any]]:
-        """Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels."""
+        """Let the optimizer update a bucket, whose stand-ins take the place of its groups meanwhile; return their new
+        states.
+
+        Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels.
+        """
         inner = self._optimizer.inner
         settings = inner.param_groups
         pairs = [*zip(fetched.stand_ins, bucket.parts, strict=True)]
@@ -418,7 +445,10 @@ class _OffloadedUpdate:
     def _store_bucket(
         self, bucket: StateBucket, stand_ins: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]
     ) -> list[Tensor]:
-        """Returns the tensors to keep on the device until all are copied."""
+        """Launch the copies of new states, and of parameters that wait on the host, back to the host.
+
+        Returns the tensors that stay on the device until all are copied.
+        """
         pairs = [
             (part.numbers, stand_in.detach())
             for part, stand_in in zip(bucket.parts, stand_ins, strict=True)
@@ -437,7 +467,10 @@ class _OffloadedUpdate:
 
 
 class _StateCopies:
-    """Copies each way on a stream of its own; the GPU's memory is taken and freed on the stream that updates."""
+    """Copies between host and device, each way on a stream of its own; on a CPU they are made at once.
+
+    The GPU's memory is taken and freed on the stream that updates.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -458,20 +491,26 @@ class _StateCopies:
         """Return the event after an update on the current stream, or after what it `stored` on the host (None: now)."""
         if self._to_host is None:
             return None
-        done = torch.cuda.Event()
-        done.record(self._to_host if stored else torch.cuda.current_stream(self.device))
-        return done
+        event = torch.cuda.Event()
+        event.record(self._to_host if stored else torch.cuda.current_stream(self.device))
+        return event
 
     def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Copy pairs (on the device, on the host) to the device; return the event after which all are there (None:
+        now).
+        """
         return self._copy_pairs(pairs, self._to_device)
 
     def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy pairs (on the host, on the device) to the host; `wait_for_stores` waits for them."""
         self._copy_pairs(pairs, self._to_host)
 
     def _copy_pairs(
         self, pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None
     ) -> torch.cuda.Event | None:
-        """The second tensor of each pair into the first; returns the event after which all are copied."""
+        """Copy the second tensor of each pair into the first; return the event after which all are
+        copied (None: now).
+        """
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -484,22 +523,27 @@ class _StateCopies:
         return arrived
 
     def wait_for_event(self, event: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for an event; None has passed."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def wait_for_stores(self) -> None:
+        """Let the current stream wait for all copies to the host."""
         self._wait_for_stream(self._to_host)
 
     def wait_for_all(self) -> None:
+        """Let the current stream wait for all copies and hidden updates, and the host for what is copied to it."""
         for stream in (self._to_device, self._updates, self._to_host):
             self._wait_for_stream(stream)
         if self._to_host is not None:
             self._to_host.synchronize()
 
     def _wait_for_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """Let the current stream wait for what another was given (None: nothing)."""
         if stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
 def _is_moment(value: Any) -> bool:
+    """Return whether a value of a state is a moment, and no single number such as a count of steps."""
     return isinstance(value, Tensor) and value.ndim > 0

@@ -118,7 +118,11 @@ class OnePassAdamW(AdamW):
                         self._rounding.draws[parameter] -= 1
 
     def _begin_update(self, parameter: nn.Parameter) -> float:
-        """The count is kept on the CPU, also of states that torch's fused AdamW saved: no step waits for a GPU."""
+        """Count a step of a parameter, whose states are made before its first; return the count, which is on the host.
+
+        States that torch's fused AdamW saved have counts on the GPU, which are brought here: no step waits for a GPU.
+        Raises ModelError for a sparse gradient or a complex parameter.
+        """
         assert parameter.grad is not None
         if parameter.grad.is_sparse or not parameter.is_floating_point():
             raise ModelError(
@@ -137,7 +141,10 @@ class OnePassAdamW(AdamW):
         return state["step"].item()
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
-        """A part takes the whole parameter's key, and places from its start."""
+        """Return the update of a parameter, or of a part that a stand-in is for; draws the key of a whole one.
+
+        A part takes the whole parameter's key, and places from its start.
+        """
         assert parameter.grad is not None
         state = self.state[parameter]
         mean = local_tensor(state["exp_avg"])

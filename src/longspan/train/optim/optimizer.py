@@ -52,6 +52,7 @@ class OptimizerChoice:
 
     @property
     def is_one_pass(self) -> bool:
+        """Whether longspan's AdamW in one pass is made, and not torch's: all its arguments are known there."""
         return self.name == "adamw" and {name for name, _ in self.arguments} <= _ONE_PASS
 
     def build(self, parameters: Iterable[Any], *, rounding: RoundingBits | None = None) -> Optimizer:
@@ -111,9 +112,10 @@ def build_optimizer(
 
 
 def allocate_adam_states(optimizer: Optimizer) -> bool:
-    """Allocate the zero states of a first step of Adam or AdamW; returns whether it did.
+    """Allocate the zero states of a first step of Adam or AdamW; return whether it did.
 
-    A step along zero gradients with rate 0 changes no weight, and its count is reset. There must be no gradients.
+    A step along zero gradients with rate 0 changes no weight, and its count is reset. There must be no gradients
+    before; there are none after. Other optimizers, and those with states, stay as they are.
     """
     if optimizer.state or type(optimizer) not in (Adam, AdamW, OnePassAdamW, EightBitAdamW):
         return False

@@ -53,6 +53,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
 
 
 def _class_fault_text(kind: type[Optimizer]) -> str:
+    """Return why a class cannot train in a run, by its arguments and those of its step; "" if it can."""
     if not accepts_argument(kind, "lr"):
         return "it takes no lr, which the schedule sets at every step"
     closure = inspect.signature(kind.step).parameters.get("closure")
@@ -95,5 +96,6 @@ def check_optimizer_arguments(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def accepts_argument(kind: type[Optimizer], argument: str) -> bool:
+    """Return whether an optimizer's class takes an argument of this name, or any."""
     parameters = inspect.signature(kind).parameters
     return argument in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -78,6 +78,7 @@ def find_named_group(groups: Sequence[NamedGroup], names: Iterable[str]) -> Name
 
 
 def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
+    """Raise ConfigError for a rate of a name that is no module of the model."""
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     if unknown := [name for name in rates if name not in modules]:
         raise ConfigError(
@@ -87,6 +88,7 @@ def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
 
 
 def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
+    """Return the name of the innermost of these modules that holds a parameter; ConfigError if none does."""
     around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
     if not around:
         raise ConfigError(

@@ -19,7 +19,10 @@ BOUND = 1e-4
 
 
 def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
-    """Raise ConfigError, on every rank, where the optimizer updates sharded parameters otherwise than whole ones."""
+    """Raise ConfigError, on every rank, where the optimizer updates sharded parameters otherwise than whole ones.
+
+    It is tried on small parameters, sharded as the model's; the model is not changed. Entered by all ranks.
+    """
     pairs = list(_make_whole_and_sharded(model, world.device))
     refusal = reason = ""
     try:
@@ -28,8 +31,8 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
         refusal = str(error)
     except Exception as error:  # an optimizer of any package may raise anything
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
-    answers = world.control.gather_objects((refusal, reason), "optimizer on sharded parameters")
-    for rank, (refusal, reason) in zip(world.home.ranks, answers, strict=True):
+    reports = world.control.gather_objects((refusal, reason), "optimizer on sharded parameters")
+    for rank, (refusal, reason) in zip(world.home.ranks, reports, strict=True):
         if refusal:
             raise ConfigError(refusal)
         if reason:
@@ -41,7 +44,10 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
 
 
 def _make_whole_and_sharded(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Sharded dims have 4 numbers on each rank, others 4 in all."""
+    """Yield a small sharded parameter and the same one whole, for each way in which the model's parameters are sharded.
+
+    Sharded dims have 4 numbers on each rank, others 4 in all.
+    """
     kinds = dict[Any, nn.Parameter]()
     for parameter in model.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):
@@ -59,6 +65,7 @@ def _make_whole_and_sharded(model: nn.Module, device: torch.device) -> Iterator[
 
 
 def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
+    """Return this rank's shard of a small tensor, sharded as `like` is."""
     mesh = like.device_mesh
     placements = like.placements
     local = whole[local_block(whole.shape, mesh, placements)].clone()
@@ -66,7 +73,10 @@ def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def _describe_difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
-    """Both take STEPS steps along the same gradients; states must be shards too, or plain numbers."""
+    """Update both of each pair by optimizers of the choice; return how they differ, "" if they do not.
+
+    Both take STEPS steps along the same gradients; states must be shards too, or plain numbers.
+    """
     initial_values = [whole.detach().clone() for _, whole in pairs]
     optimizers = [choice.build([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]
     for step in range(1, STEPS + 1):

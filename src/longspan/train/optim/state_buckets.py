@@ -26,6 +26,7 @@ STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
 
 
 def total_state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of this rank's states in the host's memory, each a range of its own."""
     sizes = (
         (STATES[type(optimizer)](group), local_tensor(parameter.detach()))
         for group in optimizer.param_groups
@@ -55,6 +56,7 @@ class StatePart:
 
     @property
     def numbers(self) -> Tensor:
+        """This part of the parameter's own numbers; a view."""
         return self.local_view(local_tensor(self.parameter.detach()))
 
     def make_stand_in(self, place: Callable[[Tensor], Tensor]) -> nn.Parameter:
@@ -113,6 +115,10 @@ def cut_buckets(
 
 
 def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
+    """Yield the parts of a parameter on this rank, of at most `most` numbers; one part if its memory cannot be cut.
+
+    A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
+    """
     # A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
     local = local_tensor(parameter.detach())
     gradient = None if parameter.grad is None else local_tensor(parameter.grad)
@@ -123,6 +129,9 @@ def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
 
 
 def sharded_state(value: Tensor, local: Tensor) -> Tensor:
+    """Return a rank's local numbers as a DTensor sharded as `value` is, on whatever device; themselves if that is no
+    DTensor.
+    """
     if not isinstance(value, DTensor):
         return local
     spec = value._spec

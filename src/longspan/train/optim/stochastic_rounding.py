@@ -37,6 +37,7 @@ class RandomKey(NamedTuple):
 
     @classmethod
     def from_source(cls, *source: object) -> "RandomKey":
+        """Return the key of some values, by a digest of their text: the same on every rank and in every run."""
         return cls(*_KEY.unpack(hashlib.blake2b(repr(source).encode(), digest_size=_KEY.size).digest()))
 
 
@@ -124,6 +125,7 @@ class RoundingBits:
         self.draws = Counter()
 
     def places(self, parameter: nn.Parameter) -> Places:
+        """Return where this rank's numbers of a parameter are in the whole one; kept after the first call."""
         places = self._places.get(parameter)
         if places is None:
             places = self._places[parameter] = Places.from_block(

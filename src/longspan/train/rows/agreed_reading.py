@@ -11,10 +11,12 @@ T = TypeVar("T")
 
 
 def text_digest(text: str) -> str:
+    """Return the SHA-256 of a text, in hexadecimal, which ranks compare in place of the text."""
     return sha256(text.encode()).hexdigest()
 
 
 def reading_error(error: Exception, world: World) -> LongspanError:
+    """Return the DataError by which all ranks learn that this one could not read, with the error's notes."""
     message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     rank_error = DataError(f"rank {world.rank} could not read its rows: {message}")
     rank_error.__cause__ = error
@@ -28,7 +30,11 @@ def read_and_compare_digest(
     make_error: Callable[[Exception, World], LongspanError] = reading_error,
     **names: str,
 ) -> T:
-    """Read, and compare a digest over all ranks; where any rank cannot read, every rank raises that rank's error."""
+    """Call `read` and return its result, once all ranks could read and have the same digest; entered by all ranks.
+
+    Where any rank cannot read, every rank raises that rank's error, as `make_error` words it. Raises CommError for
+    another digest; `names` are the words `what` and `hint` of that error.
+    """
     result = None
     failure = None
     try:

@@ -32,7 +32,7 @@ _HINT = "Every rank makes the plan from the lengths of the documents that were g
 
 
 class Facts(NamedTuple):
-    """What all ranks know of each document (D,)."""
+    """What all ranks know of each document: columns (D,), by the documents' numbers."""
 
     lengths: Integers
     targets: Integers
@@ -109,7 +109,11 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return replace(self, _rows_here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
     def _rank_runs(self, plan: Plan, depths: int) -> list[Integers]:
-        """The ascending runs of rows (n, 2) that each rank needs under a plan: both ranks of a message have these."""
+        """Return the ascending runs of rows (n, 2) that each rank needs under a plan, in the order of ranks, on every
+        rank alike.
+
+        Raises PlanError for a plan of other documents.
+        """
         if plan.lengths != self.lengths:
             raise PlanError(
                 f"the plan has {plural(len(plan.lengths), 'document')} of {excerpt(plan.lengths)} tokens, {len(self)} "
@@ -127,14 +131,21 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return [merged_runs[home.coordinates(rank).slot] for rank in home.ranks]
 
     def _rows_to_read(self, start: Integers, stop: Integers, document: Integers, *, ahead: int) -> Integers:
-        """The runs of rows (runs, 2) of documents, each with `ahead` rows after it: labels of its last ones."""
+        """Return the runs of rows (n, 2) among those of all documents, for rows `start` to `stop` of each `document`
+        (n,).
+
+        Each run has `ahead` rows more, as far as its document has them: labels of its last ones.
+        """
         length = self._facts.lengths[document]
         real = start < length  # a document laid out longer than it is ends in padding
         start, stop = (self._facts.starts[document] + x for x in (start, np.minimum(stop + ahead, length)))
         return np.stack([start, stop], axis=1)[real]
 
     def read_column(self, column: str, document: int, positions: Any) -> Integers:
-        """Return a column at these positions of a document; DataError for rows that are not on this rank."""
+        """Return a column (n,) at these positions of a document: an array, an index or a slice.
+
+        Raises DataError for rows that are not on this rank, IndexError for positions outside the document.
+        """
         length = int(self._facts.lengths[document])
         local_rows = self._rows_here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
@@ -154,7 +165,10 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
 
 
 class GatheredDocument:
-    """One document of several ranks, as `run_step` reads it: a `Labelled` and a `Valued` one (`data/document.py`)."""
+    """One document of several ranks, as `run_step` reads it: a `Labelled` and a `Valued` one (`data/document.py`).
+
+    Its length and number of targets are known on every rank; ids, labels and values only of rows that are here.
+    """
 
     def __init__(self, documents: GatheredDocuments, number: int) -> None:
         facts = {name: int(values[number]) for name, values in documents._facts._asdict().items()}
@@ -179,6 +193,7 @@ class GatheredDocument:
         )
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
+        """Return the numbers (n,) that came with the document, by name; weights only if this document brought some."""
         left_out = {IDS, LABELS} if self._facts["weighted"] else {IDS, LABELS, number_column(WEIGHTS)}
         read_column = self._documents.read_column
         # Names without the dot of `number_column`; numbers travel as the bits of float64.
@@ -198,6 +213,7 @@ def number_column(name: str) -> str:
 
 
 def _one_run(start: int, stop: int) -> Integers:
+    """Return one run (1, 2) of rows, (0, 2) if it is empty."""
     return np.array([[start, stop]], dtype=np.int64)[: int(stop > start)]
 
 
@@ -231,10 +247,10 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 
     def read_local_documents() -> "_ReadDocuments":
         _check_local_documents(local)
-        read = _ReadDocuments()
+        read_documents = _ReadDocuments()
         for number, document in enumerate(_iterate_documents(local)):
-            read.add_document(number, document)
-        return read
+            read_documents.add_document(number, document)
+        return read_documents
 
     return _join_shares(
         result_or_first_error(world, read_local_documents, lambda error: reading_error(error, world)), world
@@ -245,6 +261,8 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 
 
 class _Share(NamedTuple):
+    """What a rank tells the others of the documents that it read."""
+
     facts: Integers  # (D, 5) the first fields of Facts
     names: tuple[str, ...]  # of numbers
     labelled: bool  # whether a label is another than its token
@@ -252,13 +270,20 @@ class _Share(NamedTuple):
 
 
 class _ReadDocuments:
+    """The documents that this rank brings, read into columns of int64: token ids, labels, and bits of numbers."""
+
     def __init__(self) -> None:
         self._facts, self._documents = list[tuple[int, ...]](), list[dict[str, Integers]]()
         self._names = NamesOfValues()
         self._labelled = False
 
     def add_document(self, number: int, document: Any) -> None:
-        """Numbers are kept as the bits of float64, so that all columns are of int64 and travel as one table."""
+        """Read and check one document, and keep its columns and facts; `number` counts this rank's documents, for
+        errors.
+
+        Numbers are kept as the bits of float64, so that all columns are of int64 and travel as one table. Raises
+        DataError for what is no document.
+        """
         if isinstance(document, Mapping):
             raise DataError(
                 f"document {number} is a {type(document).__name__} of {', '.join(map(str, document))}; give its token "
@@ -298,13 +323,16 @@ class _ReadDocuments:
         self._documents.append(columns | bits)
 
     def make_share(self) -> _Share:
-        """No digest unless two documents differ: ranks may well have drawn one document each, and the same."""
+        """Return what the others learn of these documents.
+
+        There is no digest unless two documents differ: ranks may well have drawn one document each, and the same.
+        """
         digests = list[bytes]()
         for columns in self._documents:
-            of_document = hashlib.blake2b(repr(sorted(columns)).encode(), digest_size=16)
+            document_hash = hashlib.blake2b(repr(sorted(columns)).encode(), digest_size=16)
             for name in sorted(columns):
-                of_document.update(columns[name].tobytes())
-            digests.append(of_document.digest())
+                document_hash.update(columns[name].tobytes())
+            digests.append(document_hash.digest())
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
         names = {name for document in self._documents for name in document} - {IDS, LABELS}
         facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
@@ -340,7 +368,9 @@ def _check_local_documents(local: Any) -> None:
 
 
 def _iterate_documents(local: Any) -> Iterable[Any]:
-    """By number where that is possible: a data set of torch need not end an iteration."""
+    """Return an iterable over a caller's documents: by number where that is possible, as a data set of torch need not
+    end an iteration.
+    """
     by_number = hasattr(local, "__len__") and hasattr(local, "__getitem__")
     return (local[number] for number in range(len(local))) if by_number else local
 
@@ -349,7 +379,10 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
 
 
 def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
-    """Documents are numbered in the order of ranks; facts (D, columns) lie by number, the last is where rows begin."""
+    """Exchange shares with all ranks and return the documents of all, numbered in the order of ranks; all enter.
+
+    Raises DataError on every rank for names of values that not all have, and for documents that two ranks bring.
+    """
     shares = world.control.gather_objects(local.make_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)
     _refuse_same_documents(shares, world.home.ranks)
@@ -368,6 +401,7 @@ def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
 
 
 def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
+    """Raise DataError, on every rank, for values that documents of some ranks bring and those of others do not."""
     having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
     all_names = {name for _, share in having for name in share.names} - {number_column(WEIGHTS)}
     for name in sorted(all_names):

@@ -40,6 +40,9 @@ def read_own_positions(positions_of: Callable[[int], Any], shard: SequenceShard)
 
 
 def _checked_positions(positions: Any, document: int, length: int) -> Integers | None:
+    """Return the positions (n, length) of a document as int64, None for plain ones; DataError for another shape or
+    type.
+    """
     if positions is None:
         return None
     positions = np.asarray(positions)
@@ -68,7 +71,11 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
 
 
 def shared_rows_before(micro_batch: MicroBatch, documents: Integers) -> Integers | int:
-    """Return, for rows of these documents (n,), the rows before each document's own: those of prefixes."""
+    """Return, for rows of these documents (n,), the rows before each document's own: those of the prefixes it
+    continues.
+
+    0, one number for all, where no group of the micro-batch has prefixes.
+    """
     if all(group.parents is None for group in micro_batch.groups):
         return 0
     bases = {d: base for group in micro_batch.groups for d, base in zip(group.documents, group.bases, strict=True)}

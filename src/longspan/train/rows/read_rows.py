@@ -21,13 +21,12 @@ from longspan.layout import Integers
 from longspan.model.layers import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
-from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
 from longspan.train.rows.positions import read_own_positions
 from longspan.train.rows.visible_spans import bind_spans
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
-    from longspan.plan.items.encoding_plan import ItemTable
+    from longspan.plan.items.item_table import ItemTable
 
 
 WEIGHTS = "weights"  # the values that multiply losses; 1 in documents that give none
@@ -98,7 +97,11 @@ def read_rows(
     names: NamesOfValues | None = None,
     depths: int = 0,
 ) -> LocalBatch:
-    """Read a rank's rows of one micro-batch: token ids, labels and values; `names` are shared by those of a step."""
+    """Read a rank's rows of one micro-batch, whose shard has its padding: token ids, labels and values.
+
+    `names` are shared by all micro-batches of a step, whose documents must bring values of the same names. `depths` of
+    multi-token prediction get rows of their own (`LocalBatch.deeper`).
+    """
     batch, *deeper = (_padding_rows(shard) for _ in range(depths + 1))
     reader = _Reader(documents, vocabulary, items, names or NamesOfValues(), (batch, *deeper))
     for shard_part in shard.parts:
@@ -121,6 +124,8 @@ def target_rows(batch: LocalBatch) -> Integers:
 
 @dataclass(frozen=True)
 class _Reader:
+    """Fills the batches of one micro-batch, run by run; `at_depth` are the batch itself and those of each depth."""
+
     documents: Any
     vocabulary: int | None
     items: "ItemTable | None"
@@ -128,7 +133,12 @@ class _Reader:
     at_depth: Sequence[LocalBatch]  # whose rows are filled
 
     def read_run(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
-        """Tokens after `stop` are read too: one for the last label and one for each depth, as far as there are any."""
+        """Read tokens `start` to `stop` of a document of `length`, and write them into rows from `row` on, at every
+        depth.
+
+        Tokens after `stop` are read too: one for the last label and one for each depth, as far as there are any. Raises
+        DataError for ids or labels outside the vocabulary, and for values that do not fit.
+        """
         value = self.documents[document]
         # no tokens follow a document's end, if it is no prefix
         end = min(stop + len(self.at_depth), length + getattr(value, "ahead", 0))
@@ -137,12 +147,12 @@ class _Reader:
         positions = np.arange(start, end)
         tokens = self._read_tokens(value, document, positions, hidden)
         # A row predicts the next token, or has a score of its own.
-        of_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
-        labels = tokens[of_rows]
+        predicted_by_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
+        labels = tokens[predicted_by_rows]
         if isinstance(value, Labelled) or hidden is not None:
-            labels = self._read_labels(value, document, positions[of_rows], labels, hidden)
-        values = value.token_values(positions[of_rows]) if isinstance(value, Valued) else {}
-        self.names.check_values(document, values, positions[of_rows])
+            labels = self._read_labels(value, document, positions[predicted_by_rows], labels, hidden)
+        values = value.token_values(positions[predicted_by_rows]) if isinstance(value, Valued) else {}
+        self.names.check_values(document, values, positions[predicted_by_rows])
         for depth, batch in enumerate(self.at_depth):
             ahead = slice(depth, depth + stop - start)
             ids = tokens[ahead]
@@ -158,6 +168,7 @@ class _Reader:
     def _read_tokens(
         self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None
     ) -> Integers:
+        """Return the token ids (n,) at these positions, 0 where `hidden` (n,) has a placeholder of an item, checked."""
         ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
         tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
         check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
@@ -174,7 +185,11 @@ class _Reader:
         tokens: Integers,
         hidden: npt.NDArray[np.bool_] | None,
     ) -> Integers:
-        """`hidden` is True at placeholders of items, which have no label; it begins one position before `positions`."""
+        """Return the labels (n,) at these positions: the document's own, or else `tokens`, which are checked already.
+
+        `hidden` (n + 1,) is True at placeholders of items, which have no label; it begins one position before
+        `positions`.
+        """
         labels = tokens
         if isinstance(labelled, Labelled):
             labels = np.asarray(labelled.labels(positions))
@@ -186,6 +201,7 @@ class _Reader:
         return labels
 
     def _check_vocabulary(self, document: int, ids: Integers, positions: Integers, noun: str) -> None:
+        """Raise DataError for an id outside the vocabulary; `noun` says in the error what it is."""
         size = self.vocabulary
         outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
         if outside.any():
@@ -197,32 +213,14 @@ class _Reader:
 
 
 def check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:
+    """Raise DataError for values that are no integers, one for each position; `rule` says in the error what they should
+    be.
+    """
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise DataError(
             f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {rule}, "
             "an integer for each"
         )
-
-
-_HINT = (
-    "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
-    "ranks or on none, and temperature= be the same"
-)
-
-
-def read_rows_of_step(inputs: StepInputs, depths: int, temperature: float) -> list[LocalBatch]:
-    """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
-
-    Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
-    neither inputs nor targets. `depths` of multi-token prediction read as many tokens further ahead. Raises CommError
-    where ranks hold different plans, or a different `temperature`.
-    """
-    inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
-    digest = text_digest(f"{plan.digest()} {float(temperature)}")
-    # One message tells that plans are the same and that every rank could read its rows.
-    return read_and_compare_digest(
-        lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
-    )
 
 
 def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
@@ -242,7 +240,10 @@ def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
 def read_micro_batches(
     inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0
 ) -> list[LocalBatch]:
-    """Read this rank's rows of some micro-batches, without the other ranks; middle stages read no tokens."""
+    """Read this rank's rows of some micro-batches of the plan, without the other ranks; middle stages read no tokens.
+
+    In free mode those without a group of this slot are left out; in lockstep a slot runs all of them, empty ones too.
+    """
     model = inputs.language_model
     plan = inputs.plan
     world = inputs.world
@@ -257,7 +258,7 @@ def read_micro_batches(
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
-        shard = _bind_padded(micro_batch, plan, world)
+        shard = bind(micro_batch, world).with_padding(multiple=plan.row_multiple)
         if rules.prefix or rules.in_spans:
             shard = bind_spans(shard, rules, documents, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
@@ -268,15 +269,12 @@ def read_micro_batches(
 
 
 def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
-    """Make a micro-batch without documents, for all slots to enter together."""
-    batch = _padding_rows(_bind_padded(MicroBatch(), plan, world))
+    """Make a micro-batch without documents, of as few rows as the model takes, for all slots to enter together."""
+    batch = _padding_rows(bind(MicroBatch(), world).with_padding(multiple=plan.row_multiple))
     return batch._replace(deeper=(batch,) * depths)
 
 
-def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
-    return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
-
-
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
+    """Return a batch of the shard's rows with id 0 and no label: padding, and what a reader fills."""
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64), {})

@@ -20,7 +20,8 @@ _RUN = 4096  # labels that are read at a time, until one is a target
 def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None") -> SequenceShard:
     """Return the shard with the rows that see each other both ways: a prefix's or an item's, by the model's rules.
 
-    Raises DataError for a prefix that the model's window would cut.
+    `items` is the table of the step's items, None without encoders. Raises DataError for a prefix that the model's
+    window would cut.
     """
     if rules.prefix:
         return shard.with_spans(dict(_document_prefixes(shard, rules, documents, items)))
@@ -32,6 +33,7 @@ def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: "I
 def _document_prefixes(
     shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None"
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Yield each document of this rank's groups by its number, with its prefix as one run (first row, end), or none."""
     groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]  # −1: padding
     for group in groups:
         for number, length in zip(group.documents, group.lengths, strict=True):
@@ -46,7 +48,11 @@ def _document_prefixes(
 
 
 def count_prefix_rows(document: Any, number: int, length: int, items: "ItemTable | None" = None) -> int:
-    """Return how many rows of a document stand before its first target; all of them if it has no target."""
+    """Return how many rows of a document stand before its first target; all `length` if it has no target.
+
+    `number` is the document's in the plan, by which `items` know its placeholders: these are no targets. Labels are
+    read a few thousand at a time, until one is a target.
+    """
     # gathered: rows are on other ranks
     if (known_rows := getattr(document, "rows_before_targets", None)) is not None:
         return known_rows

@@ -13,9 +13,10 @@ from longspan.model.mtp.published_names import count_depths
 
 
 def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:
-    """Add the depths of [mtp] to the model, if there are any; without `read` their weights come from a checkpoint.
+    """Add the depths of [mtp] to the model, in place, if there are any; without `read` their weights come from a
+    checkpoint.
 
-    Raises ModelError for a model that cannot have them, and for a folder without their weights.
+    Returns the model. Raises ModelError for a model that cannot have them, and for a folder without their weights.
     """
     if not config.mtp.num_layers:
         return model
@@ -48,6 +49,7 @@ def find_depth_weights(config: RunConfig, configuration: Any) -> Path | None:
 
 
 def depths_line(config: RunConfig, configuration: Any) -> str:
+    """Return the line of a run's log about its depths: how many, whose weights, and what is trained of them."""
     folder = find_depth_weights(config, configuration)
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
     adapter_note = ", which stay as they are beside their adapters" if config.lora.rank else ""

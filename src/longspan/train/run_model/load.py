@@ -20,7 +20,8 @@ from longspan.train.run_model.depths import add_configured_depths
 def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
     """Read the architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
 
-    With `model.num_labels` it is that of the family's class with a head that scores. ModelError for other labels.
+    With `model.num_labels` it is that of the family's class with a head that scores. Raises ModelError for a folder
+    whose head has another number of scores.
     """
     source = config.model.source
     labels = config.model.num_labels
@@ -75,7 +76,10 @@ def make_model_without_weights(
 
 
 def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
-    """Add the new adapter that [lora] describes; the model becomes a PeftModel. Raises ModelError as `add_lora`."""
+    """Add the new adapter that [lora] describes to the model, in place; return the PeftModel around it.
+
+    All weights but the adapter's are frozen. Raises ModelError as `add_lora`.
+    """
     from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 
     lora = config.lora

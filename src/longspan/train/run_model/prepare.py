@@ -20,7 +20,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.features import Call, features_of
-from longspan.model.float8_layers import unsupported_reason
+from longspan.model.float8_layers import float8_device_reason
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions
@@ -38,9 +38,11 @@ AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
 def check_run_model(config: RunConfig, world: World, configuration: PreTrainedConfig) -> list[str]:
-    """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines.
+    """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines
+    for the log.
 
-    The data decide whether a model with towers sees images: it is refused here if it could run neither way.
+    The model is made without weights, and dropped again. The data decide whether a model with towers sees images: it is
+    refused here if it could run neither way.
     """
     ways = [True] if encoder_is_given(config) else [False, True]
     if not ways[0] and type(configuration) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -60,6 +62,11 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
 def _check_before_prepare(
     config: RunConfig, world: World, configuration: PreTrainedConfig, *, images: bool
 ) -> list[str]:
+    """Make the model without weights and check it as `prepare` would on the host; return the adapter's lines for the
+    log.
+
+    Raises the first reason of a feature, or of its layers, not to run it. `images`: whether its towers are kept.
+    """
     from longspan.model.adapters.new_adapter import lines_about_adapter
 
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
@@ -111,6 +118,11 @@ def prepare_run_model(
 def _add_adapter_and_freeze(
     config: RunConfig, model: PreTrainedModel, *, images: bool, training: bool = True
 ) -> Any:
+    """Add the adapter of [lora], if any, and freeze what the configuration does not train, in place.
+
+    Returns the model to prepare: the PeftModel with an adapter. Without `training` names of parameters are not looked
+    at. Raises ConfigError for patterns that meet nothing.
+    """
     adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     if images:
         from longspan.model.multimodal.image_modules import freeze_image_modules
@@ -127,12 +139,16 @@ def _add_adapter_and_freeze(
 def _prepare_options(
     config: RunConfig, world: World, model: PreTrainedModel, memory: "MemoryPlan | None", *, training: bool
 ) -> PrepareOptions:
+    """Return the options of `prepare` by a run's configuration, or by `memory` where a plan of memory chose them.
+
+    Whether a device can multiply in float8 is asked of all ranks, which enter together.
+    """
     dtypes = {model.dtype}
     computed_dtype = compute_dtype(config.model, world.device.type)
     if config.lora.rank:  # parameters of an adapter may be in another dtype than the model's
         dtypes |= {p.dtype for p in model.parameters() if p.requires_grad}
     float8 = config.train.float8
-    if float8 and not training and world.control.any_rank(bool(unsupported_reason(world.device))):
+    if float8 and not training and world.control.any_rank(bool(float8_device_reason(world.device))):
         # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
         float8 = ""
     return PrepareOptions(
@@ -150,7 +166,7 @@ def _prepare_options(
 def _frozen_form_and_saving(
     config: RunConfig, model: PreTrainedModel
 ) -> tuple[Literal["whole", "nf4", "stored"], int]:
-    """Return how frozen weights lie, and how many bytes less than whole ones they take."""
+    """Return how frozen weights lie, and how many bytes fewer than whole ones all ranks together hold."""
     frozen = config.model.frozen
     if frozen == AUTO:
         frozen = "stored" if stored_formats(model) else "whole"
@@ -189,6 +205,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
 
 
 def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
+    """Return the home of the run's encoders: the world's ranks with the tensor parallelism of [encoder]."""
     from longspan.model import EncoderHome
 
     encoder = config.encoder
@@ -201,6 +218,7 @@ def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
 
 
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for a list of communication types, of training or of a set, that has not one for each layer."""
     layers = model.config.get_text_config().num_hidden_layers
     for section in (config.context, held_out_set(config), *config.evaluation.sets):
         choice = PlannerConfig.unpriced(section, config)

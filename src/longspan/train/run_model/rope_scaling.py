@@ -18,9 +18,11 @@ def scale_positions(
     *,
     cut_by: str = "data.max_document_tokens =",
 ) -> PreTrainedConfig:
-    """Return a configuration whose positions are scaled by `model.rope_scaling` to a document of `longest` tokens.
+    """Return a configuration whose positions are scaled by `model.rope_scaling` to a document of `longest` tokens, and
+    log it.
 
-    Raises ConfigError where the document is longer still, with its source `origin` and `cut_by`, the key that cuts.
+    The given configuration is returned where nothing has to be scaled. Raises ConfigError where the document is longer
+    still, with its source `origin` and `cut_by`, the key that cuts documents, as the error writes it.
     """
     old_limit = position_limit(configuration)
     scaled = configuration
@@ -71,6 +73,10 @@ def _check_positions(
     origin: str,
     cut_by: str,
 ) -> None:
+    """Raise ConfigError where a document of `tokens` has more than the `scaled` configuration has positions.
+
+    `configuration` is that before scaling, by which the error names a factor that would do.
+    """
     limit = position_limit(scaled)
     if limit is not None and tokens > limit:
         scaling = f"{model.rope[0] or 'yarn'}:{smallest_scaling_factor(configuration, tokens):g}"

@@ -40,6 +40,7 @@ class BlockKind:
 
     @property
     def name(self) -> str:
+        """The kind as three digits, in the name of the file that notes that its kernels are compiled."""
         return "-".join(str(int(value)) for value in astuple(self))
 
 
@@ -87,7 +88,9 @@ def compile_kernels_ahead(
 
 
 def _model_digest(model: ModelConfig) -> str:
-    """A digest of configuration and packages for names of notes; "" where FlashAttention-4 or a file is missing."""
+    """Return a digest of configuration and packages for names of notes; "" where FlashAttention-4 or a
+    file is missing.
+    """
     file = Path(model.source) if model.source else None
     file = file / "config.json" if file is not None and file.is_dir() else file
     try:
@@ -112,6 +115,7 @@ def compile_in_worker(connection: "Connection[Any, Any]", parent: int) -> None:
 
 
 def _read_head_sizes(model: ModelConfig) -> Mapping[str, int]:
+    """Return the arguments `heads`, `kv_heads` and `head_dim` of a model. Raises ValueError for latent attention."""
     from longspan.model import preset_config
     from longspan.model.weights.hf_folder import read_configuration
 

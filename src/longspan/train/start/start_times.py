@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(eq=False)
 class Starts:
     """Seconds by part of one process's start, which begins here."""
 
@@ -22,6 +22,7 @@ class Starts:
         self._last = now
 
     def to_json(self) -> dict[str, float]:
+        """Return the seconds of each part, and of all, for run.json."""
         return {name: round(seconds, 2) for name, seconds in self.parts.items()} | {
             "total": round(sum(self.parts.values()), 2)
         }

@@ -53,6 +53,7 @@ class TokenLogProbs:
         return self._document_values(self.also[name], document)
 
     def _document_values(self, values: Floats, document: int) -> Floats:
+        """Return the part of a document in values end to end, after zeros for its shared prefix."""
         start = self._starts[document]
         own_values = values[start : start + self.lengths[document]]
         return np.concatenate([np.zeros(self.bases[document]), own_values]) if self.bases else own_values
@@ -63,7 +64,12 @@ class TokenLogProbs:
 
 
 class CollectedLogProbs:
-    """A loss that collects numbers of this rank's rows: log-probabilities, and what `also` names; or `scores`."""
+    """A loss of passes that is 0 and collects numbers of this rank's targets: log-probabilities and `also`; or
+    `scores`.
+
+    `lengths` are the plan's tokens of each document, `scores` how many a row has (0: a log-probability). `columns`
+    names the weights by which documents' sums are made, `bases` the tokens of prefixes before each document.
+    """
 
     def __init__(
         self,
@@ -90,14 +96,18 @@ class CollectedLogProbs:
         return hidden.new_zeros((), dtype=torch.float64)
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """Put the numbers of all ranks' rows together, on every rank: a sum, as a rank has 0 for tokens of others."""
+        """Return the log-probabilities of all ranks' tokens, on every rank, which all enter.
+
+        They are a sum over ranks, as a rank has 0 for tokens of others.
+        """
         values, sums = self.gather_tables(world)
         also = dict(zip(self._also, values[self._scores or 1 :], strict=True))
         return TokenLogProbs(self._lengths, values[0], sums[0], also, self._bases)
 
     def gather_tables(self, world: World) -> tuple[Floats, Floats]:
-        """Return the numbers of rows (k, rows of all documents), 0 at others, and their sums of documents (…, D), times
-        weights, in the order of `BatchTargets.weighted_rows`.
+        """Return numbers (k, rows of all documents), 0 at rows that do not count, and documents' weighted sums (k', D).
+
+        Both are the same on every rank, which all enter. The order of k' is that of `BatchTargets.weighted_rows`.
         """
         values = np.zeros(((self._scores or 1) + len(self._also), self._starts[-1]))
         sums = np.zeros(((self._scores or len(self._columns)) + len(self._also), len(self._lengths)))

@@ -90,6 +90,7 @@ class DocumentLoss:
 
 
 def _read_set(index: int, documents: Any) -> tuple[int, ...]:
+    """Return the numbers of the documents of set `index`. Raises LossError for what is no sequence of integers."""
     try:
         if any(isinstance(document, bool) for document in documents):
             raise TypeError("a bool is no number of a document")
@@ -104,7 +105,8 @@ def _read_set(index: int, documents: Any) -> tuple[int, ...]:
 def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
     """Sum the losses of some sets; return the sum and its derivative by the numbers in `sums`, (D,) or (D, L).
 
-    Derivatives are 0 for documents of no set. Raises LossError where the function gives no scalar.
+    `function` is called once for each set. Derivatives are 0 for documents of no set. Raises LossError where the
+    function gives no scalar.
     """
     total = 0.0
     coefficients = np.zeros_like(sums)
@@ -123,7 +125,9 @@ def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums:
 class DocumentPasses:
     """The sets of one step; given to its passes as `loss_fn` once `compute_coefficients_ahead` has run.
 
-    An error of the caller's function is kept in `error`, and the passes go on.
+    A set whose documents are in one micro-batch of a plan in lockstep gets its loss there; the others from a forward
+    pass before. An error of the caller's function is kept in `error`, and the passes go on: losses are 0 from then on.
+    `sums` (D, columns and also) is this rank's part of the sums of documents, for the loss's figures.
     """
 
     kind = "DocumentLoss"
@@ -177,9 +181,11 @@ class DocumentPasses:
             refuse_head_dropout(model, self._world, "DocumentLoss")
 
     def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
-        """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks.
+        """Compute the coefficients of sets that no micro-batch holds, from a forward pass of theirs; entered by all
+        ranks.
 
-        Returns this rank's part of the loss of these sets, which one rank counts.
+        Returns this rank's part of the loss of these sets, which the first rank alone counts. Adds to `sums` what their
+        documents have there.
         """
         # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
         indices = sorted(
@@ -204,7 +210,12 @@ class DocumentPasses:
         return loss
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """Return this rank's part of the losses of sets that the micro-batch holds, with all their gradients."""
+        """Return this rank's part of the losses of sets that the micro-batch holds, with the gradients of all its
+        documents.
+
+        Derivatives of sets across micro-batches come from the pass before. Sums of documents are exchanged over slots,
+        which all enter, if the micro-batch holds a set.
+        """
         targets = BatchTargets(batch, hidden.device)
         coefficients = self._coefficients
         loss = 0.0
@@ -226,12 +237,17 @@ class DocumentPasses:
         return loss_with_slopes(loss, [slopes], self._world, hidden, targets, head, self._chunk_rows)
 
     def _compute_set_losses(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
-        """Compute the loss of sets by the caller's function, and its coefficients; an error is kept in `error`."""
+        """Return the loss of sets by the caller's function, and its coefficients (D, width); an error is kept in
+        `error`.
+
+        `sums` (D, …) are those of all ranks, of which the first `width` columns are the function's. What was computed
+        is noted for the comparison of ranks.
+        """
         numbers = sums[:, : self._width]
         if self.error is None:
             try:
-                given = numbers[:, 0] if self._width == 1 else numbers
-                loss, coefficients = sum_set_losses(self.loss.function, sets, given)
+                loss_sums = numbers[:, 0] if self._width == 1 else numbers
+                loss, coefficients = sum_set_losses(self.loss.function, sets, loss_sums)
                 self.check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
                 return loss, coefficients.reshape(numbers.shape)
             except Exception as error:  # of the caller's function

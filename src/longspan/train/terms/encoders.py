@@ -13,7 +13,7 @@ from torch import nn
 
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import MicroBatch, Plan
-from longspan.plan.items.encoding_plan import ItemTable
+from longspan.plan.items.item_table import ItemTable
 from longspan.train.passes import Term
 from longspan.train.rows.agreed_reading import read_and_compare_digest
 from longspan.train.rows.read_rows import LocalBatch
@@ -36,6 +36,10 @@ class EncodersTerm(Term):
     _encoding: "Encoding | None" = None
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
+        """Take the waves that were planned ahead, or plan them, and read this rank's items; entered by all ranks.
+
+        Raises DataError on every rank where any cannot read, CommError for another list of items.
+        """
         inputs = self._inputs
         table = self._items
         plan = inputs.plan
@@ -50,10 +54,11 @@ class EncodersTerm(Term):
         else:
             encoding = ahead.result()
         self._encoding = encoding
-        read = partial(encoding.read_items, inputs.documents.documents)
-        read_and_compare_digest(read, table.digest(), inputs.world, what="lists of items")
+        read_items = partial(encoding.read_items, inputs.documents.documents)
+        read_and_compare_digest(read_items, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Plan the waves of some micro-batches of an evaluation and read this rank's items, without the other ranks."""
         self._micro_batches = micro_batches
         self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
         self._encoding.read_items(self._inputs.documents.documents)
@@ -103,6 +108,10 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, dept
 
 
 def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
+    """Plan the waves of a coming step and begin to read their items; run by the thread of `plan_waves_ahead`.
+
+    `stream` is that of the caller, on which tensors of the plan are made.
+    """
     if stream is not None:
         torch.cuda.set_stream(stream)
     encoding = make()
@@ -114,6 +123,10 @@ def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encodin
 def _encoding_key(
     model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]
 ) -> tuple[object, ...]:
-    """A caller may freeze an encoder between planning ahead and the step: the key has which ones are frozen."""
+    """Return by what waves that were planned ahead are found again.
+
+    A caller may freeze an encoder between planning ahead and the step: the key has which ones are frozen. `passes` are
+    (backward, depths).
+    """
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen

@@ -45,7 +45,11 @@ class EncoderTimes:
 
 
 class _LocalWave:
-    """One wave on this rank: what it encodes, its exchange, and the rows that it delivers to each micro-batch."""
+    """One wave on this rank: what it encodes, its exchange, and the rows that it delivers to each micro-batch.
+
+    `items` are those that this rank's slot encodes, by their number in the plan, `rows` how many rows they make here.
+    The passes of a step fill the rest: `inputs`, `output`, `deliveries`.
+    """
 
     def __init__(
         self, wave: Wave, plan: ModalityPlan, encoder: Encoder, world: World, *, gradient: RowGradient
@@ -74,7 +78,10 @@ class _LocalWave:
 
 @dataclass(frozen=True, eq=False)
 class ModalityPass:
-    """The waves of one modality on this rank; `training` is the mode of the encoder's modules."""
+    """The waves of one modality on this rank in one step; `training` is the mode of the encoder's modules.
+
+    `items` are those of the micro-batches that are run, `width` is the size of the language model's hidden states.
+    """
 
     encoder: Encoder
     world: World
@@ -99,9 +106,13 @@ class ModalityPass:
 
     @property
     def items_here(self) -> list[int]:
+        """The numbers of the items that this rank encodes, as the caller's documents count them."""
         return [self.items.numbers[item] for wave in self.waves for item in wave.items]
 
     def read_items(self, documents: Any) -> None:
+        """Read what each wave encodes here from the caller's documents, without other ranks; an error
+        names its item.
+        """
         for wave in self.waves:
             if self.encoder.max_cp > 1:
                 wave.shard = bind(wave.micro_batch, self.encoder.world)
@@ -111,6 +122,7 @@ class ModalityPass:
                     wave.inputs.append(documents.read(self.items.numbers[item]))
 
     def nonfinite_inputs(self) -> list[str]:
+        """Return words for the items of this rank that hold a number which is not finite; waits for the device."""
         inputs = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
         return [
             self.items.item_text(item)
@@ -162,14 +174,21 @@ class ModalityPass:
         return error
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
-        """Only an encoder whose slots share items takes a shard."""
+        """Run the encoder over one wave and return its rows (n, width); an error names items and rank.
+
+        Only an encoder whose slots share items takes a shard.
+        """
         with _add_note_to_errors(lambda: f"encoding {self._items_text(wave)} on rank {self.world.rank}"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _items_text(self, wave: _LocalWave) -> str:
+        """Return words for the wave's items here, of which errors name three."""
         return ", ".join(map(self.items.item_text, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
+        """Return the error of an output that is not as many rows of the width as the wave's items take;
+        None if it is.
+        """
         names = self._items_text(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
             returned = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
@@ -226,10 +245,10 @@ class ModalityPass:
             shard.derived.add_items(leaf, spliced, added)
 
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
-        """The rows of one micro-batch as a leaf of autograd; in wave i they begin at `starts[i]`, which moves past
-        them.
+        """Return the rows of one micro-batch as a leaf of autograd, from what waves brought (`arrived`, by wave).
 
-        The wave keeps the leaf and the indices of its rows in it (None: all), to read their gradients from.
+        `wave_of_row` (n,) says which wave has each row; in wave i they begin at `starts[i]`, which moves past them, in
+        place. The wave keeps the leaf and the indices of its rows in it (None: all), to read their gradients from.
         """
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
@@ -275,6 +294,7 @@ class ModalityPass:
 
 @contextmanager
 def _add_note_to_errors(text: Callable[[], str]) -> Iterator[None]:
+    """Add a note to errors raised inside; `text` is asked for it only then."""
     try:
         yield
     except Exception as error:
@@ -292,7 +312,10 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
-    """Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0."""
+    """Return the gradient (n, width) of a wave's rows, in the order of delivery, from the leaves that took them.
+
+    Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0.
+    """
     parts = [output.new_zeros((0, *output.shape[1:]))]
     for leaf, places in wave.deliveries:
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -301,7 +324,10 @@ def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
 
 
 class Encoding:
-    """All waves of some micro-batches of a plan. Enter `passes_context` once all ranks have read their items."""
+    """All waves of some micro-batches of a plan, over all modalities, for one step or portion.
+
+    Made on the host: no rank waits for another. Enter `passes_context` once all ranks have read their items.
+    """
 
     def __init__(
         self,
@@ -350,9 +376,11 @@ class Encoding:
 
     @property
     def items_here(self) -> list[int]:
+        """The numbers of the items that this rank encodes, as the caller's documents count them."""
         return [number for modality_pass in self._modality_passes for number in modality_pass.items_here]
 
     def read_items(self, documents: Any) -> None:
+        """Read what this rank encodes, of all waves; raises whatever a document raises, without other ranks."""
         for modality_pass in self._modality_passes:
             modality_pass.read_items(documents)
 
@@ -387,4 +415,5 @@ class Encoding:
         return EncoderTimes(seconds / len(self._world.home.ranks), predicted)
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
+        """Return a context in which errors and reports of waiting ranks name this part of the step."""
         return self._world.watch.name_collectives(part, self._world.home.ranks)

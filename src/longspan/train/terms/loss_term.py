@@ -15,7 +15,7 @@ from longspan.errors import LongspanError, LossError
 from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
-from longspan.train.passes import Passes, Term, default_divisor
+from longspan.train.passes import Passes, Term
 from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
 from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
@@ -30,8 +30,8 @@ StepLoss = CrossEntropy | TokenLoss | DocumentPasses | MicroBatchPasses
 class LossTerm(Term):
     """How a step makes its loss of rows, and what it divides their sum by.
 
-    Made by all ranks together. Raises LossError on every rank where one rank's loss or divisor cannot be used,
-    CommError where ranks have different ones, or some have neither.
+    Made by all ranks together. `scores` is how many a row has, 0 of a language model. Raises LossError on every rank
+    where one rank's loss or divisor cannot be used, CommError where ranks have different ones, or some have neither.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class LossTerm(Term):
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         world = inputs.world
         self._world = world
-        read = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
+        read_loss = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
         names = {"what": "losses, sets or divisors", "hint": _HINT}
         self.loss_fn: StepLoss
         self.divisor: float
         self.loss_fn, self.divisor, loss_text = read_and_compare_digest(
-            read, text_digest("a loss or a divisor"), world, _to_loss_error, **names
+            read_loss, text_digest("a loss or a divisor"), world, _to_loss_error, **names
         )
         world.control.compare_digests(text_digest(loss_text), **names)
         if inputs.backward and isinstance(self.loss_fn, DocumentPasses):
@@ -62,6 +62,7 @@ class LossTerm(Term):
         return self.loss_fn.compute_coefficients_ahead(passes, batches)
 
     def raise_error(self) -> None:
+        """Raise, on every rank, the error of a caller's function, or LossError where ranks came to different losses."""
         if isinstance(self.loss_fn, CrossEntropy):  # calls no function of the caller's
             return
         error = None if self.loss_fn.error is None else _to_loss_error(self.loss_fn.error, self._world)
@@ -85,8 +86,8 @@ class LossTerm(Term):
         if not isinstance(self.loss_fn, DocumentPasses):
             return {}
         figures = self.loss_fn.loss.figures
-        made = {} if figures is None else figures(np.reshape(sums, self.loss_fn.sums.shape))
-        return {"forward_twice": self.loss_fn.forward_twice, "figures": made}
+        named_figures = {} if figures is None else figures(np.reshape(sums, self.loss_fn.sums.shape))
+        return {"forward_twice": self.loss_fn.forward_twice, "figures": named_figures}
 
 
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
@@ -95,6 +96,11 @@ _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of 
 def _read_loss(
     loss: GivenLoss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
 ) -> tuple[StepLoss, float, str]:
+    """Check a step's loss and divisor; return the loss of its passes, the divisor and a text that is the same on all
+    ranks.
+
+    Raises LossError for a loss, sets or a divisor that cannot be used.
+    """
     if loss is not None and not isinstance(loss, DocumentLoss | MicroBatchLoss) and not callable(loss):
         kinds = "a function of (log_probs, at), a DocumentLoss, a MicroBatchLoss, or None"
         raise LossError(f"loss is {short_text(loss)}; give {kinds}")
@@ -108,7 +114,7 @@ def _read_loss(
         default = 1.0
     else:
         sets = ()
-        default = default_divisor(plan)
+        default = float(max(plan.targets, 1))
         loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
     if isinstance(loss, DocumentLoss):
         sets = (*sets, *loss.columns, *loss.also)  # which ranks compare
@@ -117,6 +123,7 @@ def _read_loss(
 
 
 def check_divisor(divisor: Any) -> float:
+    """Return the divisor as a float. Raises LossError for what is no positive, finite number."""
     number = divisor
     if isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1:
         number = divisor.item()
@@ -129,6 +136,7 @@ def check_divisor(divisor: Any) -> float:
 
 
 def _to_loss_error(error: Exception, world: World) -> LongspanError:
+    """Return the error by which all ranks learn of a failure of this rank's loss; a LongspanError stays itself."""
     if isinstance(error, LongspanError):
         return error
     loss_error = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")

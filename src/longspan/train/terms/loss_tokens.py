@@ -47,6 +47,7 @@ class Distributions:
         return self._values[name]
 
     def release_logits(self) -> None:
+        """Forget the logits, whose memory is needed; numbers that were read before stay."""
         self._logits_and_ids = None
 
 
@@ -101,6 +102,7 @@ class LossTokens:
         return self._distribution_value("log_sum_sq_probs")
 
     def _distribution_value(self, name: str) -> Tensor:
+        """Return a number (n,) of the rows' distributions by name. Raises LossError for tokens made without logits."""
         if self.distributions is None:
             raise LossError(
                 f"at.{name} is not known, for these LossTokens were made without logits; pass distributions="
@@ -109,7 +111,12 @@ class LossTokens:
 
 
 class BatchTargets:
-    """The targets of one micro-batch on this rank, on the host and on the device."""
+    """The targets of one micro-batch on this rank, n of them: on the host, and on the device.
+
+    `documents` and `positions` (n,) are numbered as in the plan and among the document's own rows; `path_positions`
+    (n,) count the prefixes before these too. `weights` (n,) are 1 in documents that bring none. `targets` has their
+    local rows and ids on the device.
+    """
 
     def __init__(self, batch: LocalBatch, device: torch.device) -> None:
         rows = target_rows(batch)
@@ -122,9 +129,11 @@ class BatchTargets:
         self._device = device
 
     def weighted_rows(self, numbers: Floats, columns: Sequence[str], scores: int) -> Floats:
-        """Multiply numbers of targets (k, n), of `scores` (0: a log-probability) and others, by weights of these names.
+        """Multiply numbers of targets (k, n) by the weights of these names; return (k', n), to be summed by document.
 
-        A log-probability is there once for each name; others, and scores, have the first one's weights.
+        The first `scores` numbers (0: one log-probability) are what a loss reads, the others are values beside them. A
+        log-probability is there once for each name; others, and scores, have the first one's weights. Raises DataError
+        for a name that documents do not bring.
         """
         if len(self.documents) and (missing := [name for name in columns if name not in self._values]):
             raise DataError(
@@ -132,19 +141,21 @@ class BatchTargets:
                 f"with each: longspan.Document(ids, {missing[0]}=…)"
             )
         weights = np.stack([self._values.get(name, self.weights) for name in columns])
-        own = scores or 1
-        return np.concatenate([numbers[:own] * weights, numbers[own:] * weights[:1]])
+        read_by_loss = scores or 1
+        return np.concatenate([numbers[:read_by_loss] * weights, numbers[read_by_loss:] * weights[:1]])
 
     def compute_values(self, hidden: Tensor, head: Head, also: Sequence[str], chunk_rows: int) -> Tensor:
-        """Compute log-probabilities or scores of these targets, and by name numbers of their distributions: (1 + k, n)
-        or (L + k, n), without a gradient.
+        """Compute log-probabilities or scores of these targets, and the distributions' numbers that `also` names.
+
+        Returns (1 + k, n), or of L scores (L + k, n), on the device without a gradient. The head runs `chunk_rows` rows
+        at a time.
         """
 
         def tabulate(logits: Tensor, ids: Tensor) -> Tensor:
-            of_rows = (
+            row_numbers = (
                 row_scores(logits, ids)[0].movedim(0, -1) if head.makes_scores else target_log_probs(logits, ids)
             )
-            values = of_rows.reshape(-1, len(ids))
+            values = row_numbers.reshape(-1, len(ids))
             return torch.cat([values, distribution_values(logits, ids, also)]) if also else values
 
         return chunked_values(hidden, self.targets, tabulate, head, chunk_rows)

@@ -110,7 +110,12 @@ class MicroBatchPasses:
     def _differentiate(
         self, documents: tuple[int, ...], lengths: tuple[int, ...], table: Floats
     ) -> tuple[float, dict[str, Floats]]:
-        """Compute the loss and its derivatives by the first value, and by entropies where they are not 0."""
+        """Compute the loss and its derivatives by the first value, and by entropies where they are not 0; each
+        (tokens,).
+
+        `table` (values, tokens) has the values of the micro-batch's documents end to end. An error is kept in `error`:
+        loss and derivatives are 0 from then on.
+        """
         slopes = {self._names[0]: np.zeros(table.shape[1])}
         if not documents or self.error is not None:
             return 0.0, slopes
@@ -141,7 +146,11 @@ def loss_with_slopes(
     head: Head,
     chunk_rows: int,
 ) -> Tensor:
-    """Return a loss that every slot has, which one counts, with these derivatives of targets (n, …) as gradient."""
+    """Return the part of one slot in a loss that every slot has computed whole, with given derivatives as gradient.
+
+    Slot 0 alone counts `loss`. `slopes` are the derivatives of this rank's targets, (n,) or (n, L) by log-probabilities
+    or scores, and if there is a second (n,) by entropies. Without gradients the head does not run.
+    """
     total = torch.tensor(loss if world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
     if not torch.is_grad_enabled():
         return total
@@ -154,6 +163,9 @@ def loss_with_slopes(
 
 
 def check_scalar(loss: Any, kind: str, documents: tuple[int, ...]) -> Tensor:
+    """Return the loss of these documents as a scalar. Raises LossError for what is no floating-point tensor of one
+    number.
+    """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.sum()
     shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -163,7 +175,10 @@ def check_scalar(loss: Any, kind: str, documents: tuple[int, ...]) -> Tensor:
 
 
 def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
-    """Raise ModelError where dropout would make the logits of a micro-batch differ; entered by all ranks."""
+    """Raise ModelError where dropout would make the logits of a micro-batch differ; entered by all ranks.
+
+    `loss` names the kind of loss that makes logits twice.
+    """
     adapter = adapter_of_prepared_model(model)
     rate = adapter.dropout if adapter is not None else 0.0
     if rate and world.control.any_rank(_head_is_adapted(model)):
@@ -176,6 +191,7 @@ def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
 
 
 def _head_is_adapted(model: nn.Module) -> bool:
+    """Return whether this rank has an output head with an adapter; of a pipeline its last stage has the head."""
     stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
     heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
     return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)

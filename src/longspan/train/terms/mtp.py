@@ -67,6 +67,9 @@ class DepthsTerm(Term):
         self._sums = torch.zeros(self.depths, dtype=torch.float64, device=self._world.device)
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
+        """Count the targets of each depth over all slots, by labels that last stages alone read; entered
+        by all ranks.
+        """
         reads_labels = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
         counted_batches = batches if reads_labels else ()
         local = [
@@ -87,6 +90,11 @@ class DepthsTerm(Term):
     def _add_depth_losses(
         self, main: LossFn, shares: Sequence[float], batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
+        """Return the loss of `main`, with the depths' losses in its gradient, times `shares`, and not in its value.
+
+        `deeper` are the hidden states (T, D) of each depth. The losses are also added to the term's sums, for the
+        step's result.
+        """
         total = main(batch, hidden, head)
         for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):
             loss = self._cross_entropy(rows, states, head)
@@ -102,6 +110,7 @@ class DepthsTerm(Term):
 
 
 def count_depths_of_model(model: nn.Module) -> int:
+    """Return how many depths of multi-token prediction a prepared model has; a pipeline's stages know it all."""
     return model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
 
 
@@ -118,6 +127,11 @@ def _refuse_cut_depths(inputs: StepInputs) -> None:
 
 
 def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
+    """Check `mtp` and the model, compare both with the other ranks, and return the number of depths; entered by all
+    ranks.
+
+    Raises LossError for what is no MtpLoss, ModelError for a model without depths, or whose rows see later ones.
+    """
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
     name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name

@@ -90,7 +90,7 @@ class Preferences:
             _, rewards, kl = self._answer_losses(table[:, 0])
             log_probs = table[::2, 0]
             others = {"kl": kl}
-            chosen, rejected = (torch.nonzero(self.labels == wanted)[:, 0] for wanted in (True, False))
+            chosen, rejected = (torch.nonzero(self.labels == is_desirable)[:, 0] for is_desirable in (True, False))
             documents_of = {"chosen": 2 * chosen, "rejected": 2 * rejected}
         else:
             _, log_probs, rewards, others = self._pair_figures(table, [*range(len(table))])
@@ -111,18 +111,24 @@ class Preferences:
         return means
 
     def _answer_losses(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses of KTO's answers, their rewards, and the divergence."""
+        """Return the losses (n,) of KTO's answers, their rewards (n,) and the divergence, by sums (2 n,) of the
+        documents.
+        """
         assert self.labels is not None
         ratios = sums - self.reference
         beta = self.arguments["beta"]
         kl = ratios[1::2].detach().mean().clamp(min=0)
-        wanted = self.labels.double()
-        weights = self.arguments["desirable_weight"] * wanted + self.arguments["undesirable_weight"] * (1 - wanted)
-        losses = weights * (1 - torch.sigmoid(beta * (2 * wanted - 1) * (ratios[::2] - kl)))
+        desirable = self.labels.double()
+        weights = self.arguments["desirable_weight"] * desirable
+        weights = weights + self.arguments["undesirable_weight"] * (1 - desirable)
+        losses = weights * (1 - torch.sigmoid(beta * (2 * desirable - 1) * (ratios[::2] - kl)))
         return losses, beta * ratios[::2].detach(), kl
 
     def _pair_figures(self, sums: Tensor, documents: list[int]) -> _Pairs:
-        """Return what the sums (2 n, …) of pairs give."""
+        """Return what pairs give, by the sums (2 n, columns) of their documents, whose numbers are in `documents`.
+
+        Rewards and log-probabilities have no gradient; losses have one by `sums`.
+        """
         counts = self.counts[documents]
         beta = self.arguments["beta"]
         log_probs = sums[:, 0]
@@ -153,12 +159,15 @@ class Preferences:
         return _Pairs(losses, log_probs.detach(), beta * ratios.detach(), others)
 
     def _cross_entropy(self, sums: Tensor, others: dict[str, Any]) -> Tensor:
-        """Return the part (n,) of pairs in the mean over the tokens of all chosen documents, times all pairs."""
+        """Return the part (n,) of pairs in the mean over the tokens of all chosen documents, times all pairs.
+
+        It is also put into `others`, under TRL's name.
+        """
         losses = -sums * (len(self.counts) / 2 / self.learnt)
         others["nll_loss"] = losses
         return losses
 
 
 def _log_of_complement(log_probs: Tensor) -> Tensor:
-    """log(1 − p) of log p, for p near 0 and near 1."""
+    """Return log(1 − p) of log p, for p near 0 and near 1."""
     return torch.where(log_probs > -0.6931471805599453, (-log_probs.expm1()).log(), (-log_probs.exp()).log1p())

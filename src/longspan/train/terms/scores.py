@@ -79,6 +79,9 @@ def usual_problem(scores: int, labels: int) -> ProblemType:
 
 
 def _class_losses(table: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy (t,) of scores (t, L) by labels (t, 1). Raises LossError for what is no class from 0 to
+    L − 1.
+    """
     classes = labels[:, 0].long()
     if labels.shape[1] > 1 or bool(((classes != labels[:, 0]) | (classes < 0) | (classes >= table.shape[1])).any()):
         raise LossError(
@@ -89,7 +92,7 @@ def _class_losses(table: Tensor, labels: Tensor) -> Tensor:
 
 
 def configured_loss(model: nn.Module) -> LossFunction:
-    """Return the loss that a prepared model's class has for its labels."""
+    """Return the loss that a prepared model's class has for its labels, by the configuration's `problem_type`."""
     kind: Any = getattr(model, "architecture", type(model))
     if kind.__name__.endswith("ForTokenClassification") and score_columns(model) > 1:
         return score_loss("single_label_classification")  # whatever `problem_type` says
@@ -152,6 +155,9 @@ def token_scores(
     """Compute the scores of all rows of a plan's documents that count, on every rank; no gradient.
 
     >>> values = token_scores(model, plan, [ScoredDocument(ids, rows="all")], world).of(0)      # (length, L)
+    >>> rewards = token_scores(model, plan, [ScoredDocument(ids, pad=pad) for ids in answers], world).sums[:, 0]
+
+    By default one row of a ScoredDocument counts, whose scores `sums` then has.
 
     The model runs in evaluation mode, under any plan of these documents; all ranks call it together, and it refuses
     what `run_step` refuses.
@@ -167,14 +173,3 @@ def token_scores(
     run_passes(Passes.with_terms(inputs, (), collected), batches)
     values, sums = collected.gather_tables(world)
     return TokenScores(plan.lengths, values.T, sums.T, plan.bases)
-
-
-def scores(model: nn.Module, plan: Plan, documents: Any, world: World, loss_chunk_rows: int = 0) -> Floats:
-    """Compute the scores (D, L) of a plan's documents, on every rank; no gradient.
-
-    >>> rewards = scores(model, plan, [ScoredDocument(ids, pad=pad) for ids in answers], world)[:, 0]
-
-    By default one row of a ScoredDocument counts; of several it is their sum, times their weights. Called as
-    `token_scores`.
-    """
-    return token_scores(model, plan, documents, world, loss_chunk_rows).sums

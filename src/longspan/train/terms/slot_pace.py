@@ -30,6 +30,7 @@ class SlotPaceTerm(Term):
         return replace(passes, loss_fn=partial(self._time_loss, passes.loss_fn))
 
     def _time_loss(self, measure: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
+        """Return the loss of `loss_fn`, timed where the micro-batch has enough logits for its kernels to count."""
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
             return measure(batch, hidden, head, *deeper)

@@ -41,8 +41,9 @@ class TokenLoss:
     def _losses_and_slopes(
         self, targets: BatchTargets, log_probs: Tensor, part: slice, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """After an error in an earlier chunk losses and slopes are 0, as for one in this chunk: the step raises at its
-        end.
+        """Return the sum of the caller's losses of one chunk of targets, and their derivatives (t,); a LossOfRows.
+
+        After an error in this or an earlier chunk both are 0: the step raises it at its end.
         """
         zeros = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
         if self.error is not None:
@@ -64,6 +65,7 @@ class TokenLoss:
 
 
 def check_losses(losses: Any, log_probs: Tensor) -> Tensor:
+    """Return a caller's losses. Raises LossError for what is no floating-point tensor with one loss for each row."""
     if isinstance(losses, Tensor) and losses.shape == log_probs.shape[:1] and losses.is_floating_point():
         return losses
     shape = (

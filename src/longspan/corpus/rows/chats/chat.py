@@ -18,7 +18,7 @@ from longspan.corpus.rows.chats.turn_tokens import TurnTokens, find_turn_tokens
 from longspan.corpus.rows.media.placeholders import RowImages
 from longspan.corpus.rows.media.row_media import NOTHING_SHOWN, RowMedia, check_media_counts, kinds_of_parts
 from longspan.corpus.rows.messages import check_messages, learnt_messages, read_tools
-from longspan.corpus.rows.sample import RowSettings, Sample, count_inside
+from longspan.corpus.rows.sample import RowSettings, Sample, count_inside_tokens
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message, read_variables
 from longspan.corpus.rows.values import RowError, check_strings, require_key
 from longspan.corpus.tokenizer import TextTokenizer
@@ -41,7 +41,9 @@ class ChatEncoding:
     )
 
     def with_variables(self, values: Mapping[str, Any]) -> "ChatEncoding":
-        """Return the encoding with a row's chat_template_kwargs; those used first are forgotten."""
+        """Return the encoding with a row's chat_template_kwargs; it is kept for later rows, those used first
+        are dropped.
+        """
         encodings = self._encodings
         variables = json.dumps(read_variables(values.get("chat_template_kwargs")), sort_keys=True, default=str)
         if variables not in encodings:
@@ -68,6 +70,11 @@ class ChatEncoding:
         return self.tokenizer.set_parsing(True).encode_with_spans(text)[0]
 
     def _read_messages(self, values: Any, media: RowMedia) -> tuple[list[Message], Sequence[Any] | None]:
+        """Return the messages of a row, with calls as the template takes them, and its tools.
+
+        Raises RowError for a malformed one, for another number of media than it names, and for names of special tokens
+        in its texts, unless these are parsed.
+        """
         tools = read_tools(values.get("tools"))
         messages = check_messages(require_key(values, "messages"), images=self.images is not None)
         messages = self.template.fit_arguments(messages, tools)
@@ -84,7 +91,7 @@ class ChatEncoding:
     def _encode_turns(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, learnt: Sequence[int], media: RowMedia
     ) -> Iterator[Sample]:
-        """One sample with all learnt turns or, with turns "split", one up to each learnt turn."""
+        """Yield one sample with all learnt turns or, with turns "split", one up to each learnt turn."""
         if self.settings.turns == "together":
             yield self._encode_sample(messages, tools, learnt, media)
             return
@@ -102,7 +109,10 @@ class ChatEncoding:
         media: RowMedia,
         first: int = 0,
     ) -> Sample:
-        """Messages before number `first` are in another sample too, which counts what is not rendered of them."""
+        """Encode messages, of which those with the numbers `learnt` are targets.
+
+        Messages before number `first` are in another sample too, which counts what is not rendered of them.
+        """
         marks = self.template.has_marks(tools)
         rendered = self.template.render(messages, tools, marks=marks)
         if not self.settings.parse_special_tokens:
@@ -157,7 +167,7 @@ class ChatEncoding:
         for start, stop in spans.spans:  # a token is one if it has a character in a span
             is_target |= (begins < stop) & (ends > start)
         answers = (start if end is None else end for start, end in zip(starts, prompt_ends, strict=True))
-        unseen = spans.unseen._replace(inside_tokens=count_inside(offsets, answers))
+        unseen = spans.unseen._replace(inside_tokens=count_inside_tokens(offsets, answers))
         return Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)
 
     def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
@@ -169,7 +179,8 @@ class ChatEncoding:
         if tokens.is_harmless([messages, tools]):
             return
         harmless = self.template.render(*tokens.make_harmless([messages, tools])).text
-        names, harmless_names = tokens.any_token.findall(text), tokens.any_token.findall(harmless)
+        names = tokens.any_token.findall(text)
+        harmless_names = tokens.any_token.findall(harmless)
         if names != harmless_names:
             counts = {
                 name: (names.count(name), harmless_names.count(name)) for name in sorted({*names, *harmless_names})
@@ -182,6 +193,9 @@ class ChatEncoding:
             )
 
     def _turn_tokens(self, tools: Sequence[Any] | None) -> TurnTokens:
+        """Return the tokens of turns of the template with or without tools. Raises RowError for one that
+        writes no chat.
+        """
         return self._tokens_with_tools if tools else self._tokens_without_tools
 
     @cached_property
@@ -190,7 +204,10 @@ class ChatEncoding:
 
     @cached_property
     def _tokens_with_tools(self) -> TurnTokens:
-        try:  # a template may write tools at a place that this conversation lacks
+        """The tokens of turns where there are tools; those without tools if the template does not write a plain chat
+        with them.
+        """
+        try:
             return find_turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
             return self._tokens_without_tools

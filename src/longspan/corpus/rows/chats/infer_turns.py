@@ -58,11 +58,15 @@ class _Conversation:
         return earlier[-1] if earlier else _Turn(-1, (), (0,))
 
     def messages_in(self, start: int, stop: int) -> set[int]:
+        """Return the numbers of the messages of which a text ends behind `start` and not behind `stop`."""
         # The number len(messages) is above every message's, so that all texts that end at a place count.
         first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
         return {message for _, message in self.ends[first:last]}
 
     def messages_around(self, start: int, stop: int) -> range:
+        """Return the numbers from the last message with a text that ends up to `start` to the first with one
+        behind `stop`.
+        """
         before, behind = (bisect_right(self.ends, (at, len(self.messages))) for at in (start, stop))
         first = self.ends[before - 1][1] if before else 0
         last = self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1
@@ -78,10 +82,14 @@ def find_assistant_spans(
     learnt: Collection[int],
     first: int,
 ) -> TurnSpans:
-    """Find the spans of the `learnt` messages of an assistant in the rendering `text`, and count what it lacks."""
+    """Find the spans of the `learnt` messages of an assistant in the rendering `text`, and count what it lacks.
+
+    Of messages before number `first` nothing is counted that is not an assistant's. Raises RowError for a turn whose
+    begin or end cannot be told.
+    """
     fields = texts_of_messages(messages)
     conversation, ends = _locate_turns(fields, messages, text, template, tools)
-    unseen = _count_unseen(conversation, fields, ends, learnt, first)
+    unseen = _count_unrendered(conversation, fields, ends, learnt, first)
     turns = [turn for turn in conversation.turns if turn.message in learnt]
     return TurnSpans(tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens)), unseen)
 
@@ -94,7 +102,7 @@ def marked_spans(
     learnt: Collection[int],
     first: int,
 ) -> TurnSpans:
-    """Select the template's own marks of the `learnt` messages, and count what the rendering lacks.
+    """Return the template's own marks of the `learnt` messages as spans, and count what the rendering lacks.
 
     A mark without a text belongs to the assistant's messages between the texts next to it.
     """
@@ -103,14 +111,16 @@ def marked_spans(
     fields = texts_of_messages(messages)  # then no mark is another message's
     if all_learnt and all(field.added or str(field.value).strip() in rendered.text for field in fields):
         conversation = _Conversation(messages, rendered.text, template, tools, (), ())
-        return TurnSpans(rendered.marks, _count_unseen(conversation, fields, [(0,)] * len(fields), learnt, first))
+        return TurnSpans(
+            rendered.marks, _count_unrendered(conversation, fields, [(0,)] * len(fields), learnt, first)
+        )
     try:
         conversation, ends = _locate_turns(fields, messages, rendered.text, template, tools)
     except RowError:
         if all_learnt:  # the marks are all that is needed
             return TurnSpans(rendered.marks)
         raise
-    unseen = _count_unseen(conversation, fields, ends, learnt, first)
+    unseen = _count_unrendered(conversation, fields, ends, learnt, first)
     if all_learnt:
         return TurnSpans(rendered.marks, unseen)
     spans = list[tuple[int, int]]()
@@ -128,16 +138,18 @@ def marked_spans(
     return TurnSpans(tuple(spans), unseen)
 
 
-def _count_unseen(
+def _count_unrendered(
     conversation: _Conversation,
     fields: Sequence[Field],
     ends: Sequence[tuple[int, ...]],
     learnt: Collection[int],
     first: int,
 ) -> Unseen:
-    """Count what a rendering lacks: thoughts of learnt messages (left out whole, or cut off an answer) and their other
-    texts; learnt messages without a text; and from message number `first` on the messages of all other roles, and tools
-    that it does not name."""
+    """Count what a rendering lacks; `ends` has the places of each of the `fields` in it.
+
+    These are thoughts of learnt messages (left out whole, or cut off an answer) and their other texts; learnt messages
+    without a text; and from message number `first` on the messages of all other roles, and tools that it does not name.
+    """
     messages = conversation.messages
     turns = [turn for turn in conversation.turns if turn.message in learnt]
     absent = [field for field, places in zip(fields, ends, strict=True) if not places and not field.blank]
@@ -154,6 +166,9 @@ def _count_unseen(
 
 
 def _shortened_thought(conversation: _Conversation, turn: _Turn) -> str:
+    """Return the thought inside an answer ("<think>…</think>") that the template cuts off; "" if it writes it, or there
+    is none.
+    """
     contents = [field.value for field in turn.fields if field.path[0] == "content" and "</think>" in field.value]
     before, _, answer = contents[0].strip().partition("</think>") if contents else ("", "", "")
     thought = before.rpartition("<think>")[-1].strip()
@@ -168,7 +183,7 @@ def _locate_turns(
     template: ChatTemplate,
     tools: Sequence[Any] | None,
 ) -> tuple[_Conversation, list[tuple[int, ...]]]:
-    """Also return where each field's text ends in the rendering, which may be several places."""
+    """Locate the turns of a rendering; also return where each field's text ends, which may be several places."""
     render: Render = lambda changed: template.render(changed, tools).text  # noqa: E731
     ends = locate_ends(fields, messages, text, render)
     turns = list[_Turn]()
@@ -184,7 +199,9 @@ def _locate_turns(
 
 
 def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
-    """One span of a turn, or several where tokens inside the turn end generation."""
+    """Yield the span of a turn, or several where tokens inside the turn end generation. Raises RowError if it
+    has none.
+    """
     name = f"messages[{turn.message}]"
     start = _find_answer_start(conversation, turn, tokens)
     later = (t.ends[0] for t in conversation.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1])
@@ -223,6 +240,9 @@ def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
 
 
 def _find_answer_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
+    """Find where an answer begins: behind its prompt, else behind its question, else at its first word; None:
+    nowhere.
+    """
     text = conversation.text
     turn_before = conversation.turn_before(turn)
     first_field = turn.fields[0]

@@ -14,8 +14,6 @@ from longspan.corpus.rows.template import Message
 from longspan.corpus.rows.values import RowError
 
 _LONGEST_CLOSING = 32
-
-
 Render = Callable[[Sequence[Message]], str]
 
 
@@ -44,7 +42,10 @@ def locate_ends(
 def _locate_marks(
     messages: Sequence[Message], fields: Mapping[str, Field], text: str, render: Render
 ) -> dict[str, list[int]] | None:
-    """None if the template refuses marks or alters the rest."""
+    """Find where each marked text ends, with all `fields` (by their marks) marked in one rendering.
+
+    None if the template refuses marks or alters the rest.
+    """
     if not fields:
         return {}
     for mark, field in fields.items():

@@ -14,8 +14,6 @@ from longspan.corpus.rows.values import RowError, map_strings, strings_with_plac
 from longspan.corpus.tokenizer import pattern_of_any
 
 _HARMLESS = "Z"
-
-
 _WORDS = ("Zq0user", "Zq1assistant", "Zq2user", "Zq3assistant")
 
 
@@ -37,6 +35,7 @@ class TurnTokens:
 
     @cached_property
     def any_token(self) -> re.Pattern[str]:
+        """A pattern of every token that may begin or end a turn, and of special ones."""
         return pattern_of_any(self.ends | self.headers | self.special)
 
     @cached_property
@@ -52,10 +51,14 @@ class TurnTokens:
         return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else "(?!)")
 
     def is_harmless(self, value: Any) -> bool:
+        """Return whether no string in a JSON value has a character with which it could form a token."""
         return not any(self._risky_characters.search(text) for _, text in strings_with_places(value, ""))
 
     def make_harmless(self, value: Any) -> Any:
-        """Names of `plain` tokens come first, to be matched as a whole: templates look for these names."""
+        """Return a JSON value with a letter in place of each risky character of its strings.
+
+        Names of `plain` tokens come first, to be matched as a whole: templates look for these names.
+        """
         plain = pattern_of_any(self.plain - self.ends - self.headers)
         pattern = re.compile(f"{plain.pattern}|{self._risky_characters.pattern}")
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
@@ -86,7 +89,10 @@ class TurnTokens:
         )
 
     def _find_end_token(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
-        """A token that begins a turn, or any text between two tokens, ends the search."""
+        """Return the token that ends generation among these that follow each other, or else the first.
+
+        A token that begins a turn, or any text between two tokens, ends the search.
+        """
         last = tokens[0]
         for token in tokens:
             if token.start() > last.end() or token.group() in self.headers - self.ends:
@@ -146,7 +152,9 @@ def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine
 
 
 def _find_answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str]) -> str:
-    """It begins where the question rendered with the prompt begins to differ from the question rendered without it."""
+    """Return the prompt of an answer: it begins where the question rendered with the prompt begins to differ from the
+    question rendered without it.
+    """
     question = [{"role": "user", "content": _WORDS[0]}]
     plain, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
     common = next((i for i, (a, b) in enumerate(zip(plain, with_prompt, strict=False)) if a != b), len(plain))

@@ -47,6 +47,7 @@ def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
 
 
 def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str) -> None:
+    """Raise RowError for a key of an entry or part, other than `keys`, that has a value."""
     if unknown := [key for key, value in entry.items() if key not in keys and value is not None and value != ""]:
         extra_keys = " and ".join(f'"{key}"' for key in unknown[:3])
         raise RowError(
@@ -56,6 +57,7 @@ def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str)
 
 
 def _entry_path(entry: str, name: str) -> str:
+    """Return the path that an entry is, or that its file: URL names. Raises RowError for other URLs."""
     scheme = _SCHEME.match(entry)
     if scheme is None:
         return entry
@@ -69,6 +71,7 @@ def _entry_path(entry: str, name: str) -> str:
 
 
 def _decode_base64(text: Any, name: str) -> bytes:
+    """Return the bytes that a text in base64 stands for; blanks in it are left out."""
     if not isinstance(text, str):
         raise RowError(f"{name} is {type_name(text)}; give base64 in a string")
     try:
@@ -78,11 +81,7 @@ def _decode_base64(text: Any, name: str) -> bytes:
 
 
 FPS = 2.0  # frames a second where a row says nothing, as Qwen's own qwen-vl-utils has it for lists of frames
-
-
 _RATES = ("fps", "sample_fps")
-
-
 TIMES = (*_RATES, "timestamps")
 
 
@@ -136,5 +135,5 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
 
 
 def _is_number(value: Any) -> bool:
-    """Below 1e9, no boolean and not NaN (which is not itself)."""
+    """Return whether a value is a number below 1e9, no boolean and not NaN (which is not itself)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 1e9

@@ -30,8 +30,6 @@ from longspan.errors import DataError, plural
 
 # Part of the digest of placeholders: it changes with the rules by which texts name images.
 _RULES = "images are named by parts, else by texts of rows with a key for them"
-
-
 _WORDS = ("Zq0before", "Zq1behind")
 
 
@@ -67,11 +65,13 @@ class RowImages:
 
     @property
     def processor(self) -> Processor:
+        """The processor of the tokenizer's folder, loaded once a process."""
         assert self.tokenizer.folder is not None
         return load_processor(self.tokenizer.folder.absolute())
 
     @property
     def digest(self) -> tuple[str, ...]:
+        """What decides placeholders: the rules of names, the settings of the processor, and the template."""
         assert self.tokenizer.folder is not None
         return _RULES, processor_digest(self.tokenizer.folder), *([self.template.plain] if self.template else ())
 
@@ -99,6 +99,9 @@ class RowImages:
         return between if between.count(token) == 1 else token
 
     def _processor_tokens(self, *, videos: bool) -> dict[str, str]:
+        """Return the processor's texts of an image and, with `videos`, of a video, by kind; no video where it
+        has none.
+        """
         tokens = {"image": self.processor.token}
         if videos:
             with suppress(DataError):
@@ -124,13 +127,14 @@ class RowImages:
                     f"{plural(len(files), kind)}; mend the template of {self.tokenizer.folder}"
                 )
         files = {"image": enumerate(media.images), "video": enumerate(media.videos)}
-        shown = tuple(self._make_shown(kind, next(files[kind]), len(media.images)) for kind in kinds)
+        shown = tuple(self._process_size(kind, next(files[kind]), len(media.images)) for kind in kinds)
         sizes = [len(token) for token in placeholders]
         # Where each placeholder begins in the text, and by how much those before it have grown.
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum(sizes) - sizes
         grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(shown, sizes, strict=True))])
         moved_spans = tuple(
-            (int(a + grown_before[(starts < a).sum()]), int(b + grown_before[(starts < b).sum()])) for a, b in spans
+            (int(start + grown_before[(starts < start).sum()]), int(stop + grown_before[(starts < stop).sum()]))
+            for start, stop in spans
         )
         shown_texts = (*(medium.text for medium in shown), "")  # no placeholder follows the last piece
         expanded_text = "".join(piece + shown_text for piece, shown_text in zip(pieces, shown_texts, strict=True))
@@ -167,6 +171,7 @@ class RowImages:
 
     @property
     def _videos(self) -> VideoProcessor:
+        """The processor of videos. Raises RowError if the folder has none that is supported."""
         try:
             return self.processor.videos
         except DataError as error:
@@ -198,8 +203,9 @@ class RowImages:
     def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
-        """Each group has an equal share of a video's placeholders, at these places (n,)."""
-        size, (groups, height, width) = self._videos.frames_per_group, grid  # frames of a group, then patches
+        """Yield a video's groups of frames; each has an equal share of its placeholders, at these places (n,)."""
+        size = self._videos.frames_per_group
+        groups, height, width = grid  # of patches
         if len(places) % groups:
             raise RowError(
                 f"videos[{number}] has {plural(len(places), 'placeholder')} for {groups} groups of frames; the "
@@ -212,8 +218,9 @@ class RowImages:
             stamp = join_stamps(frame.stamp() for frame in frames)
             yield SampleImage(*at, path, *stamp, frame=group * size, seconds=video.interval * size)
 
-    def _make_shown(self, kind: str, numbered: tuple[int, ImageFile | VideoFile], images: int) -> Shown:
-        number, file = numbered
+    def _process_size(self, kind: str, numbered_file: tuple[int, ImageFile | VideoFile], images: int) -> Shown:
+        """Ask the processor what it writes for a file; `images` is how many the row has."""
+        number, file = numbered_file
         name = f"{kind}s[{number}]"
         try:
             if isinstance(file, VideoFile):

@@ -57,6 +57,7 @@ def media_name_pattern(values: Mapping[str, Any]) -> re.Pattern[str]:
 
 
 def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
+    """List the kinds (image, video, audio) that a text names, in order."""
     return [name.strip("<>") for name in name_pattern.findall(text)]
 
 
@@ -82,6 +83,7 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
 
 
 def _media_entries(values: Mapping[str, Any], kind: str) -> list[Any]:
+    """Return the list under "images" or "videos"; [] without one. Raises RowError for another value."""
     entries = values.get(f"{kind}s")
     if entries is not None and not isinstance(entries, list):
         entry = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"
@@ -89,7 +91,7 @@ def _media_entries(values: Mapping[str, Any], kind: str) -> list[Any]:
     return entries or []
 
 
-def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
+def extract_row_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     """Return a row's values with images and videos as bare parts {"type": "image"} of messages, and its media in order.
 
     Raises RowError for malformed entries, and if texts name something that the row lacks.
@@ -117,25 +119,35 @@ class _PartMedia:
     """Collects the images and videos in parts of a row's messages; relative paths begin in `folder`."""
 
     def __init__(self, folder: str) -> None:
-        self.images, self.videos = list[ImageFile](), list[VideoFile]()
+        self.images = list[ImageFile]()
+        self.videos = list[VideoFile]()
         self._folder = folder
-        self._counts = Counter[str]()
+        self._counts = Counter[str]()  # of parts so far, by kind
 
     def extract_media(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
+        """Return messages in which parts with media, and names of media in texts, are bare parts; their media are added
+        here.
+
+        `key` is the row's key of the messages, for errors.
+
+        """
         new_messages = list[Any]()
         for i, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
             if isinstance(content, str) and name_pattern.search(content):
                 content = [{"type": "text", "text": content}]
             if isinstance(content, list):
-                parts = [cut for part in content for cut in _split_at_placeholders(part, name_pattern)]
+                parts = [piece for part in content for piece in _split_at_names(part, name_pattern)]
                 parts = [self._extract_from_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
                 message = {**message, "content": parts}
             new_messages.append(message)
         return new_messages
 
     def _extract_from_part(self, part: Any, name: str) -> Any:
-        """Return a bare part in place of one with media; a part that contains none names the row's next entry."""
+        """Return a bare part in place of one with media, which are added here, and any other part as it is.
+
+        A part of a medium that brings none names the row's next entry, and is counted.
+        """
         if not isinstance(part, dict):
             return part
         kind = next((kind for kind in PARTS if part.get("type") in _TYPES[kind]), None)
@@ -166,6 +178,7 @@ class _PartMedia:
         return dict(PARTS[kind])
 
     def _add_media(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
+        """Add the image or video that a part brings under `key`."""
         value = part[key]
         if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
             keys = ("url", "detail") if value.get("detail") == "auto" else ("url",)
@@ -178,6 +191,7 @@ class _PartMedia:
 
 
 def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """List the kinds (image, video) of the bare parts of messages, in order."""
     return [kind for part in _message_parts(messages) for kind in PARTS if part == PARTS[kind]]
 
 
@@ -196,13 +210,15 @@ def check_media_counts(named_kinds: Sequence[str], media: RowMedia, where: str) 
 
 
 def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of messages that are objects; nothing for any other value."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             yield from (part for part in content if isinstance(part, dict))
 
 
-def _split_at_placeholders(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
+def _split_at_names(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
+    """Yield the texts of a part and bare parts for the media named between them; any other part as it is."""
     text = part.get("text") if isinstance(part, dict) else None
     if not (isinstance(text, str) and name_pattern.search(text)):
         yield part

@@ -29,6 +29,9 @@ class ScoreOperands(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
+        """Begin with nothing noted: names of steps on empty scores, left operands of products, and the last cast to
+        float32.
+        """
         super().__init__()
         self._steps, self._products = list[str](), list[Tensor]()
         self._widened = (torch.empty(0), torch.empty(0))  # what `float` gave last for queries, and of what
