@@ -12,6 +12,7 @@ from typing import Any
 
 from longspan.checkpoint.files import step_of
 from longspan.config.file import to_toml
+from longspan.launch.launcher_watch import has_ended
 from longspan.run.metrics import read_metrics
 from tests.train.small import small_config
 
@@ -25,11 +26,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether there is more of a process than its exit status; the state stands behind the command, in brackets."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return not has_ended(pid)
 
 
 def wait_for(condition: Callable[[], object], process: "subprocess.Popen[Any]", output: Callable[[], object]) -> None:
