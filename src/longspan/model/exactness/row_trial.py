@@ -100,7 +100,6 @@ class _TrialRows:
 
 def _compared_mask(numbers: Integers) -> Integers:
     """Return which rows are compared: about half of them, by a draw that depends on their numbers only."""
-    # about half of the rows, by a draw that depends on their numbers only
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
 
