@@ -196,7 +196,7 @@ def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> No
     name = run.model.preset_name
     drawn_depths = run.mtp.num_layers and not run.mtp.train_whole and find_depth_weights(run, configuration) is None
     # Nothing was drawn, or a tiny preset was (without `rows`): its weights are drawn on the CPU on every machine.
-    if (not run.model.path or drawn_depths) and not (name and not PRESETS[name].rows):
+    if (not run.model.path or drawn_depths) and not (name and not PRESETS[name].embedding_rows):
         raise CheckpointError(
             f"{run.run.dir}: {'depths have' if run.model.path else 'the base model has'} random weights, of which each "
             "device draws others; export the adapter alone, without --merge"

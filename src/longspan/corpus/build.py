@@ -229,7 +229,7 @@ def build_shared_corpus(
         tokenizer = load_configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
-        if tokenizer is None or preset is None or preset.rows:
+        if tokenizer is None or preset is None or preset.embedding_rows:
             size = config.data.vocab_size if tokenizer is None else tokenizer.own_size
             trained = "trained on the corpus (data.vocab_size)"
             name = config.data.tokenizer or (trained if tokenizer is None else config.model.source)

@@ -35,7 +35,7 @@ class Preset:
     values: Mapping[str, Any]
 
     @property
-    def rows(self) -> int:
+    def embedding_rows(self) -> int:
         """How many rows the embedding of a published model has; 0 for a tiny one, which gets the tokenizer's ids."""
         return self.values.get("vocab_size", 0)
 
@@ -164,7 +164,7 @@ PRESETS: dict[str, Preset] = {
 def find_published_preset(name: str) -> str:
     """Find the preset of a published model, as Qwen/Qwen3-8B; "" for other names, and for what is on this machine."""
     preset = Path(name).name.lower()
-    return preset if preset in PRESETS and PRESETS[preset].rows and not Path(name).exists() else ""
+    return preset if preset in PRESETS and PRESETS[preset].embedding_rows and not Path(name).exists() else ""
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedConfig":
@@ -183,7 +183,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
         raise ModelError(f"unknown model preset {name!r}{hint}; presets: {', '.join(PRESETS)}")
     preset = PRESETS[name]
     values = deepcopy(dict(preset.values))  # transformers writes into a configuration's tables
-    if not preset.rows:  # its embedding has as many rows as the tokenizer has ids
+    if not preset.embedding_rows:  # its embedding has as many rows as the tokenizer has ids
         if vocab_size is None:
             raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
         if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:

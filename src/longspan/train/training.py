@@ -176,7 +176,7 @@ def load_run_model(config: RunConfig, configuration: PreTrainedConfig, *, images
     """
     model = config.model
     seed = config.train.seed
-    tiny = model.preset_name and not PRESETS[model.preset_name].rows  # it has no vocabulary of its own
+    tiny = model.preset_name and not PRESETS[model.preset_name].embedding_rows  # it has no vocabulary of its own
     options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not tiny, "images": images}
     options["quantized"] = config.lora.rank > 0  # full training would move weights that were rounded to a few bits
     if model.num_labels and model.path:

@@ -230,7 +230,7 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
 
 # ---- presets
 
-TINY = [name for name, preset in PRESETS.items() if not preset.rows]
+TINY = [name for name, preset in PRESETS.items() if not preset.embedding_rows]
 
 
 @pytest.mark.parametrize("name", TINY)
