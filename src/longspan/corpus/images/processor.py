@@ -125,8 +125,8 @@ class Processor:
         return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
 
     @cached_property
-    def fields(self) -> tuple[str, ...]:
-        """The names of the model's inputs for an image."""
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the model's inputs for an image, found by processing a blank one."""
         image = self.process_image(_blank_picture(_SMALL))
         present = {PIXELS: True, GRIDS: image.grid is not None, SIZES: image.size is not None}
         return tuple(name for name, is_present in present.items() if is_present) + tuple(image.fields)
