@@ -39,7 +39,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.passes", "loss_sum / self.divisor", "loss_sum / self.divisor / len(self.plan.micro_batches)"),
         ALL),
     "mask forgotten in the divisor": (
-        ("train.passes", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"),
+        ("train.step", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"),
         "weights tokens"),
     "weights forgotten in the gradient": (
         (LOSS, "sum(dtype=torch.float64), slopes", "sum(dtype=torch.float64), -torch.ones_like(slopes)"),
