@@ -208,6 +208,7 @@ class HostCopy:
     """A copy of a tensor on its way to the host: `wait` returns its numbers, and waits for nothing launched later."""
 
     def __init__(self, values: Tensor) -> None:
+        """Launch the copy of `values` on the current stream; of a tensor on the host there is nothing to copy."""
         self._on_host = values
         self._arrived = None
         if values.is_cuda:

@@ -83,6 +83,7 @@ class LossTerm(Term):
         return self.loss_fn.sums.ravel().tolist()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Return what a DocumentLoss adds to the step's result: micro-batches that ran twice, and its figures."""
         if not isinstance(self.loss_fn, DocumentPasses):
             return {}
         figures = self.loss_fn.loss.figures

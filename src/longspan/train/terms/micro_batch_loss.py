@@ -79,6 +79,7 @@ class MicroBatchPasses:
     given = "tokens"
 
     def __init__(self, loss: MicroBatchLoss, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
+        """Check the loss for this plan, and note what its function gets. Raises LossError as `MicroBatchLoss.check`."""
         self.error: Exception | None = None
         self.check = SameOnRanks()
         self._also = loss.check(plan, scores)
