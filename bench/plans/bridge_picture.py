@@ -8,7 +8,8 @@ from pathlib import Path
 
 from longspan.layout import Exchange, Layout
 from longspan.plan import plan_fixed
-from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, MediaItem, ModalityPlan, NeededBy, plan_items
+from longspan.plan.items.encoding_plan import EncoderPlanning, ModalityPlan, NeededBy, plan_items
+from longspan.plan.items.item_table import ItemTable, MediaItem
 
 LENGTHS = (16, 16)
 IMAGES = {

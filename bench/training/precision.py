@@ -30,7 +30,7 @@ from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
-from longspan.model.float8_layers import unsupported_reason
+from longspan.model.float8_layers import float8_device_reason
 from longspan.plan import Cost
 from longspan.train.run_model.load import load_run_model, read_model_configuration
 from longspan.train.run_model.prepare import prepare_run_model
@@ -99,8 +99,8 @@ def curves(flags: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[
         for seed in range(1, flags.seeds + 1):
             of_seed = losses.setdefault(str(seed), {})
             for name, keys in ({START: PRECISIONS["float32"]} | PRECISIONS).items():
-                if "train.float8" in keys and unsupported_reason(world.device):
-                    print(f"seed {seed}, {name}: {unsupported_reason(world.device)}", file=sys.stderr, flush=True)
+                if "train.float8" in keys and float8_device_reason(world.device):
+                    print(f"seed {seed}, {name}: {float8_device_reason(world.device)}", file=sys.stderr, flush=True)
                     continue
                 config = load_config(None, shared | keys | {"train.seed": seed})
                 of_seed[name] = curve(config, corpus, world, trains=name != START)

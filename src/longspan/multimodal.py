@@ -24,6 +24,6 @@ if TYPE_CHECKING:
         prepare_encoder as prepare_encoder,
         video_tokens as video_tokens,
     )
-    from longspan.plan.items.encoding_plan import MediaItem as MediaItem
+    from longspan.plan.items.item_table import MediaItem as MediaItem
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -157,6 +157,14 @@ WRONG = [
         "longspan train has no flag --train.fused_norms: it is gone; write nothing: norms",
     ),
     (
+        "train --train.betas 0.9",
+        'longspan train has no flag --train.betas: it is gone; write --optimizer.arguments "betas=[0.9, 0.95]", the',
+    ),
+    (
+        "train --encoder.recompute true",
+        "longspan train has no flag --encoder.recompute: it is gone; write --encoder.max_tokens, with",
+    ),
+    (
         "train --optimizer.betas 0.9",
         "longspan train has no flag --optimizer.betas: here it is --optimizer.arguments (betas",
     ),

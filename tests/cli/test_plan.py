@@ -13,7 +13,7 @@ from longspan.cli.main import main
 from longspan.config.file import load_config
 from longspan.plan import CostSettings, Machine, Plan
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.resolve.memory import find_run_cost
+from longspan.resolve.run_cost import find_run_cost
 from tests.plan.items.test_encoder_shape import QWEN3_VL_8B
 
 

@@ -23,11 +23,12 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.seams import rope
 from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
-from longspan.plan.memory import memory_plan
+from longspan.plan.memory import memory_choice
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import find_run_cost, memory_settings_of_run
+from longspan.resolve.memory import memory_settings_of_run
 from longspan.resolve.resolved import resolve
+from longspan.resolve.run_cost import find_run_cost
 from longspan.resolve.ways import UNIT, Ranking, Way, fit_way, rank_ways, set_usual_mode
 from longspan.run.checks import check_config
 from tests.plan.shape.test_packed import LLAMA_70B, QWEN3_32B
@@ -165,7 +166,10 @@ def test_training_takes_the_keys(
     check_keys(answer, model, 4)
 
 
-def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_has_steps_and_hours(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspan.resolve.facts.TIMED_STEPS", 2)
     sizes = [800 * (1 + i % 7) for i in range(30)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * 4 * n}) + "\n" for n in sizes))
     words = ["--model", model, *TWO, "--data", str(tmp_path / "texts.jsonl"), "--tokens-per-step", "8000"]
@@ -198,7 +202,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2
 def test_layouts_are_compared_and_the_fastest_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | EXPERTS))
     file = tmp_path / "run.toml"
-    drawn = ["--distribution", "expo", "--tokens", "12000", "--longest-document", "9000"]
+    drawn = ["--distribution", "expo", "--tokens", "8000", "--longest-document", "6000"]
     words = ["--model", str(tmp_path), *TWO, *drawn, "--optimizer.lr", "1e-5", "--write", str(file)]
     answer = ask(words, capsys)
     ways = answer["alternatives"]
@@ -608,7 +612,7 @@ def test_the_page_has_lengths_of_full_training(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if stays:
-        monkeypatch.setattr(memory_plan, "_weight_places_to_try", lambda needs, fixed: [False])
+        monkeypatch.setattr(memory_choice, "_weight_places_to_try", lambda needs, fixed: [False])
     words = ["--model", "Qwen/Qwen3-8B", "--longest", "--host-bytes", str(gib << 30), "--model.dtype", dtype]
     words += ["--optimizer.stochastic_rounding", "true"] * (dtype == "bfloat16")
     answers = [ask([*words, "--gpu", gpu], capsys) for gpu in ("h100", "h200")]

@@ -61,7 +61,7 @@ def test_the_others_stop_and_say_which(how: str) -> None:
     kind, launcher, survivors = FAILURES[how]
     before = time.monotonic()
     with pytest.raises(kind, match=launcher) as raised:
-        run_local(walk, 4, (how,), timeout=100, grace=4 if how == "hang" else 6, threads=1)
+        run_local(walk, 4, (how,), timeout=100, grace=2.5 if how == "hang" else 6, threads=1)
     assert time.monotonic() - before < 50
     notes = getattr(raised.value, "__notes__", [])
     said = [note for note in notes if re.search(f"{RING} {survivors}", note)]
@@ -74,7 +74,7 @@ def test_the_others_stop_and_say_which(how: str) -> None:
 
 def wait_in_vain(rank: int, folder: Path) -> None:
     """Rank 1 leaves with an error and keeps its connections; rank 0 is in a barrier, rank 2 at work of its own."""
-    answering.LEFT_SECONDS = 1.0
+    answering.LEFT_SECONDS = 0.5
     group = None
     try:
         with World(Layout(ranks=3), backend="gloo", timeout=60) as world:
@@ -83,7 +83,7 @@ def wait_in_vain(rank: int, folder: Path) -> None:
                 raise ValueError("not today")
             if rank == 0:
                 world.control.barrier()
-            time.sleep(3)
+            time.sleep(2)
             (folder / "at work").touch()
             raise ValueError("over")
     except ValueError:
@@ -94,7 +94,7 @@ def wait_in_vain(rank: int, folder: Path) -> None:
 def test_a_rank_that_waits_for_one_that_left_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = time.monotonic()
     with pytest.raises(CommError, match="rank 0 of 3 was killed by signal 6"):
-        run_local(wait_in_vain, 3, (tmp_path,), grace=5, threads=1)
+        run_local(wait_in_vain, 3, (tmp_path,), grace=2.5, threads=1)
     assert time.monotonic() - before < 50 and (tmp_path / "at work").exists()
     assert re.search(
         r"longspan: 'barrier' of step 0 between ranks \(0, 1, 2\) failed on rank 0 .*rank 1 left with ValueError: not",
@@ -247,7 +247,7 @@ STOPPED_IN = {
 
 def stop_in(rank: int, where: str, config: RunConfig) -> None:
     serve_the_store()
-    rendezvous.STORE_SECONDS = 4.0
+    rendezvous.STORE_SECONDS = 2.0
     if rank == 0:
         mock.patch(STOPPED_IN[where], lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)).start()
     train_rank(rank, config, 2)

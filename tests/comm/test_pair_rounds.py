@@ -76,7 +76,8 @@ def differences(rank: int) -> list[str]:
 
 
 def in_other_calls(rank: int) -> str:
-    with pytest.raises(CommError) as raised, World(Layout(ranks=2), backend="gloo", timeout=2) as world:
+    with pytest.raises(CommError) as raised, World(Layout(ranks=2), backend="gloo", timeout=60) as world:
+        world.watch.timeout = 1.0
         world.control.any_ranks(False, False) if rank else world.control.any_ranks(False)
     return str(raised.value)
 
@@ -140,7 +141,7 @@ def requests_of_watching() -> tuple[int, list[str]]:
     ):
         world.control.barrier()
         before, asked[:] = traffic(), []
-        time.sleep(1)
+        time.sleep(0.6)
         requests = (traffic() - before).store_messages
         return requests - len(asked), asked[:1]
 

@@ -22,7 +22,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Machine
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.resolve.choice import PlannerConfig, degrees_to_compare, plan_steps
+from longspan.resolve.choice import PlannerConfig, degrees_to_compare, plan_steps_ahead
 from longspan.resolve.facts import Facts
 from longspan.resolve.ways import Way
 from longspan.run.checks import check_config, check_longest_training_document, refuse_encoder_without_images
@@ -411,7 +411,7 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed()
 def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
     config = load_config(None, A2A | {"context.max_tokens_per_slot": 300})
     order = StepOrder(np.full(40, 800), tokens_per_step=4000, seed=3, eval_documents=0)
-    with plan_steps(PlannerConfig.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
+    with plan_steps_ahead(PlannerConfig.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
         groups = [group for batch in plans.plan(0).micro_batches for group in batch.groups]
     assert {group.degree for group in groups} <= {1, 2, 4}
 

@@ -13,7 +13,8 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded, read_plans
 from longspan.plan.distributions import sample_lengths
-from longspan.plan.plan import group_counts, plan_row
+from longspan.plan.plan import group_counts
+from longspan.plan.plan_rows import plan_row
 from tests.plan.cases import bounded, plans
 
 WIDE = Group((0, 1, 2), (0, 1), (10, 20), ("a2a+p2p", "p2p"), (3, 1))

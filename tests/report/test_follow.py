@@ -20,7 +20,7 @@ from longspan.cli.main import main
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import plan_fixed
-from longspan.plan.plan import find_plan, plan_row, read_plans
+from longspan.plan.plan_rows import find_plan, plan_row, read_plans
 from longspan.report.follow import Follower, LiveRun, is_run_over, live_page, lock_holder_text
 from tests.report.pages import parts_of, value_of, words_of
 from tests.report.runs import FACTS, evaluation_row, train_row, write_run

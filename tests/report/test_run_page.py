@@ -11,7 +11,7 @@ import pytest
 
 from longspan.errors import ConfigError
 from longspan.plan import Plan
-from longspan.plan.plan import plan_row
+from longspan.plan.plan_rows import plan_row
 from longspan.report import RunFolder, write_report
 from tests.report.pages import charts_of, parts_of, report_of, words_of
 from tests.report.runs import FACTS, VOCABULARY, evaluation_row, train_row, write_run

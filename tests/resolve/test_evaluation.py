@@ -17,13 +17,12 @@ from longspan.plan import Cost, Machine, Plan, PlanOptions, plan_dynamic, plan_f
 from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
 from longspan.plan.micro_batch import comm_type_text
 from longspan.resolve.evaluation import (
-    PartitionChoice,
     compare_degrees,
-    compare_partitions,
     options_by_comm_type,
     plan_evaluation,
-    widest_degree,
+    widest_dynamic_degree,
 )
+from longspan.resolve.partition import PartitionChoice, compare_partitions
 from longspan.resolve.text import plan_type_text
 from tests.plan.cases import bounded, plans
 
@@ -234,8 +233,8 @@ def test_levels_of_a_type_that_was_asked_for_fit_every_degree() -> None:
     comparison = compare_degrees([512] * 4, Layout(12), options=replace(options, max_tokens_per_slot=512))
     sizes = [c.options.hierarchical_context_parallel_sizes for c in comparison.choices]
     assert sizes == [(1, 1), (2, 1), (1, 3), (2, 2), (2, 3), (2, 6)]
-    assert widest_degree(Layout(12), replace(options, cp_comm_type="a2a")) == 8
-    assert widest_degree(Layout(12), options, 5) == 5
+    assert widest_dynamic_degree(Layout(12), replace(options, cp_comm_type="a2a")) == 8
+    assert widest_dynamic_degree(Layout(12), options, 5) == 5
 
 
 COST = Machine.known("H200").cost(Qwen3NextConfig())

@@ -23,11 +23,12 @@ from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Link, Machine, plan_fixed, read_plans
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.resolve.choice import PlannerConfig, StepPlanner, plan_by_custom_planner, plan_steps
+from longspan.resolve.choice import PlannerConfig, StepPlanner, plan_steps_ahead
+from longspan.resolve.custom_planner import plan_by_custom_planner
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import KEY, find_run_cost, read_run_machine
 from longspan.resolve.resolved import choose_degree, resolve
+from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine
 from longspan.resolve.text import RankedWay, planner_reason
 from longspan.resolve.ways import Way, set_usual_mode
 from longspan.run.checks import check_config
@@ -65,14 +66,17 @@ def test_plans_made_ahead_are_those_made_inline() -> None:
         (PlannerConfig.training(fixed), 0),
         (own, 2),
     ):
-        with plan_steps(choice, order(), HOME, ahead=2) as ahead, plan_steps(choice, order(), HOME, ahead=0) as inline:
+        with (
+            plan_steps_ahead(choice, order(), HOME, ahead=2) as ahead,
+            plan_steps_ahead(choice, order(), HOME, ahead=0) as inline,
+        ):
             assert ahead.ahead == count
             for step in (4, 5, 63, 64, 4):
                 assert (plan := ahead.plan(step)) == inline.plan(step)
                 assert list(plan.lengths) == LENGTHS[list(order().documents_of_step(step))].tolist()
             assert isinstance(ahead.plan(4).cost, Slow) == (choice is own)
     with (
-        plan_steps(replace(own, planner=f"{OWN}fails"), order(), HOME, ahead=1) as ahead,
+        plan_steps_ahead(replace(own, planner=f"{OWN}fails"), order(), HOME, ahead=1) as ahead,
         pytest.raises(PlanError, match="KeyError: 'slots'"),
     ):
         ahead.plan(0)

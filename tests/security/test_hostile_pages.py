@@ -13,7 +13,7 @@ from longspan.cli.main import main
 from longspan.cli.report import main as report
 from longspan.errors import ConfigError, LongspanError
 from longspan.plan import Plan
-from longspan.plan.plan import plan_row
+from longspan.plan.plan_rows import plan_row
 from longspan.report import plan_document, plan_page, write_report
 from longspan.report.evaluation_page import eval_page
 from longspan.report.follow import LiveRun, live_page

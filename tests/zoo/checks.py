@@ -48,7 +48,7 @@ from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import add_mtp
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.frozen.formats.stored_weight import four_bit_weight
+from longspan.model.frozen.formats.stored_weight import stored_four_bit_weight
 from longspan.model.seams.norms import fuse_norms
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.planners.fixed import plan_fixed
@@ -333,7 +333,7 @@ def codes_in_bfloat16(world: World) -> float:
     """How many bytes of this rank's codes are others than those of the folder, which holds them in bfloat16."""
     tensors = _four_bit_tensors(rows=16, columns=64)
     own = slice(8 * world.slot, 8 * world.slot + 8)
-    weight = four_bit_weight("linear.weight", tensors)
+    weight = stored_four_bit_weight("linear.weight", tensors)
     exact = tensors["linear.weight"].view(torch.uint8).view(16, 32)[own]
     return float((weight.read(own)[:, :32] != exact).sum())
 
@@ -342,11 +342,11 @@ def scales_of_a_shard(world: World) -> float:
     """The error of this rank's rows of a weight, which it unpacks without those of others."""
     tensors = _four_bit_tensors(rows=16, columns=64)
     own = slice(8 * world.slot, 8 * world.slot + 8)
-    weight = four_bit_weight("linear.weight", tensors)
+    weight = stored_four_bit_weight("linear.weight", tensors)
     values, unit = torch.empty(8, 64), torch.empty(16, 64)
     weight.format.unpack(weight.read(own), values)
     scales = tensors["linear.weight.absmax"]
-    ones = four_bit_weight("linear.weight", tensors | {"linear.weight.absmax": torch.ones(16)})
+    ones = stored_four_bit_weight("linear.weight", tensors | {"linear.weight.absmax": torch.ones(16)})
     ones.format.unpack(ones.read(), unit)
     return relative_error(values, (unit * scales[:, None])[own])
 

@@ -170,7 +170,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     query_numbers = max(members.part.counts) * q.shape[1] * q.shape[2]
     slices = count_exchange_slices(split, query_numbers, q.element_size(), most=SLICES, slice_bytes=SLICE_BYTES)
     swap = HeadSwap(members, split, 1 if members.has_narrow_window else slices)
-    work = _Forward(q, k, v, swap, call)
+    work = _SlicedForward(q, k, v, swap, call)
     _advance_rings_in_turn([work.ring_turns(run) for run in swap.kv_runs])
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for slice_index in range(swap.slices):
@@ -200,7 +200,7 @@ def _advance_rings_in_turn(rings: Sequence[Iterator[None]]) -> None:
         pass
 
 
-class _Forward:
+class _SlicedForward:
     """Forward of one call, a slice of heads at a time: receives a slice, computes it and sends its output back.
 
     `saved` is what backward needs of each slice. `_arriving` are the slices on their way here, `leaving` the outputs on
@@ -265,7 +265,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     query_numbers = max(members.part.counts) * members.inner * split.member_heads * saved[0].q.shape[2]
     one_by_one = count_head_groups(4 * query_numbers, swap.slices) > 1  # 4 bytes: sums are float32
-    work = _Backward(dout, saved, swap, call, kv_dtype, in_flight=1 if one_by_one else swap.slices)
+    work = _SlicedBackward(dout, saved, swap, call, kv_dtype, in_flight=1 if one_by_one else swap.slices)
     if members.degree > 1 and swap.slices > 1 and not one_by_one:
         _advance_rings_in_turn([work.ring_turns(run) for run in swap.kv_runs])
     else:
@@ -277,7 +277,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     return Gradients(dq, dk, dv, work.sink_gradients())
 
 
-class _Backward:
+class _SlicedBackward:
     """Backward of one call, a slice of heads at a time: receives a slice, computes it and sends its gradients back.
 
     `in_flight` slices of heads are sent first: dout and, where the local q, k, v and out were saved, these too. With a

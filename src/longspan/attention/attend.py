@@ -148,7 +148,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
 
 
-Sizes = tuple[int, int]
+LevelSizes = tuple[int, int]
 
 
 class CommChoice(NamedTuple):
@@ -226,7 +226,7 @@ def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -
     return types[layer]
 
 
-def _hierarchical_sizes(sizes: Sizes | None, degree: int, where: str) -> Sizes:
+def _hierarchical_sizes(sizes: LevelSizes | None, degree: int, where: str) -> LevelSizes:
     """Return (a2a, p2p) sizes whose product is the degree; raise AttentionError for others, or none, with those that
     would fit.
     """
@@ -352,12 +352,12 @@ def cached_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int
     return cache.members[key]
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Members, AttendCall], tuple[Tensor, list[Saved]]]
-Backward = Callable[[Tensor, Sequence[Saved], Members, AttendCall], Gradients]
+PatternForward = Callable[[Tensor, Tensor, Tensor, Members, AttendCall], tuple[Tensor, list[Saved]]]
+PatternBackward = Callable[[Tensor, Sequence[Saved], Members, AttendCall], Gradients]
 
 _SAVED = len(Saved._fields)
 # How the members of a group share keys and values; both functions work on one part's local rows.
-PATTERNS: dict[str, tuple[Forward, Backward]] = {
+PATTERNS: dict[str, tuple[PatternForward, PatternBackward]] = {
     "p2p": (ring_forward, ring_backward),
     "all_gather": (all_gather_forward, all_gather_backward),
     "a2a": (a2a_forward, a2a_backward),
@@ -366,7 +366,7 @@ PATTERNS: dict[str, tuple[Forward, Backward]] = {
 
 
 @cache
-def find_comm_pattern(cp_comm_type: str, where: str = "") -> tuple[Forward, Backward]:
+def find_comm_pattern(cp_comm_type: str, where: str = "") -> tuple[PatternForward, PatternBackward]:
     """Find the two functions of a communication type, or import the pair of one's own with this dotted name.
 
     Raises AttentionError if there is none; `where`, as " of group 0", stands in the message behind the key.

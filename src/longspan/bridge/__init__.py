@@ -6,6 +6,6 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.bridge.bridge import Bridge as Bridge
-    from longspan.plan.items.encoding_plan import MediaItem as MediaItem
+    from longspan.plan.items.item_table import MediaItem as MediaItem
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

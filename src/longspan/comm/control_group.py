@@ -21,7 +21,7 @@ from longspan.plain_text import excerpt
 
 _FLAGS = 2  # of a comparison: all have room for as many, for messages of one size match
 T = TypeVar("T")
-Exchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -> what the member sends
+PairExchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -> what the member sends
 
 
 class PairRounds:
@@ -77,7 +77,7 @@ class PairRounds:
         self._calls += 1
         self._tag = zlib.crc32(f"{self._calls} {label}".encode()) >> 1  # gloo takes 31 bits
 
-    def _reduce_in_rounds(self, value: Any, exchange: Exchange, combine: Callable[[Any, Any], Any]) -> Any:
+    def _reduce_in_rounds(self, value: Any, exchange: PairExchange, combine: Callable[[Any, Any], Any]) -> Any:
         """Combine all members' values by rounds of exchanges; return the result, the same on every member, bit for bit.
 
         Round i is with the member whose place differs in bit i. The value of the lower place is always the first of the

@@ -2,6 +2,7 @@
 docs."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -117,7 +118,7 @@ def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
     """
     new = RENAMED.get(old, old)
     if new in GONE:
-        return f"it is gone; write {GONE[new]}"
+        return f"it is gone; write {_advice_with_flags(GONE[new]) if flag else GONE[new]}"
     if new == old:
         return ""
     before, equals = ("--", " ") if flag else ("", " = ")
@@ -125,6 +126,12 @@ def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
     if isinstance(value, str) and (word := renamed_value(new, value)) != value:
         text += f"{equals}{word if flag and isinstance(word, str) else _value_text(word)}"
     return f"{text} now"
+
+
+def _advice_with_flags(advice: str) -> str:
+    """Write an advice of GONE for the command line: `train.loss = ["a=1"]` → `--train.loss "a=1"`."""
+    advice = re.sub(r'\[("[^"]*")\]', r"\1", advice)
+    return re.sub(rf"\b({'|'.join(map(re.escape, REPLACING))})( =)?", r"--\1", advice)
 
 
 def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:

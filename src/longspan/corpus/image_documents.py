@@ -33,7 +33,7 @@ from longspan.model.multimodal.video_tokens import video_tokens
 from longspan.model.vision.image_inputs import ImageInput, check_image_arguments_of_config
 from longspan.model.vision.image_tokens import ImageTokens, image_tokens
 from longspan.model.vision.videos import Video, VideoTokens
-from longspan.plan.items.encoding_plan import ItemTable, MediaItem
+from longspan.plan.items.item_table import ItemTable, MediaItem
 
 THREADS = 4
 _MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest are dropped

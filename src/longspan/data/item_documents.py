@@ -10,7 +10,7 @@ from longspan.data.document import Labelled
 from longspan.errors import DataError, plural
 from longspan.layout import Integers, Partition
 from longspan.layout.partition import NO_TARGET
-from longspan.plan.items.encoding_plan import ItemTable, MediaItem
+from longspan.plan.items.item_table import ItemTable, MediaItem
 
 
 class MediaDocuments:

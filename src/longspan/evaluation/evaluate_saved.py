@@ -42,8 +42,9 @@ from longspan.evaluation.saved_results import SetResult, SubjectResult
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.kept_rows import set_eval_rows_of_training
-from longspan.resolve.memory import KEY, find_run_cost, read_run_machine, set_node_size
-from longspan.resolve.resolved import choose_degree, set_default_partition
+from longspan.resolve.partition import set_default_partition
+from longspan.resolve.resolved import choose_degree
+from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine, set_node_size
 from longspan.train.run_model.load import read_model_configuration
 from longspan.train.run_model.prepare import AnyModel
 from longspan.train.run_model.rope_scaling import scale_positions

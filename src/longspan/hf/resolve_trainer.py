@@ -16,8 +16,8 @@ from longspan.model.adapters.adapter import find_adapter
 from longspan.model.frozen.formats.loaded_linears import holds_codes
 from longspan.model.prepared import PrepareOptions
 from longspan.plan import MemoryPlan
-from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import Resolved, set_usual_mode
+from longspan.resolve.run_cost import find_run_cost
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.run_model.prepare import options_of_memory_plan
 

@@ -27,7 +27,7 @@ from longspan.launch.rank_process import (
     DUMP,
     Descriptor,
     RankAnswer,
-    Spec,
+    RankSpec,
     rank_main,
     stack_text,
 )
@@ -100,7 +100,7 @@ class LocalRanks:
             with block_signals() if index else nullcontext():
                 self._start_rank(self.rank_spec(index, n, payload, ignored))
 
-    def _start_rank(self, spec: Spec) -> None:
+    def _start_rank(self, spec: RankSpec) -> None:
         """Start one rank, which gets its end of a pipe and this process's standard output and error; this process keeps
         the other end.
         """
@@ -116,11 +116,11 @@ class LocalRanks:
         finally:
             rank_end.close()
 
-    def rank_spec(self, index: int, n: int, payload: bytes, ignored: Sequence[int] = ()) -> Spec:
+    def rank_spec(self, index: int, n: int, payload: bytes, ignored: Sequence[int] = ()) -> RankSpec:
         """Return what rank `index` of n needs to run a pickled call."""
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
         environment |= {"RANK": str(index), "LOCAL_RANK": str(index)}
-        return Spec(index, environment, payload, self._threads, self.folder, tuple(ignored))
+        return RankSpec(index, environment, payload, self._threads, self.folder, tuple(ignored))
 
     def collect_answers(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer for `timeout` seconds (None: no limit), but after a failure only for `grace` more; then

@@ -41,7 +41,7 @@ def _receive_descriptor(handle: Any) -> Descriptor:
 
 
 @dataclass(frozen=True)
-class Spec:
+class RankSpec:
     """What a rank needs: its number, its environment with torchrun's variables, and the pickled function and arguments.
     It runs with `threads` threads of torch and writes its stack into `folder`. Signals that are `ignored` do nothing
     until the function handles them.
@@ -92,7 +92,7 @@ class RankError(Exception):
         return f"on rank {self.rank}\n{self.text}"
 
 
-def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
+def rank_main(spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
     """Run a rank from its start to its end, in a new Python process if the fork server has made CUDA unusable."""
     if not spec.folder.is_dir():  # the launcher was interrupted while it waited for this process
         os._exit(0)
@@ -106,7 +106,7 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
 
 
 def _run_rank(
-    spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
+    spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
 ) -> NoReturn:
     """Set up this process as a rank, answer the call unless the launcher is gone, and end the process."""
     _set_up_process(spec, out, err, launcher)
@@ -117,7 +117,7 @@ def _run_rank(
     os._exit(0)  # no destructor may wait for a rank that is gone
 
 
-def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
+def _restart_process(spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
     """Start Python anew in this process, with the same id and open ends of pipes, for what was forked here cannot use
     CUDA.
     """
@@ -147,7 +147,7 @@ def continue_restarted_rank() -> NoReturn:
     sys.argv[1:] = []
     with Path(file).open("rb") as stream:
         spawn.prepare(pickle.load(stream))
-        spec: Spec = pickle.load(stream)
+        spec: RankSpec = pickle.load(stream)
     for number in (pipe, out, err, launcher):
         if number >= 0:
             os.set_inheritable(number, False)
@@ -156,7 +156,7 @@ def continue_restarted_rank() -> NoReturn:
     )
 
 
-def answer_call(spec: Spec, pipe: connection.Connection) -> None:
+def answer_call(spec: RankSpec, pipe: connection.Connection) -> None:
     """Run the function, and send its result or its error to the launcher; nothing is raised."""
     ignore_signals(spec.ignored)
     try:
@@ -183,7 +183,7 @@ def _read_call(payload: bytes) -> tuple[Any, Any]:
         ) from error
 
 
-def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int | None) -> None:
+def _set_up_process(spec: RankSpec, out: Descriptor, err: Descriptor, launcher: int | None) -> None:
     """Make this process a rank: a group of its own, its output, its stack in a file, its environment, torch's threads.
 
     In a group of its own signals come only from the launcher. What the fork server imported is no garbage: collections

@@ -242,8 +242,9 @@ def _find_addends(
 
 
 def _list_further_addends(addends: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
-    """Columns of `addends` are (block, where it begins in the pool, how many addends came before it). A target is an
-    index into `summed_rows`, which lists the rows of these blocks one block after another.
+    """Return the `further_addends` of RowMoves. Columns of `addends` are (block, where it begins in the pool, how many
+    addends came before it). A target is an index into `summed_rows`, which lists the rows of these blocks one block
+    after another.
     """
     target = np.cumsum(size[summed]) - size[summed]
     rounds = list[Placement]()
@@ -259,8 +260,9 @@ def _list_further_addends(addends: Integers, summed: Integers, size: Integers) -
 
 
 def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
-    """There is a round for the second occurrences of rows here, one for the third, and so on: targets of one fold are
-    distinct. `begin` is where the first occurrence of each block begins among this member's rows.
+    """Return the `folds` of RowMoves: a round for the second occurrences of rows here, one for the third, and so on, so
+    that targets of one fold are distinct. `begin` is where the first occurrence of each block begins among this
+    member's rows.
     """
     blocks = source.members[me]
     places = source.block_begins(me)
@@ -278,17 +280,22 @@ def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ..
 
 
 def _block_rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
+    """Return the rows of these blocks, one block after another; `begin` and `size` are those of all blocks."""
     return expand_runs(begin[blocks], begin[blocks] + size[blocks])
 
 
 def _first_occurrences(blocks: Integers, all_blocks: Blocks) -> Flags:
-    """numpy keeps the last of several values that are assigned to one index."""
+    """Return for each place in `blocks` whether its block stands there for the first time."""
     place = np.empty(len(all_blocks.size), dtype=np.int64)
+    # numpy keeps the last of several values that are assigned to one index
     place[blocks[::-1]] = np.arange(len(blocks) - 1, -1, -1)
     return place[blocks] == np.arange(len(blocks))
 
 
 def _check_copies(source: Blocks, groups: Groups) -> None:
+    """Raise LayoutError where two members of a group, whose rows of `source` are copies, both have a row, but
+    differently often.
+    """
     for group in groups:
         counts = np.stack([np.bincount(source.members[member], minlength=len(source.size)) for member in group])
         most = counts.max(axis=0)
@@ -364,6 +371,7 @@ class Exchange:
         return cache(partial(plan_moves, *self.blocks))
 
     def _check_supply(self) -> None:
+        """Raise LayoutError, naming the first one, if a member needs rows that nobody has."""
         have, need = self.blocks
         supplied = np.zeros(len(have.size), dtype=np.bool_)
         for blocks in have.members:

@@ -59,6 +59,7 @@ class Layout:
         self._check_degrees()
 
     def _check_degrees(self) -> None:
+        """Raise LayoutError, and what would fit, unless pp x tp divides the ranks and ep and dp_replicate slots."""
         world = len(self.ranks)
         model = self.pp * self.tp
         if world % model:  # name the multiples next below, unless that is 0, and next above
@@ -113,7 +114,7 @@ class Layout:
         return self._groups(1, 2, 0)
 
     def _groups(self, *axes: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks along the last of these axes of `pp × slots × tp`, the first one slowest."""
+        """Return the groups of ranks along the last of these axes of `pp × slots × tp`, the first one slowest."""
         grid = np.reshape(self.ranks, (self.pp, self.slots, self.tp)).transpose(axes)
         return tuple(map(tuple, grid.reshape(-1, grid.shape[-1]).tolist()))
 
@@ -123,6 +124,9 @@ class Layout:
 
 
 def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that a count (0, 1, 2, …) or a sequence names. Raises LayoutError unless they are distinct
+    integers from 0, at least one.
+    """
     if not isinstance(ranks, Iterable):
         count = _as_integer(ranks)
         if count is None or count < 1:
@@ -144,7 +148,7 @@ def check_degree(name: str, value: object) -> int:
 
 
 def _as_integer(value: object) -> int | None:
-    """A Python or numpy integer as an int; None for anything else, bools and floats included."""
+    """Return a Python or numpy integer as an int, None for anything else, bools and floats included."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:

@@ -204,6 +204,7 @@ class Partition(ABC):
         return make_read_only(expand_runs(runs[:, 0], runs[:, 1]))
 
     def _check_member(self, member: int) -> None:
+        """Raise LayoutError for a member outside the group."""
         if not 0 <= member < self.degree:
             raise LayoutError(
                 f"member {member} is outside a group of {self.degree} (members 0 to {self.degree - 1})"
@@ -266,6 +267,8 @@ class _DocumentShares(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class _Zigzag(_LengthPartition):
+    """The partition of `Partition.zigzag`, made of two chunks of each document a member."""
+
     @cached_property
     def _document_shares(self) -> _DocumentShares:
         """Every member has `base` rows of a document, and `extra` members from `first` on have one more. Of those with
@@ -305,6 +308,8 @@ class _Zigzag(_LengthPartition):
 
 @dataclass(frozen=True, repr=False)
 class _Contiguous(_LengthPartition):
+    """The partition of `Partition.contiguous`: one run of rows a member through all documents."""
+
     def _border(self, member: int) -> int:
         """The first row of a member; of member `degree` the number of all rows."""
         base, extra = divmod(int(self._starts[-1]), self.degree)

@@ -196,6 +196,9 @@ NO_SPANS = Spans.from_documents({}, (), ())
 
 
 def _check_span_runs(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
+    """Return the spans of one document of `length` rows as pairs of int. Raises LayoutError unless each is (start,
+    stop), not empty, behind the one before and inside the document.
+    """
     pairs = list(spans)
     end = 0
     for span in pairs:

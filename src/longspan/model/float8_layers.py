@@ -64,7 +64,7 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return linears
 
 
-def unsupported_reason(device: torch.device) -> str:
+def float8_device_reason(device: torch.device) -> str:
     """Return what a device lacks to multiply in float8; "" if nothing."""
     need = f"needs a GPU of compute capability {'.'.join(map(str, _LEAST_CAPABILITY))} or more"
     if device.type != "cuda":
@@ -122,9 +122,9 @@ def _reasons_against_float8(
 
     Parameters of experts with three dims are stacked matrices, one for each expert.
     """
-    if reason := unsupported_reason(device):
+    if reason := float8_device_reason(device):
         yield reason
-    if reason := unsupported_dtype_reason(dtype):
+    if reason := float8_dtype_reason(dtype):
         yield reason
     linears = float8_linears(model)
     experts = expert_modules(model)
@@ -145,7 +145,7 @@ def _reasons_against_float8(
         yield f"products in float8 need widths that {MULTIPLE} divides: those of {name}{of_rank} are {pair}{others}"
 
 
-def unsupported_dtype_reason(dtype: torch.dtype) -> str:
+def float8_dtype_reason(dtype: torch.dtype) -> str:
     """Return why a model that computes in this dtype cannot have float8; "" if it can."""
     if dtype == torch.bfloat16:
         return ""

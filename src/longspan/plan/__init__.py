@@ -14,19 +14,12 @@ from longspan.lazy import lazy_exports
 if TYPE_CHECKING:
     from longspan.plan.cost.cost import Cost as Cost
     from longspan.plan.cost.links import Link as Link
-    from longspan.plan.cost.machine import (
-        AttentionCall as AttentionCall,
-        CostSettings as CostSettings,
-        Machine as Machine,
-        TypePrice as TypePrice,
-    )
+    from longspan.plan.cost.machine import CostSettings as CostSettings, Machine as Machine
+    from longspan.plan.cost.type_prices import AttentionCall as AttentionCall, TypePrice as TypePrice
     from longspan.plan.dynamic.planner import plan_dynamic as plan_dynamic
     from longspan.plan.items.encoder_shape import EncoderShape as EncoderShape
-    from longspan.plan.memory.memory_plan import (
-        MemoryNeeds as MemoryNeeds,
-        MemoryPlan as MemoryPlan,
-        choose_memory as choose_memory,
-    )
+    from longspan.plan.memory.memory_choice import choose_memory as choose_memory
+    from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds, MemoryPlan as MemoryPlan
     from longspan.plan.memory.settings import (
         CHECKPOINT_POLICIES as CHECKPOINT_POLICIES,
         Bytes as Bytes,
@@ -41,13 +34,9 @@ if TYPE_CHECKING:
         Mode as Mode,
         PartitionKind as PartitionKind,
     )
-    from longspan.plan.plan import (
-        Plan as Plan,
-        group_counts as group_counts,
-        plan_row as plan_row,
-        read_plans as read_plans,
-    )
+    from longspan.plan.plan import Plan as Plan, group_counts as group_counts
     from longspan.plan.plan_ahead import AsyncPlanner as AsyncPlanner
+    from longspan.plan.plan_rows import plan_row as plan_row, read_plans as read_plans
     from longspan.plan.planners.fixed import plan_fixed as plan_fixed, plan_padded as plan_padded
     from longspan.plan.planners.options import PlanOptions as PlanOptions
     from longspan.plan.shape.model_shape import (

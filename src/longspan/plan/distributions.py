@@ -41,6 +41,7 @@ def sample_lengths(name: str, tokens: int, *, seed: int = 0, longest: int = 1310
 
 
 def _draw_lengths(name: str, random: np.random.Generator) -> NDArray[np.float64]:
+    """Draw DRAWN lengths (DRAWN,), not yet rounded and of any size; each call takes the next numbers of `random`."""
     if name == "lognorm":
         # ln(64K / 2K) / 2.326, the 99 % quantile
         return np.exp(np.log(2048) + 1.4898 * random.standard_normal(DRAWN))
@@ -55,6 +56,9 @@ def _draw_lengths(name: str, random: np.random.Generator) -> NDArray[np.float64]
 
 @cache
 def _stdlib_file_lengths() -> NDArray[np.float64]:
+    """Return a quarter of the bytes of each Python file of this Python's library, in the order of paths, but for the
+    shortest.
+    """
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     sizes = [file.stat().st_size // 4 for file in files if "site-packages" not in file.parts]
     return np.array([size for size in sizes if size > 16], np.float64)

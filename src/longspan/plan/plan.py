@@ -1,4 +1,4 @@
-"""One step as a value: which slots work together on which documents, micro-batch by micro-batch; and plans in files.
+"""One step as a value: which slots work together on which documents, micro-batch by micro-batch.
 
 It is checked and printed here, and the same on every rank. Whether a model can run it is checked in `attention`.
 """
@@ -6,16 +6,14 @@ It is checked and printed here, and the same on every rank. Whether a model can 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from longspan.errors import LayoutError, PlanError, plural
-from longspan.files import parse_json, read_lines
+from longspan.files import parse_json
 from longspan.layout import check_lengths
 from longspan.plain_text import excerpt, items_text, seconds_text, text_table
 from longspan.plan.check import (
@@ -168,12 +166,13 @@ class Plan:
 
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
-        seconds = {name: getattr(self, name) for name in _SECONDS}
+        seconds = {name: getattr(self, name) for name in PLAN_SECONDS}
         further_fields = {"tokens": self.tokens, **seconds, "cost": self.cost.to_json()}
         return json.dumps(self._fields_for_digest() | further_fields, indent=indent)
 
     def _fields_for_digest(self) -> dict[str, Any]:
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        """Return all that ranks must agree on, as lists and dicts of integers and strings in a fixed order."""
+        numbers = {name: getattr(self, name) for name in PLAN_NUMBERS}
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
         return {"slots": self.slots, "lengths": self.lengths} | numbers | {"micro_batches": batches}
 
@@ -233,13 +232,16 @@ class Plan:
 
 
 def _check_plan_numbers(plan: Plan) -> None:
+    """Raise PlanError for counts, seconds, a mode or lengths that no plan can have, and for a plan without
+    micro-batches.
+    """
     for name in ("slots", "node_size", "row_multiple"):
         check_count(name, getattr(plan, name))
     check_count("targets", plan.targets, least=0)
     if plan.max_tokens_per_slot is not None:
         check_count("max_tokens_per_slot", plan.max_tokens_per_slot)
     check_choice("mode", plan.mode, MODES)
-    for name in _SECONDS:
+    for name in PLAN_SECONDS:
         check_number(name, getattr(plan, name))
     try:
         if check_lengths(plan.lengths) != plan.lengths:
@@ -251,6 +253,9 @@ def _check_plan_numbers(plan: Plan) -> None:
 
 
 def _check_group(where: str, group: Group, plan: Plan) -> None:
+    """Raise PlanError, beginning with `where`, unless the group has distinct slots of the plan, documents with their
+    rows, and a type, sizes, partition and padding that go together.
+    """
     if not group.slots or not group.documents:
         missing = "slots" if group.documents else "documents"
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
@@ -288,6 +293,9 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
 
 
 def _check_parents(where: str, group: Group) -> None:
+    """Raise PlanError unless each document of a family stands behind its parent, with only descendants of the parent
+    between both (as `Group` says).
+    """
     parents = group.parents or ()
     if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:
         raise PlanError(
@@ -311,6 +319,7 @@ def _check_parents(where: str, group: Group) -> None:
 
 
 def _check_documents(plan: Plan) -> None:
+    """Raise PlanError unless each document of the plan is in exactly one group; ids are in range by now."""
     documents = np.array([d for batch in plan.micro_batches for d in batch.documents], dtype=np.int64)
     times = np.bincount(documents, minlength=len(plan.lengths))
     wrong = np.flatnonzero(times != 1)
@@ -325,6 +334,7 @@ def _check_documents(plan: Plan) -> None:
 
 
 def _check_cap(plan: Plan) -> None:
+    """Raise PlanError, naming the first, if a slot holds more rows in a micro-batch than the plan allows."""
     cap = plan.max_tokens_per_slot
     if cap is None:
         return
@@ -341,6 +351,9 @@ def _check_cap(plan: Plan) -> None:
 
 
 def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
+    """Return the lines above the table of a plan: its sizes, documents, predicted time and what it is priced for.
+    `times` are those under `cost`.
+    """
     cap = f"at most {plan.max_tokens_per_slot:,}" if plan.max_tokens_per_slot else "no limit on"
     lengths = sorted(plan.lengths)
     median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""
@@ -381,92 +394,14 @@ def _degrees_text(batch: MicroBatch) -> str:
 
 
 def _group_from_json(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:
-    fields: dict[str, Any] = {name: _list_as_tuple(value) for name, value in values.items()}
+    """Make a group of its fields in a JSON document; its lengths may be left out, and are then the plan's."""
+    fields: dict[str, Any] = {name: list_as_tuple(value) for name, value in values.items()}
     fields.setdefault("lengths", tuple(lengths[d] for d in fields["documents"]))
     return Group(**fields)
 
 
-_NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
-_SECONDS = ("predicted_seconds", "lower_bound_seconds")
-MOST_BYTES = 64 << 20  # of a line
-_MOST_SLOTS = 1 << 20  # of a plan: a short line can name huge ranges
-_MOST_PLACES = 1 << 24  # of its groups in all
-
-
-def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
-    """Write the plan of a step as a line of JSON, without its cost if that equals `after`, the cost of the line before.
-
-    >>> plan_row(7, Plan.from_json(text))  # doctest: +SKIP
-    '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
-    """
-    kinds = dict[tuple[Any, ...], int]()
-    batches = [[_encode_group(group, kinds) for group in batch.groups] for batch in plan.micro_batches]
-    row = {"step": step} | {name: getattr(plan, name) for name in (*_NUMBERS, *_SECONDS)}
-    row |= {} if plan.cost == after else {"cost": plan.cost.to_json()}
-    row |= {"lengths": plan.lengths, "kinds": list(kinds), "micro_batches": batches}
-    return json.dumps(row, separators=(",", ":"))
-
-
-def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
-    """Yield the steps and checked plans of a run's plans.jsonl, in order; its last line may be torn.
-
-    >>> plans = dict(read_plans("runs/first/plans.jsonl"))  # doctest: +SKIP
-
-    Raises PlanError, with the number of the line, for a line that holds no plan. A plan that was priced by a subclass
-    of Cost gets a plain Cost of the same constants, and keeps its predicted seconds.
-    """
-    cost = DEFAULT_COST
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
-                return
-            step, plan = read_plan_row(line, cost, f"{path}, line {number}")
-            cost = plan.cost
-            yield step, plan
-
-
-def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "the line") -> tuple[int, Plan]:
-    """Return the step and the checked plan of a line of plans.jsonl; `cost` is that of the row before. Raises
-    PlanError, which begins with `where`, for a line that holds no plan.
-    """
-    try:
-        row = parse_json(line)
-        cost = Cost.from_json(row["cost"]) if "cost" in row else cost
-        lengths: tuple[int, ...] = tuple(row["lengths"])
-        kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]
-        degrees = (group[2] for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list))
-        if row["slots"] > _MOST_SLOTS or sum(degrees) > _MOST_PLACES:
-            raise ValueError(
-                f"it has more than {_MOST_SLOTS:,} slots, or groups of more than {_MOST_PLACES:,} in all"
-            )
-        batches = (MicroBatch(tuple(_decode_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
-        values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
-        plan = Plan(lengths=lengths, micro_batches=tuple(batches), cost=cost, **values)
-        return int(row["step"]), plan.check()
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-        raise PlanError(f"{where} holds no plan: {type(error).__name__}: {error}") from error
-
-
-def find_plan(path: str | Path, step: int) -> Plan | None:
-    """Return the plan of one step in a run's plans.jsonl, the last if the step was run again; None without one. Only
-    the step's line and the one with its cost are parsed. Raises PlanError for a line that holds no plan.
-    """
-    start = b'{"step":%d,' % step
-    found = None
-    cost_line = b""
-    for line in read_lines(Path(path), MOST_BYTES):
-        if line is None or not line.endswith(b"\n"):  # longer than any plan, or the torn last line
-            continue
-        if b'"cost":{' in line:
-            cost_line = line
-        if line.startswith(start):
-            found = line, cost_line
-    if found is None:
-        return None
-    step_line, cost_line = found
-    where = f"{path}, step {step}"
-    cost = read_plan_row(cost_line, where=where)[1].cost if cost_line else DEFAULT_COST
-    return read_plan_row(step_line, cost, where)[1]
+PLAN_NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
+PLAN_SECONDS = ("predicted_seconds", "lower_bound_seconds")
 
 
 def group_counts(plan: Plan) -> list[dict[str, Any]]:
@@ -493,26 +428,5 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _encode_group(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
-    """A kind that `kinds` lacks is added to it, with the next number."""
-    kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
-    if group.parents is not None:
-        kind = (*kind, group.parents)
-    slots = group.slots
-    number = kinds.setdefault(kind, len(kinds))
-    if slots == tuple(range(slots[0], slots[0] + len(slots))):
-        return [number, slots[0], len(slots), *group.documents]
-    return [number, slots, *group.documents]
-
-
-def _list_as_tuple(value: Any) -> Any:
+def list_as_tuple(value: Any) -> Any:
     return tuple(cast(list[Any], value)) if isinstance(value, list) else value
-
-
-def _decode_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
-    """A row is the number of its kind, its slots as a list, or the first slot and their number, and its documents."""
-    for number, first, *numbers in rows:
-        is_list = isinstance(first, list)
-        slots: tuple[int, ...] = _list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))
-        documents: tuple[int, ...] = tuple(numbers if is_list else numbers[1:])
-        yield Group(slots, documents, tuple(lengths[d] for d in documents), *kinds[number])

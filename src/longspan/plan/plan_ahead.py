@@ -80,8 +80,8 @@ class AsyncPlanner:
             )
         window = range(step, step + 1 + self.ahead)
         goes_on = step in self._answers
-        for old in [old for old in self._answers if not (goes_on and old in window)]:
-            self._answers.pop(old).cancel()
+        for past in [past for past in self._answers if not (goes_on and past in window)]:
+            self._answers.pop(past).cancel()
         for missing in (coming for coming in window if coming not in self._answers):
             self._answers[missing] = self._thread.submit(self._request_plan, self._worker, missing)
 
@@ -121,11 +121,16 @@ class AsyncPlanner:
         self._worker = None
 
     def _plan_inline(self, step: int) -> Plan:
+        """Plan a step in this process, or return its plan if it is the last one that was made here."""
         if self._made_inline is None or self._made_inline[0] != step:
             self._made_inline = (step, check_planner_result(self._planner(step), step))
         return self._made_inline[1]
 
     def _request_plan(self, worker: Worker, step: int) -> bytes:
+        """Ask the planning process for a step and wait; runs in the planner's thread, one request at a time. Returns
+        the plan, or the planner's error, pickled. Raises PlanError if the process has died, with the first step at
+        which that was seen.
+        """
         try:
             worker.connection.send(step)
             return worker.connection.recv_bytes()
@@ -161,6 +166,7 @@ def _start_worker(planner: Planner) -> Worker:
 
 
 def check_planner_result(plan: Any, step: int) -> Plan:
+    """Return what a planner gave for a step if it is a Plan. Raises PlanError otherwise."""
     if not isinstance(plan, Plan):
         raise PlanError(
             f"the planner returned {type(cast(object, plan)).__name__} for step {step}; it must return a Plan"
@@ -189,11 +195,11 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
                     raise failure
                 answer = pickle.dumps(check_planner_result(planner(step), step))
             except BaseException as error:
-                told = error
+                answer_error = error
                 # a SystemExit would end the owner
                 if not isinstance(error, Exception) or pickle_error(error) is None:
                     last = traceback.format_exception_only(error)[-1].strip()
-                    told = PlanError(f"the planner of step {step} failed with {last}")
-                told.add_note(f"while planning step {step}\n{''.join(traceback.format_exception(error))}")
-                answer = pickle.dumps(told)
+                    answer_error = PlanError(f"the planner of step {step} failed with {last}")
+                answer_error.add_note(f"while planning step {step}\n{''.join(traceback.format_exception(error))}")
+                answer = pickle.dumps(answer_error)
             connection.send_bytes(answer)

@@ -17,7 +17,7 @@ from longspan.layout import Floats, Integers
 from longspan.plan.cost.cost import Cost
 from longspan.plan.micro_batch import Group, MicroBatch, Mode, main_type
 
-Way = tuple[str, int, str]  # communication type, a2a size, partition
+TypeAndPartition = tuple[str, int, str]  # communication type, a2a size, partition
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +34,11 @@ class GroupTable:
     group: Integers  # (E,) of each membership
     slot: Integers  # (E,)
     way: Integers  # (G,) index into `ways`
-    ways: tuple[Way, ...]  # the types, a2a sizes and partitions that groups have
+    ways: tuple[TypeAndPartition, ...]  # the types, a2a sizes and partitions that groups have
 
     @classmethod
     def from_micro_batches(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
+        """Lay out all groups of these micro-batches as columns."""
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _int_array([len(group.slots) for _, group in groups])
         counts = _int_array([len(group.lengths) for _, group in groups])
@@ -51,7 +52,7 @@ class GroupTable:
             squares += 2 * rows * bases
             unpadded += 2 * lengths * bases
         first = np.cumsum(counts) - counts  # document of each group
-        ways: dict[Way, int] = {}
+        ways: dict[TypeAndPartition, int] = {}
         way = list[int]()
         for _, group in groups:
             kind = main_type(group.cp_comm_type) if group.degree > 1 else "p2p"
@@ -92,6 +93,9 @@ class GroupTable:
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def _price_groups(self, cost: Cost, together: Integers, some: NDArray[np.bool_] | slice) -> Floats:
+        """Return the seconds of `some` of the groups under a cost, as if all had its type; `together` are the fewest
+        slots on one node of all groups (G,).
+        """
         # Kernels skip padding, so a cost with a network, of a real machine, leaves it out; an ideal cost has it.
         squares = (self.unpadded if cost.network else self.squares)[some]
         degree = self.degree[some]
@@ -122,6 +126,9 @@ class GroupTable:
         return sums.reshape(count, slots)
 
     def rows_by_slot(self, count: int, slots: int, row_multiple: int) -> Integers:
+        """Return the rows that each slot holds in each micro-batch (M, slots), the most of any member of its groups, in
+        whole `row_multiple`s.
+        """
         most_of_groups = -(-self.tokens // self.degree)  # that one member holds
         rows = self.sums_by_slot(most_of_groups, count, slots).astype(np.int64)
         return -(-rows // row_multiple) * row_multiple

@@ -17,7 +17,7 @@ from longspan.config.renamed import upgraded_tables
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.files import json_safe_values, parse_json
 from longspan.plan import Plan
-from longspan.plan.plan import find_plan
+from longspan.plan.plan_rows import find_plan
 from longspan.run.facts import RunFacts
 from longspan.run.metrics import read_json_rows
 

@@ -13,7 +13,6 @@ from longspan.config.keys import AUTO
 from longspan.config.plan_section import (
     FAMILY_PLANNERS,
     ONE_DEGREE,
-    PLANNERS,
     EvalConfig,
     PlanSection,
     name_of_key,
@@ -21,9 +20,8 @@ from longspan.config.plan_section import (
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
-from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
+from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
-from longspan.plain_text import nearest_hint
 from longspan.plan import AsyncPlanner, Cost, Plan, PlanOptions, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST
@@ -31,8 +29,9 @@ from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords, Request
 from longspan.plan.shape.model_shape import read_query_heads
 from longspan.plan.shape.positions import LengthLimit
-from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_degree
-from longspan.resolve.memory import cost_without_model
+from longspan.resolve.custom_planner import plan_by_custom_planner
+from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_dynamic_degree
+from longspan.resolve.run_cost import cost_without_model
 
 KEYS = {  # of a section of plans, by the planners' arguments
     "cp": "context_parallel_size",
@@ -125,7 +124,10 @@ class PlannerConfig:
     def _from_section(
         cls, section: PlanSection, config: RunConfig, cost: Cost, heads: int | None
     ) -> "PlannerConfig":
-        """Rows "auto" are dealt out in zigzag, as many to each slot; schedules that split backward cost as 1F1B."""
+        """Make the choice that the keys of a section leave; planner "auto" counts as dynamic, degree "auto" as 0.
+
+        Rows "auto" are dealt out in zigzag, as many to each slot; schedules that split backward cost as 1F1B.
+        """
         cap = section.max_tokens_per_slot
         node_size = config.context.node_size
         parallel = config.parallel
@@ -176,6 +178,7 @@ class PlannerConfig:
 
     @property
     def degree_key(self) -> str:
+        """The key of its degree, for messages."""
         return self.prefix + "context_parallel_size"
 
     def at_degree(self, degree: int, *, longest: int) -> "PlannerConfig":
@@ -208,7 +211,7 @@ class PlannerConfig:
             from longspan.plan.dynamic.planner import plan_dynamic
 
             max_cp = self.max_degree or None
-            widest = widest_degree(home, options, self.max_degree)
+            widest = widest_dynamic_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
@@ -259,6 +262,9 @@ class PlannerConfig:
         return plan_families(self.plan, lengths, families, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:
+        """Return the options of plans on a home: its cost is that of a slot, and micro-batches come in multiples of the
+        stages.
+        """
         return replace(self.options, cost=self.options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
 
     def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
@@ -350,67 +356,10 @@ class StepPlanner:
         return self.choice.plan_documents(lengths, documents, self.home, targets=targets, length_limits=limits)
 
 
-def plan_steps(choice: PlannerConfig, order: StepOrder, home: Layout, *, ahead: int = 2) -> AsyncPlanner:
+def plan_steps_ahead(choice: PlannerConfig, order: StepOrder, home: Layout, *, ahead: int = 2) -> AsyncPlanner:
     """Plan the training steps of a run; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
     plans take a millisecond and are made when their step begins.
     """
     return AsyncPlanner(StepPlanner(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
-
-
-# ---- planners of one's own
-
-
-def check_planner_exists(name: str, key: str) -> None:
-    """Raise ConfigError, with the key that names it, for a planner that does not exist."""
-    if name in PLANNERS:
-        return
-    if "." not in name:
-        raise ConfigError(
-            f"{key} is {name!r}; {nearest_hint(name, (AUTO, *PLANNERS))}, or a function of your own with its module, "
-            "as in 'my_module.my_planner' (docs/planning.md)"
-        )
-    _import_planner(name, key)
-
-
-def _import_planner(name: str, key: str) -> Callable[..., Any]:
-    planner = import_object(name, f"{key} is {name!r}")
-    if not callable(planner):
-        raise ConfigError(
-            f"{key} {name!r} is no function; name one of lengths, home and options that returns a Plan"
-        )
-    return planner
-
-
-def plan_by_custom_planner(
-    name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions
-) -> Plan:
-    """Plan by a planner of one's own: its plan is checked, and completed by the options.
-
-    Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
-    and slots, and for a plan that is not sound or exceeds the limit of rows.
-    """
-    request = Request.from_arguments(lengths, home, options)
-    planner = _import_planner(name, key)
-    if not request.lengths:  # a planner need not know what to do with a step without documents
-        return request.make_plan((), name)
-    documents = plural(len(request.lengths), "document")
-    slots = plural(home.slots, "slot")
-    try:
-        plan = planner(request.lengths, home, options=options)
-    except LongspanError:
-        raise
-    except Exception as error:  # whatever somebody's function raises
-        raise PlanError(
-            f"{key} {name!r} failed for {documents} on {slots}: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(plan, Plan) or (plan.slots, plan.lengths) != (home.slots, request.lengths):
-        raise PlanError(
-            f"{key} {name!r} returned {plan if isinstance(plan, Plan) else type(plan).__name__}; it must return a "
-            f"longspan.Plan of {slots} (home.slots) and of the {documents} that it received, in their order"
-        )
-    try:
-        return request.make_plan(plan.micro_batches, name)
-    except PlanError as error:
-        raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error

@@ -1,27 +1,19 @@
-"""Plans of forward passes, and what they are compared by: types, partitions of rows, degrees, fewer rows.
-
-Rows of a hybrid: zigzag rows make a causal ring even, but the bytes of states grow with documents; contiguous rows are
-one run a slot, and want an all-to-all of heads, which is even however rows are dealt out.
-"""
+"""Plans of forward passes, and what they are compared by: degrees, communication types, fewer rows."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from longspan.errors import LongspanError, PlanError, plural
+from longspan.errors import PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import heads_allow_degree
-from longspan.plan.micro_batch import PARTITIONS, PartitionKind, comm_type_text, fit_level_sizes
+from longspan.plan.micro_batch import fit_level_sizes
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions, longest_item
 from longspan.resolve.text import plan_type_text
 
-# of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
-TYPES = ("a2a", "p2p")
-CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
 MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
 NAMED = 4  # degrees after the best, in a line of reasons
 
@@ -47,52 +39,11 @@ def options_by_comm_type(options: PlanOptions, home: Layout, cp: int) -> list[Pl
 
 
 def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
+    """Return the options of groups of one degree, whose sizes under a2a+p2p are fitted to it."""
     sizes = options.hierarchical_context_parallel_sizes
     if sizes is None or "a2a+p2p" not in options.types:
         return options
     return replace(options, hierarchical_context_parallel_sizes=fit_level_sizes(sizes, cp))
-
-
-class PartitionChoice(NamedTuple):
-    """The options of the way that was chosen, and why in one line: the seconds of each way, or ratios under a cost that
-    is of no machine, and which ways were not possible.
-    """
-
-    options: PlanOptions
-    reason: str
-
-
-def compare_partitions(
-    seconds_of: Callable[[PlanOptions], float],
-    options: PlanOptions,
-    partition: Literal["auto"] | PartitionKind = "auto",
-) -> PartitionChoice:
-    """Price a hybrid's plans under each partition and type that comes into question; those that `partition` and
-    `options` name are kept. `seconds_of` makes a plan under the options of a way and returns its predicted seconds; a
-    way that it refuses with a LongspanError is left out. Raises PlanError where nothing is possible.
-    """
-    seconds = dict[PlanOptions, float]()
-    refused = dict[PlanOptions, str]()
-    types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
-    kinds = reversed(PARTITIONS) if partition == "auto" else (partition,)
-    for kind, cp_comm_type in product(kinds, types):
-        way = replace(options, partition=kind, cp_comm_type=cp_comm_type)
-        try:
-            seconds[way] = seconds_of(way)
-        except LongspanError as error:
-            refused[way] = str(error)
-    if not seconds:
-        raise PlanError(f"no way to deal out rows is possible: {'; '.join(refused.values())}")
-    chosen = next(way for way in seconds if seconds[way] <= CLOSE * min(seconds.values()))
-    names = {way: f"{way.partition} under {comm_type_text(way.cp_comm_type)}" for way in (*seconds, *refused)}
-    others = sorted((way for way in seconds if way is not chosen), key=seconds.__getitem__)
-    if options.cost.source:
-        texts = [f"{names[chosen]}: {seconds[chosen]:.3g} s predicted"]
-        texts += [f"{names[way]} {seconds[way]:.3g} s" for way in others]
-    else:
-        texts = [f"{names[chosen]}, by cost"]
-        texts += [f"{names[way]} {seconds[way] / seconds[chosen]:.3f} x as long" for way in others]
-    return PartitionChoice(chosen, "; ".join([*texts, *(f"{names[way]} is not possible" for way in refused)]))
 
 
 def plan_evaluation(
@@ -121,7 +72,7 @@ def plan_evaluation(
     return fastest
 
 
-def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
+def widest_dynamic_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
     """Return the highest degree that a group of a dynamic plan may have, at most `most` (0: all slots)."""
     degrees = range(min(most or home.slots, home.slots), 1, -1)
     return next((degree for degree in degrees if options.allows(degree, home.tp)), 1)
@@ -165,6 +116,7 @@ class DegreeComparison:
         return "; ".join([line, *filter(None, [slower]), *dynamic, *self.left_out])
 
     def _plan_time_text(self, plan: Plan) -> str:
+        """Write a plan's seconds, or, under a cost of no machine, how many times as long it takes as the best."""
         if plan.cost.source:
             return f"{plan.predicted_seconds:.3g} s"
         return f"{plan.predicted_seconds / self.best.planned.predicted_seconds:.2f} x as long"
@@ -220,7 +172,7 @@ def compare_degrees(
         return plan_dynamic(lengths, home, min_cp=least_cp, max_cp=most_cp or None, options=options)
 
     try:
-        dynamic = plan_evaluation(make_plan, lengths, home, best, widest_degree(home, best, most_cp))
+        dynamic = plan_evaluation(make_plan, lengths, home, best, widest_dynamic_degree(home, best, most_cp))
     except PlanError as error:
         return replace(comparison, left_out=(*refused, f"no dynamic plan: {error}"))
     return replace(comparison, dynamic=dynamic)

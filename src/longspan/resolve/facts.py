@@ -10,7 +10,8 @@ from itertools import chain
 from typing import Any
 
 from longspan.layout import Layout
-from longspan.plan import Machine, MemoryBudget, Plan
+from longspan.plan import Machine, MemoryBudget, MemorySettings, Plan
+from longspan.plan.memory.memory_plan import MemoryModel
 from longspan.plan.shape.model_shape import read_experts
 from longspan.resolve.choice import PlannerConfig, query_heads
 
@@ -55,6 +56,7 @@ class Facts:
     """The lengths of each evaluation set, by its name ("": held-out documents)."""
 
     def on_home(self, home: Layout) -> "Facts":
+        """Return these facts for ranks that are factored otherwise."""
         return replace(self, home=home)
 
     @cached_property
@@ -106,15 +108,30 @@ class Facts:
 
     @cached_property
     def lengths_differ(self) -> bool:
+        """Whether documents of the steps that are looked at have several lengths."""
         return len(set(chain.from_iterable(self._seen_lengths))) > 1
 
+    def memory_model(self, settings: MemorySettings) -> MemoryModel:
+        """Return the model as plans of memory under these settings count it: once for all ways that share them."""
+        models = self._memory_models
+        if settings not in models:
+            models[settings] = MemoryModel(self.model, self.home, settings, self.machine)
+        return models[settings]
+
+    @cached_property
+    def _memory_models(self) -> dict[MemorySettings, MemoryModel]:
+        return {}
+
     def lengths(self, step: int) -> Lengths:
+        """Return the lengths of the documents of a step."""
         return tuple(int(n) for n in self.lengths_of_step(step))
 
     def targets(self, step: int) -> int | None:
+        """Return how many tokens a step predicts; None: all that its lengths allow."""
         return self.targets_of_step(step) if self.targets_of_step else None
 
     def plan_step(self, choice: PlannerConfig, step: int) -> Plan:
+        """Plan a step of the run on this home, with the prefixes that its documents may share."""
         documents = self.documents_to_share(step) if self.documents_to_share else None
         return choice.plan_documents(self.lengths(step), documents, self.home, targets=self.targets(step))
 

@@ -43,6 +43,7 @@ class SlotRows:
 
     @property
     def line(self) -> str:
+        """The rows in a line of the log."""
         halved = f" (of {self.planned:,}, for which a rank had no memory)" if self.rows < self.planned else ""
         return f"max_tokens_per_slot: {self.rows:,} rows{halved}"
 
@@ -99,6 +100,9 @@ def set_eval_rows_of_training(config: RunConfig) -> RunConfig:
 
 
 def keys_that_decide_rows(config: RunConfig) -> dict[str, Any]:
+    """Return the keys of a configuration by which the rows of a slot were chosen, by full name, as JSON gives them
+    back.
+    """
     values = config.tables()
     names = {section: tuple(values[section]) for section in _SECTIONS} | _KEYS
     keys = {f"{section}.{key}": values[section][key] for section in names for key in names[section]}

@@ -6,7 +6,7 @@ from operator import itemgetter
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.plan import MicroBatch, Plan
-from longspan.plan.memory.memory_plan import any_choice_fits
+from longspan.plan.memory.memory_choice import any_choice_fits
 from longspan.resolve.facts import Facts
 from longspan.resolve.ways import UNIT, Way
 
@@ -27,6 +27,9 @@ def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
 
 
 def _find_longest_of_way(way: Way) -> tuple[int, Way]:
+    """Find the most tokens of one document that fit under one way (0: none), and return them with the way at their
+    rows.
+    """
     facts = way.facts
     home = facts.home
     budget = facts.budget
@@ -38,6 +41,7 @@ def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     short = way.choice.plan((unit * degree,), home)
 
     def plan_of(units: int) -> Plan:
+        """Change the plan of the short document to one of so many units a slot."""
         (group,) = short.micro_batches[0].groups
         if way.choice.options.cp_comm_type == AUTO:  # another length may get another type
             group = replace(group, cp_comm_type=AUTO, hierarchical_context_parallel_sizes=None)

@@ -13,15 +13,14 @@ from longspan.config.plan_section import ONE_DEGREE, EvalConfig
 from longspan.config.sections import RunConfig, set_evaluations
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
-from longspan.plan import Cost, MemoryPlan, PlanOptions
-from longspan.plan.memory.stage_bytes import ModelNumbers
+from longspan.plan import Cost, MemoryPlan
+from longspan.plan.memory.model_numbers import ModelNumbers
 from longspan.resolve.choice import PlannerConfig
-from longspan.resolve.evaluation import PartitionChoice, compare_degrees, compare_partitions
+from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
+from longspan.resolve.partition import choose_partition
 from longspan.resolve.text import RankedWay, planner_reason
 from longspan.resolve.ways import Ranking, Way, rank_ways, set_usual_mode
-
-PARTITION_STEPS = 4  # whose documents a hybrid's partition is chosen for
 
 
 @dataclass(frozen=True)
@@ -182,6 +181,7 @@ def choose_degree(
 
 
 def _set_chosen_degree(entry: EvalConfig, choice: PlannerConfig) -> EvalConfig:
+    """Put the degree, type and levels of a choice in place of those of an evaluation."""
     types = choice.options.cp_comm_type
     sizes = choice.options.hierarchical_context_parallel_sizes
     return replace(
@@ -190,62 +190,3 @@ def _set_chosen_degree(entry: EvalConfig, choice: PlannerConfig) -> EvalConfig:
         cp_comm_type=types if isinstance(types, str) else tuple(types),
         hierarchical_context_parallel_sizes=tuple(sizes) if isinstance(sizes, Sequence) else sizes or 0,
     )
-
-
-# ---- the partition of a hybrid
-
-
-def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
-    """Choose a partition and a type in place of "auto" by the first steps; returns the configuration, and why.
-
-    A model whose cost has no `states` takes the usual partition.
-    """
-    if config.context.partition != AUTO:
-        return config, ""
-    way = Way(config, facts)
-    if way.cost().states is None:
-        return set_default_partition(config), ""
-    fastest = _choose_fastest_partition(way)
-    context = config.context
-    options = fastest.options
-    if context.cp_comm_type == AUTO:
-        context = replace(context, cp_comm_type=options.cp_comm_type)
-    config = replace(config, context=replace(context, partition=options.partition))
-    return _set_evaluation_types(config, facts.home, facts.heads), fastest.reason
-
-
-def set_default_partition(config: RunConfig) -> RunConfig:
-    if config.context.partition == AUTO:
-        config = config.with_keys("context", partition="contiguous")
-    return config
-
-
-def _choose_fastest_partition(way: Way) -> PartitionChoice:
-    choice = way.choice
-    facts = way.facts
-    widest = choice.widest_degree(facts.home)
-    steps = [facts.lengths(step) for step in range(min(PARTITION_STEPS, max(1, facts.steps)))]
-
-    def predict_seconds(options: PlanOptions) -> float:
-        if not options.allows(
-            widest, facts.home.tp
-        ):  # a later document may be long enough to need the widest group
-            raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
-        candidate = replace(choice, options=options)
-        return sum(candidate.plan(documents, facts.home).predicted_seconds for documents in steps)
-
-    return compare_partitions(predict_seconds, choice.options)
-
-
-def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
-    """An evaluation of type "auto" takes training's, unless its degree is chosen later, or is not one alone."""
-    trained = PlannerConfig.training(config, heads=heads)
-
-    def set_type(entry: EvalConfig) -> EvalConfig:
-        choice = PlannerConfig.evaluation(config, entry, heads=heads)
-        if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
-            return entry
-        allowed = trained.options.allows(choice.degree, home.tp)
-        return replace(entry, cp_comm_type=config.context.cp_comm_type) if allowed else entry
-
-    return set_evaluations(config, map(set_type, config.evaluations))

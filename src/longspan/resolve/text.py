@@ -12,6 +12,7 @@ NAMED = 3  # other choices in a reason
 
 
 def plan_type_text(plan: Plan) -> str:
+    """Name the communication types of a plan, with their levels; "" where no group has several slots."""
     groups = [group for group in plan.groups if group.degree > 1]
     kinds = ((g.cp_comm_type,) if isinstance(g.cp_comm_type, str) else g.cp_comm_type for g in groups)
     names = list(dict.fromkeys(chain.from_iterable(kinds)))

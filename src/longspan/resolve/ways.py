@@ -30,10 +30,11 @@ from longspan.plan import (
     MemorySettings,
     Plan,
 )
-from longspan.plan.memory.memory_plan import choose_fastest_memory, leanest_plans
+from longspan.plan.memory.memory_choice import choose_fastest_memory, leanest_plans
 from longspan.resolve.choice import PlannerConfig, home_of, list_choices
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import find_run_cost, fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.memory import fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.run_cost import find_run_cost
 from longspan.resolve.text import RankedWay
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean
@@ -68,9 +69,11 @@ class Way:
         return self.config.context.cp_comm_type == AUTO and self.facts.home.slots > 1
 
     def ring_way(self) -> "Way":
+        """Return this way under a ring, whatever type is fastest."""
         return replace(self.with_context(cp_comm_type="p2p"), is_ring=True)
 
     def with_context(self, **keys: Any) -> "Way":
+        """Return this way with other keys of [context]."""
         return replace(self, config=self.config.with_keys("context", **keys))
 
     @cached_property
@@ -110,6 +113,7 @@ class Way:
 
     @property
     def fixed_memory(self) -> FixedMemory:
+        """The keys of memory that are given by hand."""
         return fixed_memory_keys(self.config, gpu=self.facts.gpu)
 
     @cached_property
@@ -121,8 +125,8 @@ class Way:
         return list(map(self._plan_once, steps))
 
     def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
-        facts = self.facts
-        return MemoryNeeds.of(facts.model, facts.home, list(plans), self.memory_settings, machine=facts.machine)
+        """Count what a run of these plans needs, before it is decided what layers keep."""
+        return self.facts.memory_model(self.memory_settings).needs(plans)
 
     def choose_memory(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
         """Choose the fastest plan of memory that fits all these plans. Raises PlanError, with the bytes."""
@@ -210,6 +214,7 @@ def set_usual_mode(config: RunConfig) -> RunConfig:
 
 
 def _round_up(rows: int, unit: int) -> int:
+    """Round rows up to a multiple of `unit`."""
     return -(-rows // unit) * unit
 
 
@@ -235,6 +240,7 @@ class Fit:
 
     @property
     def ranked_way(self) -> RankedWay:
+        """What of this fit people read in a comparison."""
         planner, degree, _ = self.layout
         rows = self.way.config.context.max_tokens_per_slot
         priced = bool(self.way.choice.options.cost.source)
@@ -338,7 +344,7 @@ def _best_fit_of_layout(layout: Way) -> Fit:
     ways = _sort_by_rows(way) if rows_open else [way]
     tried = list[Fit]()
     for way in ways:
-        fit = _fit_run(way, rows_open=rows_open)
+        fit = _fit_whole_run(way, rows_open=rows_open)
         tried.append(fit)
         if fit.seconds is not None:
             break
@@ -347,7 +353,7 @@ def _best_fit_of_layout(layout: Way) -> Fit:
     can_be_free = facts.gpu and facts.home.slots > 1 and parallel.pp == parallel.ep == 1
     if context.mode != AUTO or fit.seconds is None or not can_be_free:
         return fit
-    free = _fit_run(fit.way.with_context(mode="free"), rows_open=rows_open)
+    free = _fit_whole_run(fit.way.with_context(mode="free"), rows_open=rows_open)
     return min(fit, free, key=lambda fit: fit.rank)
 
 
@@ -369,12 +375,16 @@ def _sort_by_rows(way: Way) -> list[Way]:
     return [fit.way for fit in sorted(fits, key=lambda fit: fit.rank)]
 
 
-def _fit_run(way: Way, *, rows_open: bool) -> Fit:
+def _fit_whole_run(way: Way, *, rows_open: bool) -> Fit:
+    """Fit a way to the whole run: its memory holds the fullest steps, and its seconds are those of the timed ones."""
     full = [] if way.facts.budget is None else way.fullest_plans(rows_open=rows_open)
     return fit_way(way, way.plan_steps(way.facts.timed_steps), full)
 
 
 def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way]:
+    """List the ways to compare, whose rows and mode are still open: each planner and degree that is not given, in each
+    home of `_homes_with_expert_degrees`.
+    """
     context = config.context
     planners = (
         [context.planner] if given.planner else [*dict.fromkeys(("dynamic", "fixed", "padded", context.planner))]
@@ -415,6 +425,9 @@ def fastest_plan(
 
 
 def _homes_with_expert_degrees(config: RunConfig, facts: Facts, given: Given) -> Iterator[tuple[RunConfig, Layout]]:
+    """Yield the home as it is, and, where the degree of experts is open, one whose slots share experts: as many as
+    divide slots and experts, at most MOST_EP.
+    """
     yield config, facts.home
     if given.ep or not facts.expert_count or config.context.mode == "free":
         return

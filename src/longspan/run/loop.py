@@ -24,7 +24,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape, model_flops
-from longspan.resolve.choice import plan_steps
+from longspan.resolve.choice import plan_steps_ahead
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final, open_prompts
 from longspan.run.facts import TrainResult
@@ -227,7 +227,7 @@ class _Loop:
     def train(self, stop: StopSignal) -> TrainResult:
         """Take the remaining steps; unless a signal stopped them, save the model and make the last evaluations."""
         run = self.run
-        with plan_steps(run.training_choice, run.order, run.world.home) as plans:
+        with plan_steps_ahead(run.training_choice, run.order, run.world.home) as plans:
             if run.done < run.config.train.steps:
                 check_free_disk(run, self.display.log)
                 plans.start(run.done)  # they are made while kernels are compiled

@@ -11,7 +11,7 @@ from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, r
 from longspan.errors import ConfigError, RunFolderError
 from longspan.files import as_json, read_json, write_atomically
 from longspan.plan import Cost, Plan
-from longspan.plan.plan import plan_row
+from longspan.plan.plan_rows import plan_row
 from longspan.run.collect_facts import attention_groups, collect_facts
 from longspan.run.facts import LAST_STEPS, LOCK, RunFacts
 from longspan.run.loggers import LoggerClass, RunLoggers, RunStart

@@ -38,8 +38,8 @@ from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_i
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import keep_rows, read_kept_rows, set_rows
-from longspan.resolve.memory import KEY, read_run_machine, set_node_size
 from longspan.resolve.resolved import Resolved, resolve
+from longspan.resolve.run_cost import KEY, read_run_machine, set_node_size
 from longspan.resolve.ways import Way
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables

@@ -18,8 +18,8 @@ from longspan.plan import MemoryBudget
 from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import run_machine
 from longspan.resolve.resolved import Resolved, resolve
+from longspan.resolve.run_cost import run_machine
 from longspan.ssm.kernels.fla import fla_unsupported_reason
 from longspan.train.optim.state_numbers import optimizer_state_numbers
 

@@ -22,7 +22,7 @@ from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing, check_is_shard, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, ScanKernel, scan_kernel
-from longspan.ssm.kernels.interface import Forward, SavedScan, map_states, state_dtype
+from longspan.ssm.kernels.interface import SavedScan, ScanForward, map_states, state_dtype
 from longspan.ssm.kernels.local_runs import index_on_device, pick_rows, put_rows
 
 
@@ -33,7 +33,7 @@ class ForwardFold:
     sent where no run of the group passes a state on.
     """
 
-    def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
+    def __init__(self, chains: Chains, inputs: Inputs, scan: ScanForward) -> None:
         self.chains: Chains = chains
         self.inputs: Inputs = inputs
         self.transitions = inputs.k.new_zeros(0)

@@ -23,7 +23,7 @@ from longspan.plan import Plan
 from longspan.train.optim.offload_states import OffloadedStates
 
 if TYPE_CHECKING:
-    from longspan.plan.items.encoding_plan import ItemTable
+    from longspan.plan.items.item_table import ItemTable
 
 
 class StepDocuments:

@@ -19,7 +19,7 @@ from longspan.model.float8.products import (
     quantise_columns,
     quantise_rows,
 )
-from longspan.model.float8_layers import unsupported_reason
+from longspan.model.float8_layers import float8_device_reason
 from longspan.plan import plan_fixed
 from longspan.train import run_step
 from tests.model.stock import texts
@@ -27,7 +27,9 @@ from tests.model.stock import texts
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or find_spec("triton") is None or unsupported_reason(torch.device("cuda")) != "",
+        not torch.cuda.is_available()
+        or find_spec("triton") is None
+        or float8_device_reason(torch.device("cuda")) != "",
         reason="needs a GPU of compute capability 8.9 and triton",
     ),
 ]

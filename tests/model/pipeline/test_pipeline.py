@@ -19,7 +19,7 @@ from longspan.model.parts import find_parts
 from longspan.model.pipeline.pipeline import PipelineModel, _run_watched_schedule
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
 from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_stages_of_position, refuse_inexact_stages
-from longspan.plan.memory.stage_bytes import stage_layers
+from longspan.plan.memory.model_numbers import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
 from tests import parity

@@ -10,7 +10,7 @@ from longspan.comm import SequenceShard
 from longspan.errors import DataError, ModelError
 from longspan.model.seams.call_rules import CallRules
 from longspan.plan import Group, MicroBatch
-from longspan.plan.items.encoding_plan import ItemTable, MediaItem
+from longspan.plan.items.item_table import ItemTable, MediaItem
 from longspan.train.rows.visible_spans import bind_spans, count_prefix_rows
 from tests.model.vision.models import tiny
 

@@ -27,7 +27,7 @@ from longspan.plan.cost.machine import FORWARD_LAUNCHES, LOGIT_BYTES, find_machi
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind
 from longspan.plan.shape.model_shape import QWEN3_8B as CONFIG, ModelShape
 from longspan.plan.step_times import GroupTable
-from longspan.resolve.memory import cost_without_model
+from longspan.resolve.run_cost import cost_without_model
 from tests.plan.cases import MIXTURE, flops_cost
 
 QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_dim=128)

@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 from longspan.errors import DataError, PlanError
 from longspan.layout import Layout, Partition
 from longspan.plan import MicroBatch, plan_dynamic
-from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, MediaItem, NeededBy, plan_items
+from longspan.plan.items.encoding_plan import EncoderPlanning, NeededBy, plan_items
+from longspan.plan.items.item_table import ItemTable, MediaItem
 
 
 @st.composite

@@ -18,7 +18,7 @@ from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.plan import MemoryNeeds, MemorySettings, Plan, messages, plan_fixed
 from longspan.plan.memory import layer_table
 from longspan.plan.memory.layer_table import LayerTable
-from longspan.plan.memory.stage_bytes import ModelNumbers
+from longspan.plan.memory.model_numbers import ModelNumbers
 from longspan.plan.messages import count_exchange_slices
 from longspan.testing import backend, run_ranks
 from tests.model.stock import random_model
@@ -47,7 +47,7 @@ def world() -> Iterator[World]:
 
 def _kept(needs: MemoryNeeds, word: Any, layers: int) -> float:
     (place,), (load,) = needs.places, needs.loads
-    return sum(place.layer_bytes(layer, load, word).kept for layer in range(layers))
+    return sum(layer.kept for layer in place.layer_bytes(load, word)[:layers])
 
 
 def _head_bytes(needs: MemoryNeeds) -> float:
@@ -165,8 +165,8 @@ def test_norms_of_gpus(world: World, family: str, monkeypatch: pytest.MonkeyPatc
     use_kernel_norms(monkeypatch)
     needs, counted = _compare(world, family, "none", settings=MemorySettings(parameter_bytes=2, shard_parameters=False))
     (place,), (load,) = needs.places, needs.loads
-    assert [place.layer_bytes(i, load, "none").kept for i in range(2)] == pytest.approx(counted.kept, rel=1e-3)
-    layer = place.layer_bytes(1, load, "none")
+    assert [layer.kept for layer in place.layer_bytes(load, "none")[:2]] == pytest.approx(counted.kept, rel=1e-3)
+    layer = place.layer_bytes(load, "none")[1]
     others = counted.alive[1] - place.hidden_row_bytes * ROWS + _head_bytes(needs)  # its input counts as kept
     assert counted.backward[1] == pytest.approx(others + layer.kept + layer.backward, rel=PEAK)
 
@@ -188,7 +188,7 @@ def test_adapters_of_experts_keep_what_is_planned(world: World, family: str) -> 
     settings = replace(SETTINGS, lora_rank=8, adapter_bytes=2, lora_targets=targets)
     needs, counted = _compare(world, family, "none", settings=settings, lora={"rank": 8, "targets": targets})
     (place,), (load,) = needs.places, needs.loads  # the first layer's norms need no gradient
-    assert place.layer_bytes(1, load, "none").kept == pytest.approx(counted.kept[1], rel=1e-3)
+    assert place.layer_bytes(load, "none")[1].kept == pytest.approx(counted.kept[1], rel=1e-3)
     fewer = replace(settings, lora_targets=targets[:1])
     plan = plan_fixed([ROWS], world.home, cp=1)
     bare = MemoryNeeds.of(config_of(family).to_dict(), world.home, plan, fewer)
@@ -240,7 +240,7 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
             counted = count_prepared(*model, plan, world)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             (place,), (load,) = needs.places, needs.loads
-            layer = place.layer_bytes(1, load, word)
+            layer = place.layer_bytes(load, word)[1]
             slices, *_ = LayerTable(place.read, settings, load).head_exchange_slices()
             others = (
                 counted.alive[1] - place.hidden_row_bytes * load.rows + _head_bytes(needs)

@@ -28,10 +28,7 @@ from longspan.plan import (
 )
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings
 from longspan.plan.memory.layer_table import LayerTable, slot_loads
-from longspan.plan.memory.memory_plan import (
-    fit_with_fewest_slow_layers,
-    memory_choices,
-)
+from longspan.plan.memory.memory_choice import fit_with_fewest_slow_layers, memory_choices
 from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import QWEN3_8B

@@ -20,7 +20,7 @@ from longspan.launch.output import FILE, outlive_output
 from longspan.launch.stop_signals import SIGNALS
 from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
-from longspan.plan.plan import plan_row
+from longspan.plan.plan_rows import plan_row
 from longspan.run import progress
 from longspan.run.metrics import MetricsLog, read_metrics
 from longspan.run.progress import ProgressDisplay

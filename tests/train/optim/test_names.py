@@ -16,8 +16,8 @@ from longspan.layout import Layout
 from longspan.model import load_model
 from longspan.model.saving.whole_weights import weights_by_name
 from longspan.plan import plan_fixed
+from longspan.plan.memory.model_numbers import ModelNumbers
 from longspan.plan.memory.settings import MemorySettings
-from longspan.plan.memory.stage_bytes import ModelNumbers
 from longspan.plan.shape.name_patterns import meets_any
 from longspan.run.checks import check_config, check_optimizer
 from longspan.testing import backend, run_ranks

@@ -26,7 +26,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import make_stage_models, shared_parameters
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Plan, plan_dynamic, plan_fixed
-from longspan.plan.memory.stage_bytes import stage_layers
+from longspan.plan.memory.model_numbers import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from tests import parity

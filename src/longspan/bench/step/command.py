@@ -31,8 +31,8 @@ from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import read_kept_rows, set_rows
-from longspan.resolve.memory import KEY, read_run_machine, set_node_size
 from longspan.resolve.resolved import Resolved, resolve
+from longspan.resolve.run_cost import KEY, read_run_machine, set_node_size
 from longspan.resolve.ways import Way
 from longspan.run.collect_facts import mixers_text
 from longspan.run.profile import wait_for_gpu

@@ -30,8 +30,8 @@ from longspan.plan import Cost, Plan
 from longspan.plan.shape.model_shape import peak_tflops, read_experts
 from longspan.resolve.choice import PlannerConfig, home_of, query_heads
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import find_run_cost, run_machine
-from longspan.resolve.resolved import choose_partition
+from longspan.resolve.partition import choose_partition
+from longspan.resolve.run_cost import find_run_cost, run_machine
 from longspan.resolve.ways import rank_ways
 from longspan.run.checks import check_config
 

@@ -33,7 +33,8 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_rows
 from longspan.resolve.facts import Facts, evenly
 from longspan.resolve.longest import find_longest
-from longspan.resolve.resolved import Reasons, choose_partition, settle
+from longspan.resolve.partition import choose_partition
+from longspan.resolve.resolved import Reasons, settle
 from longspan.resolve.text import plan_type_text
 from longspan.resolve.ways import UNIT, Fit, Given, fit_way, leanest_fit, rank_ways
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
@@ -141,7 +142,7 @@ def _largest_parts(fit: Fit) -> dict[str, int]:
     memory = planned_memory(fit)
     needs = fit.way.memory_needs(fit.plans)
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in CHOSEN_SETTINGS})
-    places = (replace(place, settings=settings) for place in needs.places)
+    places = needs.with_settings(settings).places
     moments = [m for place in places for m in place.bytes_at_moments(needs.loads, memory.measures)]
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 

@@ -82,7 +82,7 @@ class SplitTrial:
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
         slices = {name: _part_of_this_rank(x, results.get(name), self._key) for name, x in true.items()}
-        wrong = _describe_differences(slices, results)
+        wrong = _differences_from_unsplit(slices, results)
         ranks_that_differ = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
         if ranks_that_differ.item():
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
@@ -139,7 +139,7 @@ def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> 
     return true.chunk(world.home.tp, placement.dim)[world.coordinates.tp]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
+def _differences_from_unsplit(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
     """Return in words which results differ from the true ones by more than rounding.
 
     Errors are relative to the norm of a result, or to a share of the largest gradient's where that is more.

@@ -52,7 +52,7 @@ class _SiluGate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
-        _launch_kernel("gated_kernel", x, out)
+        _launch_gate_kernel("gated_kernel", x, out)
         return out
 
     @staticmethod
@@ -60,11 +60,11 @@ class _SiluGate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch_kernel("gated_backward_kernel", x, gradients[0].contiguous(), dx)
+        _launch_gate_kernel("gated_backward_kernel", x, gradients[0].contiguous(), dx)
         return dx
 
 
-def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
+def _launch_gate_kernel(name: str, x: Tensor, *others: Tensor) -> None:
     """Launch a gate's kernel over rows x (S, 2 I) and what it reads or writes beside; not for empty ones."""
     rows = len(x)
     width = x.shape[1] // 2
@@ -102,8 +102,8 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     down, down_bias = _local_weight_and_bias(module, "down_proj")
     float8_up = find_float8_weight(module, first_name)
     float8_down = find_float8_weight(module, "down_proj")
-    up_adapter = _find_adapter(module, first_name, x)
-    down_adapter = _find_adapter(module, "down_proj", x)
+    up_adapter = _find_expert_adapter(module, first_name, x)
+    down_adapter = _find_expert_adapter(module, "down_proj", x)
     adapters = [matrix for adapter in (up_adapter, down_adapter) if adapter for matrix in adapter[:2]]
     if not len(x):  # a slot of padding alone
         weights = [weight for weight in (up, up_bias, down, down_bias, *adapters) if weight is not None]
@@ -133,7 +133,7 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
 _Adapter = tuple[Tensor, Tensor, float]
 
 
-def _find_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
+def _find_expert_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
     """Return what peft adds to this parameter of local experts, in the rows' dtype; None if it adapts it not, or is
     left out.
 

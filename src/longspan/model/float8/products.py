@@ -267,7 +267,9 @@ class _WeightGradients(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of weight and bias; dy (S, N) comes from `_Product`."""
         (x,) = ctx.saved_tensors
-        of_weight = _weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        of_weight = (
+            _multiply_for_weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        )
         return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -341,7 +343,7 @@ def _multiply_by_matrices(
     )
 
 
-def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
+def _multiply_for_weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
     """Return dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy."""
     if experts is None:
         return dy.t() @ x

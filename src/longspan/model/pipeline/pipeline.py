@@ -31,7 +31,7 @@ from longspan.model.pipeline.stages import (
 )
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.row_loss import add_row_loss
-from longspan.plan.memory.stage_bytes import stage_layers
+from longspan.plan.memory.model_numbers import stage_layers
 
 
 def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:

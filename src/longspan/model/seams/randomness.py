@@ -26,7 +26,7 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
         when, allowed_text = (
             (" and in evaluation", "") if evaluation_draws else ("", ", and evaluation draws nothing")
         )
-        remedy = _remedy_text(config, draws, in_evaluation=bool(evaluation_draws))
+        remedy = _draw_remedy_text(config, draws, in_evaluation=bool(evaluation_draws))
         if score_columns(model) and "set " not in remedy:  # transformers' 0.1 of a token classifier
             remedy = "before the model is built, set classifier_dropout to 0.0 in its configuration (config.json)"
         raise ModelError(
@@ -36,7 +36,7 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
         )
 
 
-def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
+def _draw_remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
     """Say which keys of the configuration end these draws, or that none does.
 
     No key ends a draw of one of several (`_SAMPLE`), as of experts by a router.

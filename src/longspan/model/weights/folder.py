@@ -39,7 +39,7 @@ _REAL_NUMBERS = frozenset(
 _ROWS = 4096  # of two matrices that are compared at once
 
 
-class _Recipe:
+class _ParameterRecipe:
     """The file tensors that a parameter is made of, by the pattern of their names, and their converter, if any."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class FolderWeights:
                 raise ModelError(f"{self._folder}: {error}") from error
         return {self._rename(name): tensor for name, tensor in tensors.items()}
 
-    def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
+    def _find_recipes(self, slices: _Slices) -> dict[str, _ParameterRecipe]:
         """Return what each parameter is made of, by the first of those that one conversion makes; note `unread`.
 
         A tied one in the files under its second name is under its first.
@@ -200,7 +200,7 @@ class FolderWeights:
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        recipes = defaultdict[str, _Recipe](_Recipe)
+        recipes = defaultdict[str, _ParameterRecipe](_ParameterRecipe)
         for key in sorted(slices, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, self._prefix, self._shapes)
             if name not in self._shapes:  # a name that a renaming for older files matches by chance
@@ -217,7 +217,7 @@ class FolderWeights:
         return dict(recipes)
 
     def _convert_part(
-        self, name: str, recipe: _Recipe, slices: _Slices, parts: Mapping[str, LocalPart]
+        self, name: str, recipe: _ParameterRecipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the parts of the parameters that one conversion makes.
 
@@ -240,7 +240,7 @@ class FolderWeights:
                 self._check_shape(parameter_name, tensor.shape)
                 yield parameter_name, tensor[local_part.block].to(local_part.dtype)
 
-    def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
+    def _stack_experts(self, name: str, recipe: _ParameterRecipe, slices: _Slices, part: LocalPart) -> Tensor:
         """Return this rank's part of stacked experts, of which one is whole at a time.
 
         An expert is converted in the files' dtype, and cast as it is stacked.

@@ -97,6 +97,7 @@ class StateCost:
         return self._scaled(_FORWARD_SHARES)
 
     def shared_by(self, tp: int) -> "StateCost":
+        """Return the cost of a slot of `tp` ranks: all but latencies divide."""
         return self._scaled({name: 1 / tp for name in _FORWARD_SHARES if name != "step_seconds"})
 
     def with_recomputation(self, share: float) -> "StateCost":
@@ -104,6 +105,7 @@ class StateCost:
         return self._scaled({name: 1 + share * part for name, part in _FORWARD_SHARES.items()})
 
     def _scaled(self, factors: dict[str, float]) -> "StateCost":
+        """Multiply the constants of these names by their factors."""
         return dataclasses.replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def seconds(self, group: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
@@ -275,7 +277,7 @@ class Cost:
 
     def constants(self) -> dict[str, Any]:
         """Return the fields that are numbers of seconds or bytes, by name, but for those of a subclass."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(Cost) if f.type is float}
+        return {name: getattr(self, name) for name in _CONSTANTS}
 
     @property
     def forward_shares(self) -> dict[str, float]:
@@ -315,6 +317,7 @@ class Cost:
         return (*map(self.under, types), *(self.under("a2a+p2p", size) for size in sizes))
 
     def ways_of(self, degree: ArrayLike) -> "list[Cost]":
+        """Return the ways of `ways` but those of an a2a size above the highest of these degrees."""
         most = np.max(degree, initial=1)
         return [way for way in self.ways if way.a2a_size <= most]
 
@@ -336,6 +339,7 @@ class Cost:
         return degree % self.a2a_size == 0 if self.a2a_size > 1 else degree > 0
 
     def for_partition(self, partition: str) -> "Cost":
+        """Return this cost for groups whose rows are divided so, on which only the price of states depends."""
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
@@ -485,6 +489,7 @@ class Cost:
             ) from None
 
 
+_CONSTANTS = tuple(f.name for f in dataclasses.fields(Cost) if f.type is float)
 DEFAULT_COST = Cost()
 
 
@@ -544,6 +549,9 @@ class PricedRows(NamedTuple):
 
 
 def head_exchange_size(kind: str, a2a_size: int, degree: Floats) -> Floats:
+    """Return how many members of a group of each degree exchange heads among themselves: all under a2a, the common
+    divisor of degree and `a2a_size` under a2a+p2p, else 1. The other factor of the degree is a ring.
+    """
     if kind == "a2a":
         return degree
     if kind == "a2a+p2p":
@@ -639,36 +647,23 @@ def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, comp
     network = cost.network
     kind = cost.cp_comm_type
     assert network is not None
-    inside = network.inside
-    across = network.across
     degree = rows.degree
     together = rows.together
-    exchanging = degree / around
-    is_inside = together >= degree
-    copies = kv_copies(network.heads, network.kv_heads, exchanging)
     both = cost.passes != "forward"
+    exchanges_heads = "a2a" in kind
     member_rows = rows.tokens / degree / network.layers  # bytes of a cost are of all layers
     ring_bytes = cost.ring_bytes * rows.sent
     block = ring_bytes * member_rows * (network.block_share if both else 1.0)
     gradients = ring_bytes * member_rows * network.gradient_share
-    exchanged = cost.exchange_bytes * member_rows / (2 if both else 1)
-    queries = (1 - network.key_share) / 2 * exchanged
-    keys = network.key_share * exchanged * copies
-    back = keys * np.where(copies > 1, network.gradient_share / network.block_share, 1.0)
-
-    def step_seconds(size: Floats) -> Floats:
-        return np.where(is_inside, inside.point.seconds(size), across.point.seconds(size))
-
-    def exchange_seconds(sent: Floats, members: Floats) -> Floats:
-        near = np.minimum(together, members)
-        return np.maximum(
-            inside.exchange.seconds(sent * (near - 1)), across.exchange.seconds(sent * (members - near))
-        )
-
-    def shown_seconds(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
-        parts = [np.where(sliced, np.maximum(sent / 2, sent - kernels / 2), sent) for sent in messages]
-        return np.sum(np.broadcast_arrays(*parts), axis=0)
-
+    exchanging = degree / around
+    copies: Floats | float = 1.0
+    queries = keys = back = block  # only exchanges of heads send these
+    if exchanges_heads:
+        copies = kv_copies(network.heads, network.kv_heads, exchanging)
+        exchanged = cost.exchange_bytes * member_rows / (2 if both else 1)
+        queries = (1 - network.key_share) / 2 * exchanged
+        keys = network.key_share * exchanged * copies
+        back = keys * np.where(copies > 1, network.gradient_share / network.block_share, 1.0)
     seconds = 0.0 * computed
     for forward in (True, False) if both else (True,):
         share = 1.0
@@ -677,19 +672,32 @@ def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, comp
         kernels = share * computed / network.layers
         if kind == "all_gather":  # between hosts a gather's bytes come through all slots of a host together
             received = block * (degree - 1)
-            near, far = inside.gather.seconds(received), across.gather.seconds(received / together)
-            messages = [np.where(is_inside, near, np.maximum(near, far))]
-            messages += [] if forward else [exchange_seconds(gradients, degree)]
-            seconds = seconds + shown_seconds(messages, kernels, block * degree >= GATHER_SLICE_BYTES)
+            near = network.inside.gather.seconds(received)
+            far = network.across.gather.seconds(received / together)
+            messages = [np.where(together >= degree, near, np.maximum(near, far))]
+            messages += [] if forward else [network.exchange_seconds(gradients, degree, together)]
+            seconds = seconds + _shown_seconds(messages, kernels, block * degree >= GATHER_SLICE_BYTES)
             continue
-        sizes = [block * copies] if forward else [block * copies, gradients * copies]
-        if rows.sent < 1:
-            seconds = seconds + sum(step_seconds((around - 1) * size) for size in sizes)
-        else:
-            travels = sum((around - 1) * step_seconds(size) for size in sizes)
-            seconds = seconds + np.maximum(travels - kernels * (1 - 1 / around), 0.0)
-        if "a2a" in kind:
+        if kind != "a2a":  # whose members have no ring
+            sizes = [block * copies] if forward else [block * copies, gradients * copies]
+            inside = together >= degree
+            if rows.sent < 1:
+                seconds = seconds + sum(network.point_seconds((around - 1) * size, inside) for size in sizes)
+            else:
+                travels = sum((around - 1) * network.point_seconds(size, inside) for size in sizes)
+                seconds = seconds + np.maximum(travels - kernels * (1 - 1 / around), 0.0)
+        if exchanges_heads:
             leaves, returns = (queries + keys, queries) if forward else (queries, queries + back)
-            messages = [exchange_seconds(size / exchanging, exchanging) for size in (leaves, returns)]
-            seconds = seconds + shown_seconds(messages, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES)
+            messages = [
+                network.exchange_seconds(size / exchanging, exchanging, together) for size in (leaves, returns)
+            ]
+            seconds = seconds + _shown_seconds(messages, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES)
     return network.layers * seconds
+
+
+def _shown_seconds(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
+    """Return what shows of messages of these seconds each, of which the second half of those that are `sliced` goes on
+    beside a half of the kernels.
+    """
+    first, *others = (np.where(sliced, np.maximum(sent / 2, sent - kernels / 2), sent) for sent in messages)
+    return sum(others, first)

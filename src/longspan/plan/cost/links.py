@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import PlanError
 from longspan.layout import Floats
@@ -100,6 +100,18 @@ class Network:
     @property
     def gradient_share(self) -> float:
         return 1 - 2 * self.block_share
+
+    def point_seconds(self, size: Floats, inside: NDArray[np.bool_]) -> Floats:
+        """Return the seconds of messages from slot to slot, `inside` a host or across."""
+        return np.where(inside, self.inside.point.seconds(size), self.across.point.seconds(size))
+
+    def exchange_seconds(self, size: Floats, members: Floats, together: Floats) -> Floats:
+        """Return the seconds in which each member sends `size` bytes to every other one, of whom at most `together`
+        share its host; messages between hosts take place beside those inside.
+        """
+        near = np.minimum(together, members)
+        near_seconds = self.inside.exchange.seconds(size * (near - 1))
+        return np.maximum(near_seconds, self.across.exchange.seconds(size * (members - near)))
 
     def shared_by(self, tp: int) -> "Network":
         return dataclasses.replace(self, heads=max(1, self.heads // tp), kv_heads=max(1, self.kv_heads // tp))

@@ -30,6 +30,9 @@ WORTH_TRYING = 1.5  # slot seconds against those of the best number of queues, u
 
 
 def plan_free(problem: Problem) -> list[MicroBatch]:
+    """Plan a step in free mode: for each of GOALS queues are filled to end by then, and the plan that ends first is
+    taken.
+    """
     mean = problem.mean_slot_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
     plans = (_fill_queues(problem, goal * mean).make_candidate() for goal in goals)
@@ -136,9 +139,13 @@ class _Queues:
         return best, earliest
 
     def _group_degree(self, queues: Ints) -> int:
+        """Return the highest degree that the slots of these queues together allow; 0 if none."""
         return self.problem.widest_degree(int(self.width[queues].sum()))
 
     def _group_seconds(self, item: int, queues: Ints) -> float:
+        """Return the seconds of an item in one group over these queues, with the launch of its micro-batch; the group
+        counts as one across nodes.
+        """
         tokens = int(self.problem.tokens[item])
         degree = self._group_degree(queues)
         squares = int(self.problem.squares[item])

@@ -120,6 +120,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
+        """Seconds of the step, without the update, by the ends of its bins."""
         return lockstep_seconds(self.problem, self.durations.tolist())
 
 
@@ -132,6 +133,9 @@ def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
 
 
 def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
+    """Plan a step in lockstep: the best candidate of a search of so many `steps`, whose bins share as few documents as
+    their micro-batch leaves time for.
+    """
     candidate = search_candidate(problem, steps)
     return make_micro_batches(candidate, divide_bins(candidate, level=True)[1])
 
@@ -166,6 +170,7 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
     def try_settings(
         counts: Sequence[int], steepnesses: Sequence[float], slacks: Sequence[float], limits: Limits
     ) -> None:
+        """Place all items under each combination, and sort what was placed into `trials`, the fastest first."""
         for count, steepness in product(counts, steepnesses):
             durations = _first_durations(problem, table, count, steepness)
             for slack, limit in product(slacks, limits):
@@ -373,6 +378,11 @@ def place_items(problem: Problem, table: DegreeTable, settings: Settings, known:
 
 
 class _Placing:
+    """Micro-batches while their items are placed: first `place_long`, then `place_short`, then `candidate`. Durations
+    are the seconds that each micro-batch should take, or as much more as an item needs; micro-batches are added where
+    items do not fit.
+    """
+
     def __init__(self, problem: Problem, table: DegreeTable, durations: Floats) -> None:
         self.problem = problem
         self.table = table
@@ -406,6 +416,9 @@ class _Placing:
                 self._defer_or_lengthen(item)
 
     def _seconds_at_widths(self, items: list[int], width: Ints, inside: int) -> Floats:
+        """Return the seconds of items in groups of their own, one row of `width` (items, …) for each item: across nodes
+        (`inside` 0) or inside one (1).
+        """
         rows = np.array(items).reshape(-1, *[1] * (width.ndim - 1))
         return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
@@ -441,6 +454,7 @@ class _Placing:
         self._take_slots(item, micro_batch, width, (across, seconds))
 
     def _add_micro_batch(self, duration: float) -> None:
+        """Add a micro-batch of this duration, whose slots are all free."""
         self.durations.append(duration)
         self.free.append(FreeSlots(self.problem.blocks, self.problem.degrees))
 
@@ -625,6 +639,10 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
 
 
 def make_micro_batches(candidate: Candidate, division: list[list[int]]) -> list[MicroBatch]:
+    """Make the groups of a candidate: of long documents on their slots, and of the short ones of each bin by
+    `division`, the slot in the bin of each (−1: shared by all). Items with the same slots share a group. Micro-batches
+    without items are left out.
+    """
     batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in candidate.durations]
     for document in candidate.long:
         batches[document.micro_batch].setdefault(slots_in_parts(document.parts), []).append(document.item)

@@ -166,6 +166,9 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
 
 
 def _sort_documents(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with the documents of each group longest first, of equal length by id; families keep their
+    order, parents first.
+    """
     groups: list[Group] = []
     for group in batch.groups:
         if group.parents is not None:
@@ -199,9 +202,10 @@ def plan_few_items(problem: Problem) -> list[MicroBatch] | None:
     """Search for the best plan of few items; None for too many items or slots."""
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
+    prices = GroupPrices(problem)
     best: tuple[float, list[Arrangement]] | None = None
     for batches in _divisions_into_batches(problem):
-        results = (_best_arrangement(problem, items) for items in batches)
+        results = (_best_arrangement(prices, items) for items in batches)
         arrangements = [arrangement for arrangement in results if arrangement is not None]
         seconds = lockstep_seconds(problem, [arrangement.seconds for arrangement in arrangements])
         if len(arrangements) == len(batches) and (best is None or seconds < best[0]):
@@ -226,28 +230,67 @@ def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
 
 
 def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
+    """Return the items of each place from 0 to `count`; `places` has one for each item."""
     return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
 
 
-def _best_arrangement(problem: Problem, items: list[int]) -> Arrangement | None:
+class GroupPrices:
+    """The seconds of groups of a problem's items at each degree. A group is priced when it is first asked for: most
+    trials of a search differ in two groups.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.degrees = np.array(problem.degrees, dtype=np.int64)
+        self.inside = self.degrees <= problem.widest_in_node
+        self._seconds: dict[tuple[int, ...], Floats] = {}
+
+    def seconds_at_degrees(self, groups: list[list[int]]) -> Floats:
+        """Return the seconds of groups of these items (groups, degrees), inside a node if one holds the degree; inf
+        where the rows of a slot are above the cap.
+        """
+        keys = [tuple(items) for items in groups]
+        unpriced = [key for key in keys if key not in self._seconds]
+        if unpriced:
+            tokens, squares, documents = self.group_sizes(unpriced)[:, :, None]
+            cost = self.problem.request.cost
+            seconds = cost.group_seconds(tokens, squares, self.degrees, self.inside, documents)
+            seconds = np.where(-(-tokens // self.degrees) <= self.problem.cap, seconds, np.inf)
+            self._seconds |= zip(unpriced, seconds, strict=True)
+        return np.array([self._seconds[key] for key in keys])
+
+    def group_sizes(self, groups: Sequence[Sequence[int]]) -> Ints:
+        """Return tokens, squared lengths and documents of groups of these items (3, groups)."""
+        problem = self.problem
+        columns = (problem.tokens, problem.squares, problem.document_counts)
+        return np.array(
+            [[int(column[list(items)].sum()) for items in groups] for column in columns], dtype=np.int64
+        )
+
+
+def _best_arrangement(prices: GroupPrices, items: list[int]) -> Arrangement | None:
+    """Return the arrangement of one micro-batch's items that ends earliest, over all numbers of groups; None if the
+    items fit no slots.
+    """
+    problem = prices.problem
     tokens = problem.tokens[items].tolist()
     work = problem.work[items].tolist()
     best: Arrangement | None = None
     for count in range(1, min(len(items), problem.request.slots // problem.min_cp, MOST_GROUPS) + 1):
         places = pack_least_loaded(tokens, work, count, problem.max_cp * problem.cap)
-        arrangement = None if places is None else _arrange_groups(problem, _items_by_place(items, places, count))
+        arrangement = None if places is None else _arrange_groups(prices, _items_by_place(items, places, count))
         if arrangement is not None and (best is None or arrangement.seconds < best.seconds):
             best = arrangement
-    return None if best is None else _improve_arrangement(problem, best)
+    return None if best is None else _improve_arrangement(prices, best)
 
 
-def _improve_arrangement(problem: Problem, arrangement: Arrangement) -> Arrangement:
+def _improve_arrangement(prices: GroupPrices, arrangement: Arrangement) -> Arrangement:
     """Move items out of the slowest group, one at a time, as long as that helps; at most `MOST_MOVES` are tried."""
     moves = _groups_after_moves(arrangement)
     for _ in range(MOST_MOVES):
         if (groups := next(moves, None)) is None:
             break
-        trial = _arrange_groups(problem, groups)
+        trial = _arrange_groups(prices, groups)
         if trial is not None and trial.seconds < arrangement.seconds:
             arrangement = trial
             moves = _groups_after_moves(arrangement)
@@ -267,14 +310,17 @@ def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
             yield changed
 
 
-def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | None:
-    """Give each group, the widest first, as many slots as let the slowest end earliest, inside blocks if they fit."""
-    columns = (problem.tokens, problem.squares, problem.document_counts)
-    sizes = np.array([[int(column[items].sum()) for items in groups] for column in columns], dtype=np.int64)
-    widths = _group_widths(problem, sizes)
-    if widths is None:
+def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement | None:
+    """Give each group, the widest first, as many slots as let the slowest end earliest, inside blocks if they fit; None
+    if there are too few slots.
+    """
+    problem = prices.problem
+    seconds_by_degree = prices.seconds_at_degrees(groups)
+    chosen = _choose_widths(seconds_by_degree, prices.degrees, problem.request.slots)
+    if chosen is None:
         return None
-    order = np.argsort(-widths, kind="stable").tolist()
+    widths = prices.degrees[chosen]
+    order = np.argsort(-widths, kind="stable")
     free = FreeSlots(problem.blocks, problem.degrees)
     slots = list[tuple[int, ...]]()
     inside_node = list[bool]()
@@ -282,34 +328,31 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | 
         parts = free.take_slots(width)
         slots.append(slots_in_parts(parts))
         inside_node.append(len(parts) == 1 and problem.shares_node(*parts[0]))
-    tokens, squares, documents = sizes[:, order]
-    seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)
+    seconds = seconds_by_degree[order, chosen[order]]
+    items = [groups[g] for g in order.tolist()]
+    if inside_node != prices.inside[chosen[order]].tolist():  # some group got slots of several nodes
+        tokens, squares, documents = prices.group_sizes(items)
+        seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)
     slowest = int(seconds.argmax())
-    return Arrangement([groups[g] for g in order], slots, slowest, float(seconds[slowest]))
+    return Arrangement(items, slots, slowest, float(seconds[slowest]))
 
 
-def _group_widths(problem: Problem, sizes: Ints) -> Ints | None:
-    """The fewest slots of each group (groups,) with which the slowest ends earliest; None if there is no room. `sizes`
-    are tokens, squared lengths and documents of groups (3, groups). The slowest ends at one of the times of any group
-    at any degree, which are searched by halving: with more time groups never need more slots.
+def _choose_widths(seconds: Floats, degrees: Ints, slots: int) -> Ints | None:
+    """Return the index of each group's degree (groups,): the fewest slots with which the slowest ends earliest, by the
+    `seconds` of each at each degree (groups, degrees); None if so many slots are not there. The slowest ends at one of
+    these times, which are searched by halving: with more time groups never need more slots.
     """
-    degrees = np.array(problem.degrees, dtype=np.int64)
-    tokens, squares, documents = sizes[:, :, None]
-    cost = problem.request.cost
-    inside = degrees <= problem.widest_in_node
-    seconds: Floats = cost.group_seconds(tokens, squares, degrees, inside, documents)
-    seconds = np.where(-(-tokens // degrees) <= problem.cap, seconds, np.inf)  # (groups, degrees)
     ends = np.unique(seconds[np.isfinite(seconds)])
     low = 0
     high = len(ends)
-    widths = None
+    chosen = None
     while low < high:
         middle = (low + high) // 2
         in_time = seconds <= ends[middle]
-        fewest = degrees[in_time.argmax(axis=1)]
-        if in_time.any(axis=1).all() and int(fewest.sum()) <= problem.request.slots:
-            widths = fewest
+        fewest = in_time.argmax(axis=1)
+        if in_time.any(axis=1).all() and int(degrees[fewest].sum()) <= slots:
+            chosen = fewest
             high = middle
         else:
             low = middle + 1
-    return widths
+    return chosen

@@ -44,6 +44,9 @@ class Problem:
 
     @classmethod
     def from_request(cls, request: Request, degrees: DegreeSet) -> "Problem":
+        """Make the problem of a request whose groups may have these degrees: its families longest first, those of a
+        large step packed (`_make_items`). Without a limit of rows the cap is all rows.
+        """
         rows, squares = request.family_sizes
         order = np.argsort(-rows, kind="stable")
         cap = int(rows.sum()) if request.rows is None else request.rows
@@ -128,6 +131,7 @@ class Problem:
         return max(w for _, size in self.blocks for _, w in divide_into_even_runs(size, self.degrees))
 
     def shares_node(self, start: int, slots: int) -> bool:
+        """Return whether these `slots` slots, from `start` on, are on one node."""
         node_size = self.request.node_size
         return start // node_size == (start + slots - 1) // node_size
 
@@ -216,6 +220,7 @@ def _divide_into_uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
 
 
 def slots_in_parts(parts: Parts) -> tuple[int, ...]:
+    """Return the slots of all parts, rising."""
     return tuple(sorted(slot for start, count in parts for slot in range(start, start + count)))
 
 
@@ -250,6 +255,7 @@ class FreeSlots:
         return parts
 
     def usable_runs_left(self) -> Parts:
+        """Return the runs (first slot, slots) of free slots that each hold a group, by block; none is taken."""
         return [
             (start + size - left + offset, count)
             for (start, size), left in zip(self.blocks, self.left, strict=True)

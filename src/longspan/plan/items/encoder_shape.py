@@ -205,5 +205,6 @@ _NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "tempo
 
 
 def _read_size(vision: ConfigReader, size: str) -> int:
+    """Return an edge of images or patches in pixels, of a configuration's number or of its pair (height, width)."""
     value: Any = vision.value(_NAMES[size])
     return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[size])  # pyright: ignore[reportUnknownArgumentType]

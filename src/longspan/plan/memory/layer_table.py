@@ -9,7 +9,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import ge
 
-from longspan.plan.cost.machine import AttentionCall, Machine, resolve_compiled_parts
+from longspan.plan.cost.machine import Machine, resolve_compiled_parts
+from longspan.plan.cost.type_prices import AttentionCall
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.messages import count_exchange_slices, count_head_groups, head_split
 from longspan.plan.micro_batch import MicroBatch, main_type
@@ -153,6 +154,7 @@ class LayerTable:
 
     @cached_property
     def compiled_parts(self) -> str:
+        """What of a layer is compiled, "layers" or "none", with "auto" resolved: nothing is on CPUs."""
         if self.settings.compiled == "auto" and not self.settings.gpu:
             return "none"
         return resolve_compiled_parts(self.settings.compiled, hidden=self.hidden_size, tp=self.tp)

@@ -7,11 +7,11 @@ layer and of the one before, which it fetches ahead, and what is sent of the gra
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.memory.layer_table import LayerTable, SlotLoad
+from longspan.plan.memory.model_numbers import ModelNumbers, Numbers, StageLayers
 from longspan.plan.memory.settings import (
     BUNDLE_NUMBERS,
     STATE_BUCKET_BYTES,
@@ -22,258 +22,7 @@ from longspan.plan.memory.settings import (
 )
 from longspan.plan.messages import REPLAYED_NUMBERS, SUMMED_NUMBERS
 from longspan.plan.shape.config_reader import ConfigReader
-from longspan.plan.shape.layers import (
-    LayerKind,
-    MixerShape,
-    attention_weights,
-    attention_widths,
-    depth_kinds,
-    feed_forward_weights,
-    has_latent_attention,
-    layer_kinds,
-    layer_parts,
-    read_mixer_shape,
-)
-from longspan.plan.shape.model_shape import ModelShape
-from longspan.plan.shape.name_patterns import meets_any
-from longspan.plan.shape.packed import PackedRows, find_packed_rows, packed_weights_of_layer
-
-if TYPE_CHECKING:  # of models with images
-    from longspan.plan.items.encoder_shape import EncoderShape
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """How many parameters a part of a model has on a rank, and how many of them are trained. `whole` are those that a
-    rank gathers (experts divided by ep, the rest by tp), `share` those that FSDP2 divides over its shards: a
-    tensor-parallel rank's part, with the experts of all ep ranks. `packed` and `packed_share` of them are packed, and
-    take so many bytes.
-    """
-
-    whole: float = 0.0
-    trained: float = 0.0
-    share: float = 0.0
-    trained_share: float = 0.0
-    packed: float = 0.0
-    packed_bytes: float = 0.0
-    packed_share: float = 0.0
-    packed_share_bytes: float = 0.0
-
-    def __add__(self, other: "Numbers") -> "Numbers":
-        return Numbers(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-    def freeze(self, patterns: Sequence[str], *names: str, least: int = 1) -> "Numbers":
-        """Return these numbers with none trained where patterns meet `least` of the names or more."""
-        met = sum(meets_any(patterns, name) for name in names) if patterns else 0
-        return self if met < least else replace(self, trained=0.0, trained_share=0.0)
-
-
-_ENDS = "model.embed_tokens.weight", "lm_head.weight"
-_ANY_NAME = "\0"  # of a parameter in a layer, which no pattern names
-
-
-@dataclass(frozen=True)
-class StageLayers:
-    """What the ranks of one pipeline position hold: layers by index (depths behind the last), and parts of the root."""
-
-    layers: tuple[int, ...]
-    embeds: bool
-    predicts: bool
-
-
-@dataclass(frozen=True)
-class ModelNumbers:
-    """The parameters of a model: of every layer, those of depths of multi-token prediction last, and what is around.
-    `head` are those of the output projection, and of the embedding, which has as many. Each depth has `depth_layers`.
-    """
-
-    kinds: tuple[LayerKind, ...]
-    layers: tuple[Numbers, ...]
-    decoder_layers: int
-    depth_layers: int
-    head: Numbers
-    tied: bool
-    tower: Numbers
-    tower_shape: "EncoderShape | None"
-
-    @classmethod
-    def from_configuration(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
-        """Count the parameters of a configuration under a home. Raises PlanError for a model that cannot be counted.
-        The first layer of a depth also projects two joined rows to one. A tower with its projector counts where images
-        are encoded: it is sharded over all slots, and not split over tp.
-        """
-        read = ConfigReader.read_language_model(config)
-        read.check_counts("hidden_size", "vocab_size")
-        for uncounted, name in (
-            (read.family.shared_blocks, "shared blocks"),
-            (has_latent_attention(read), "latent attention"),
-        ):
-            if uncounted:
-                raise PlanError(f"{read.where} has {name}, whose memory no configuration tells")
-        ModelShape.of(config)  # for its error
-        hidden = read.count("hidden_size")
-        of_depth = depth_kinds(read)
-        kinds = layer_kinds(read)
-        mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
-
-        def matrix_numbers(weights: float) -> Numbers:
-            trained = weights * settings.trains_all
-            return Numbers(weights, trained, weights, trained)
-
-        rows = None if settings.trains_all else find_packed_rows(config, settings.frozen_weights)
-        numbers_of_kinds = {
-            kind: _count_layer_parameters(read, kind, mixer, home, settings, rows) for kind in dict.fromkeys(kinds)
-        }
-        layers = [
-            numbers_of_kinds[kind].freeze(settings.frozen_names, f"model.layers.{number}.{_ANY_NAME}")
-            for number, kind in enumerate(kinds)
-        ]
-        head = matrix_numbers(hidden * read.count("vocab_size") / home.tp)
-        tied = bool(read.value("tie_word_embeddings"))
-        first, *others = (_count_layer_parameters(read, kind, mixer, home, settings, None) for kind in of_depth)
-        depths = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.depths
-        tower = Numbers()
-        shape = None
-        if settings.encoder_rows:
-            from longspan.plan.items.encoder_shape import EncoderShape
-
-            shape = EncoderShape.of(config)
-            weights = shape.embed_weights + shape.block_weights + shape.projector_weights
-            trained = {"all": weights, "projector": shape.projector_weights, "none": 0}[settings.encoder_trained]
-            tower = Numbers(weights, trained, weights, trained)
-        return cls(
-            kinds=kinds + of_depth * settings.depths,
-            layers=(*layers, *depths),
-            decoder_layers=len(kinds),
-            depth_layers=len(of_depth),
-            head=head.freeze(settings.frozen_names, *_ENDS, least=1 if tied else 2),
-            tied=tied,
-            tower=tower,
-            tower_shape=shape,
-        )
-
-    def root_numbers(self, stage: StageLayers) -> Numbers:
-        """Count the parameters of embedding and head on a stage; a stage with both has tied ones once."""
-        count = stage.embeds + stage.predicts
-        return sum([self.head] * (min(1, count) if self.tied else count), Numbers())
-
-
-def _count_layer_parameters(
-    read: ConfigReader,
-    kind: LayerKind,
-    mixer: MixerShape | None,
-    home: Layout,
-    settings: MemorySettings,
-    rows: PackedRows | None,
-) -> Numbers:
-    """Count a layer's parameters on a rank: linears are split over tp, experts over ep (their shards over tp too),
-    the two norms are whole. Adapters alone are trained: rank · (inputs + outputs) of each linear that has one. `all` of
-    Weights has only the experts that a token visits, so that experts are counted apart.
-    """
-    parts = layer_parts(read, kind, mixer)
-    experts = sum(weights.of_experts + weights.unvisited for weights in parts)
-    dense = sum(weights.all - weights.of_experts for weights in parts)
-    norms = (1 + bool(kind.feeds)) * read.count("hidden_size")
-    whole = dense / home.tp + norms + experts / home.ep
-    share = (dense + experts) / home.tp + norms
-    if settings.trains_all:
-        return Numbers(whole, whole, share, share)
-    linears = _adapter_linears(read, kind, mixer)
-    widths = sum(width_in + width_out for name, width_in, width_out in linears if settings.has_adapter(name))
-    adapters = settings.lora_rank * (widths / home.tp + _adapted_expert_widths(read, kind, settings))
-    packed = packed_weights_of_layer(read, kind, mixer, rows, home.tp)
-    return Numbers(
-        whole + adapters,
-        adapters,
-        share + adapters,
-        adapters,
-        packed=packed.numbers / home.tp + packed.experts / home.ep,
-        packed_bytes=packed.bytes / home.tp + packed.experts_bytes / home.ep,
-        packed_share=(packed.numbers + packed.experts) / home.tp,
-        packed_share_bytes=(packed.bytes + packed.experts_bytes) / home.tp,
-    )
-
-
-def _adapted_expert_widths(read: ConfigReader, kind: LayerKind, settings: MemorySettings) -> float:
-    """Add up inputs and outputs of all experts' matrices that have adapters, of which each rank gathers all."""
-    if kind.feeds != "experts":
-        return 0.0
-    weights = feed_forward_weights(read, "experts")
-    count = read.experts_attribute_and_count()[1]
-    inputs = read.count("moe_latent_size") or read.count("hidden_size")
-    width = read.count("moe_intermediate_size") or read.count("intermediate_size")
-    first_width = (weights.of_experts + weights.unvisited) // (count * inputs) - width
-    first = settings.adapts_experts("gate_up_proj") or settings.adapts_experts("up_proj")
-    return count * ((inputs + first_width) * first + (inputs + width) * settings.adapts_experts("down_proj"))
-
-
-def _adapter_linears(
-    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
-) -> list[tuple[str, float, float]]:
-    """The name of each linear that adapters go into, and the widths of its input and output. Widths that a
-    configuration does not name follow from the counted weights. Attention has a gate as wide as its weights beyond the
-    four projections. A mixer's input projections make what the convolution reads (`channels`), a gate, and a number for
-    each head (two in a delta net); those of short convolutions, without heads, two gates.
-    """
-    hidden = read.count("hidden_size")
-    linears = list[tuple[str, float, float]]()
-    if kind.attention:
-        query, key = attention_widths(read)
-        gate = max(0, attention_weights(read).all // hidden - 2 * query - 2 * key)
-        linears += [("q_proj", hidden, query + gate), ("k_proj", hidden, key), ("v_proj", hidden, key)]
-        linears += [("o_proj", query, hidden)]
-    if mixer and kind.mixes:
-        inner = mixer.last // hidden
-        if mixer.kind == "gated delta net":
-            linears += [("in_proj_qkvz", hidden, mixer.channels + inner), ("in_proj_ba", hidden, 2 * mixer.heads)]
-        else:
-            linears.append(
-                ("in_proj", hidden, mixer.channels + (inner + mixer.heads if mixer.heads else 2 * inner))
-            )
-        linears.append(("out_proj", inner, hidden))
-    if kind.feeds == "dense":
-        weights = feed_forward_weights(read, "dense")
-        width = weights.last // hidden
-        gate_and_up = ("gate_proj", "up_proj") if weights.all // weights.last > 2 else ("up_proj",)
-        linears += [*((name, hidden, width) for name in gate_and_up), ("down_proj", width, hidden)]
-    return linears
-
-
-def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """Divide layers over pipeline stages as `prepare` cuts a model: embedding and head count as a layer each.
-
-    Raises PlanError if there are more stages than layers.
-    """
-    if stages > layers:
-        raise PlanError(
-            f"{stages} pipeline stages (pp x virtual stages) for {layers} layers; each stage needs at least one: "
-            f"use at most {layers} stages"
-        )
-    load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
-    counts = [1] * stages
-    for _ in range(layers - stages):
-        # Of equally loaded stages the last gets the layer, as in `prepare`.
-        least_loaded = min(range(stages), key=lambda stage: (load[stage], -stage))
-        load[least_loaded] += 1
-        counts[least_loaded] += 1
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
-
-
-def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -> tuple[StageLayers, ...]:
-    """Return what each pipeline rank holds of a model; layers of depths are on the last stage. With virtual stages rank
-    r has stages r, r + pp and so on.
-    """
-    count = home.pp * (settings.vpp if home.pp > 1 else 1)
-    parts: list[Sequence[int]] = [*stage_layers(numbers.decoder_layers, count)]
-    parts[-1] = range(parts[-1][0], len(numbers.layers))
-    stages = list[StageLayers]()
-    for rank in range(home.pp):
-        chunks = range(rank, count, home.pp)
-        layers = tuple(layer for chunk in chunks for layer in parts[chunk])
-        stages.append(StageLayers(layers, embeds=0 in chunks, predicts=count - 1 in chunks))
-    return tuple(stages)
-
+from longspan.plan.shape.layers import LayerKind
 
 CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels, as measured on an H200
 COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group, as measured on H200s
@@ -289,16 +38,45 @@ OF_WIDE_NORM = 2  # so many rows more where no fused kernel runs the last norm, 
 BLOCK_ROWS = 8
 BLOCK_GRADIENTS = 3
 BLOCK_ROTARY = 8
-_Key = tuple[LayerKind, SlotLoad, CheckpointPolicy, bool, int]  # the rows of a tile last
+_Key = tuple[SlotLoad, CheckpointPolicy, int]  # the rows of a tile last
 
 
-@dataclass(frozen=True)
-class LayerBytes:
+class LayerBytes(NamedTuple):
     """What a layer keeps of a load under a measure, on device and host, and what its backward pass holds besides."""
 
-    kept: float
-    host: float
-    backward: float
+    kept: float = 0.0
+    host: float = 0.0
+    backward: float = 0.0
+
+
+class LayerWeights(NamedTuple):
+    """Bytes of the weights of each layer of a stage, and of their gradients: `whole` weights, in the compute type, and
+    as they are `sent` by other slots, `packed` ones as bytes; `summing`: the most of the gradients while they are
+    summed over slots; `gradients`: a slot's shard of the sums.
+    """
+
+    whole: list[float]
+    sent: list[float]
+    packed: list[float]
+    summing: list[float]
+    gradients: list[float]
+
+
+class Moment(NamedTuple):
+    """Bytes of a rank at one moment of a step, as in `Bytes`, of what comes and goes: `StageBytes.resident_bytes` are
+    there besides. `reserved` are of memory that the allocator keeps for gradients, and count as communicators.
+    """
+
+    gradients: float
+    gathered: float
+    kept: float = 0.0
+    work: float = 0.0
+    logits: float = 0.0
+    reserved: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return sum(map(int, self))
 
 
 @dataclass(frozen=True)
@@ -341,20 +119,16 @@ class StageBytes:
 
     @property
     def hidden_row_bytes(self) -> int:
-        return self.read.count("hidden_size") * self.settings.compute_bytes
-
-    @cached_property
-    def all_numbers(self) -> Numbers:
-        """All parameters of this rank's stage, and of an encoder's tower."""
-        root = self.numbers.root_numbers(self.stage)
-        return sum((self.numbers.layers[i] for i in self.stage.layers), root) + self.numbers.tower
+        """Bytes of one row as wide as the model, in the compute dtype."""
+        return self.numbers.hidden_size * self.settings.compute_bytes
 
     @cached_property
     def state_bytes(self) -> int:
+        """Bytes of this rank's shard of the optimizer's states, wherever they are."""
         settings = self.settings
-        states = self.all_numbers.trained_share * settings.state_numbers
+        states = self.stage.all.trained_share * settings.state_numbers
         if settings.muon:
-            states += self.numbers.root_numbers(self.stage).trained_share
+            states += self.stage.root.trained_share
         return int(states * settings.weight_bytes / self.shards)
 
     @property
@@ -362,7 +136,7 @@ class StageBytes:
         """Those of an update's two buckets where states wait on the host, in memory that its stream keeps."""
         if not self.states_on_host:
             return self.state_bytes
-        numbers = self.all_numbers
+        numbers = self.stage.all
         beside = self.weight_bytes(numbers, on_host=True) + self.gradient_bytes(numbers)
         return min(self.state_bytes + int(beside * self.trained_on_host), 2 * STATE_BUCKET_BYTES)
 
@@ -378,7 +152,7 @@ class StageBytes:
             "parallel.reshard_after_forward is false, which keeps weights gathered": settings.gathered_once,
             "FSDP2 does not shard the weights (shard_parameters)": not settings.shard_parameters,
             "an image encoder has a home of its own": self.numbers.tower_shape is not None,
-            "model.frozen packs the weights, which stay on the device": self.all_numbers.packed > 0,
+            "model.frozen packs the weights, which stay on the device": self.stage.all.packed > 0,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -389,6 +163,7 @@ class StageBytes:
 
     @property
     def states_on_host(self) -> bool:
+        """Whether the optimizer's states wait on the host, by themselves or with trained weights."""
         return self.settings.offload_optimizer_states or self.trained_on_host
 
     def weight_bytes(self, numbers: Numbers, *, on_host: bool) -> float:
@@ -424,7 +199,7 @@ class StageBytes:
         """Shards of weights and states, and on a GPU CUDA's context and NCCL's communicators."""
         settings = self.settings
         home = self.home
-        numbers = self.all_numbers
+        numbers = self.stage.all
         # two over all slots, one for every other axis of the home, and those of the plan's groups
         groups = (home.slots > 1) * 2 + (home.tp > 1) + (home.pp > 1) + (home.ep > 1) + (home.dp_replicate > 1)
         return Bytes(
@@ -450,43 +225,61 @@ class StageBytes:
             return gradients
         return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
-    def layer_bytes(self, layer: int, load: SlotLoad, measure: CheckpointPolicy) -> LayerBytes:
-        """Return what one layer keeps of a load and holds while it runs, counted once for all layers of a kind. A layer
-        that recomputes holds what it did not keep when it runs backward. The first layer of a depth of prediction also
-        keeps the tensors around the depth's layers.
+    def layer_bytes(self, load: SlotLoad, measure: CheckpointPolicy) -> tuple[LayerBytes, ...]:
+        """Return what each layer of this stage keeps of a load and holds while it runs, if all have this measure;
+        counted once for each load, measure and size of tiles. A layer that recomputes holds what it did not keep when
+        it runs backward. The first layer of a depth of prediction also keeps the tensors around the depth's layers.
         """
-        numbers = self.numbers
-        depth_index = layer - numbers.decoder_layers  # among the layers of all depths; negative for a decoder layer
-        kind = numbers.kinds[layer]
-        begins_depth = depth_index >= 0 and depth_index % numbers.depth_layers == 0
-        key = kind, load, measure, begins_depth, self.settings.mlp_tile_tokens
+        key = load, measure, self.settings.mlp_tile_tokens
         if key not in self.layers_so_far:
-            word, _, host = measure.partition("+")
-            table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep, lean=word == "selective")
-            mixing, feed = table.mixing_and_mlp_parts(kind)
-            both = mixing + feed
-            size = both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
-            size = table.input_bytes + (both.saved if word == "none" else size)
-            # The MLP runs backward first, while all is saved; its widest moment comes after a third of the gradients of
-            # weights. What it saved is gone when attention runs, and all those gradients may be there.
-            weights = numbers.layers[layer].trained * self.settings.compute_bytes
-            widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
-            on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
-            backward = max(0.0, 2 * table.input_bytes + widest - size)  # its input, and a gradient as wide
-            self.layers_so_far[key] = LayerBytes(on_device, size if host else 0.0, backward)
+            numbers = self.numbers
+            of_kinds = dict[tuple[LayerKind, bool], LayerBytes]()
+            layers = list[LayerBytes]()
+            for layer in self.stage.layers:
+                depth_index = (
+                    layer - numbers.decoder_layers
+                )  # among the layers of all depths; below 0 outside depths
+                kind = numbers.kinds[layer], depth_index >= 0 and depth_index % numbers.depth_layers == 0
+                if kind not in of_kinds:
+                    of_kinds[kind] = self._count_layer_bytes(layer, load, measure, begins_depth=kind[1])
+                layers.append(of_kinds[kind])
+            self.layers_so_far[key] = tuple(layers)
         return self.layers_so_far[key]
 
+    def _count_layer_bytes(
+        self, layer: int, load: SlotLoad, measure: CheckpointPolicy, *, begins_depth: bool
+    ) -> LayerBytes:
+        """Count what one layer, by its index in the model, keeps of a load and holds while it runs."""
+        word, _, host = measure.partition("+")
+        table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep, lean=word == "selective")
+        mixing, feed = table.mixing_and_mlp_parts(self.numbers.kinds[layer])
+        both = mixing + feed
+        size = both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
+        size = table.input_bytes + (both.saved if word == "none" else size)
+        # The MLP runs backward first, while all is saved; its widest moment comes after a third of the gradients of
+        # weights. What it saved is gone when attention runs, and all those gradients may be there.
+        weights = self.numbers.layers[layer].trained * self.settings.compute_bytes
+        widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
+        on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
+        backward = max(0.0, 2 * table.input_bytes + widest - size)  # its input, and a gradient as wide
+        return LayerBytes(on_device, size if host else 0.0, backward)
+
     def waiting_bytes(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
-        """What each layer of this stage keeps until its segment, whose first layer keeps its input, runs backward."""
+        """Return what each layer of this stage keeps until its segment, whose first layer keeps its input, runs
+        backward.
+        """
         words: list[CheckpointPolicy] = [measures[i] for i in self.stage.layers]
-        layers = list[LayerBytes]()
+        if self.settings.segment_layers <= 1:
+            return self._bytes_under(load, words)
+        inputs: dict[CheckpointPolicy, CheckpointPolicy] = {"selective+host": "full+host", "full+host": "full+host"}
+        kept = self._bytes_under(load, [word if word == "none" else inputs.get(word, "full") for word in words])
         places = places_in_layer_segments(words, self.settings.segment_layers)
-        for i, place, word in zip(self.stage.layers, places, words, strict=True):
-            if self.settings.segment_layers > 1 and word != "none":
-                word = "full+host" if "+" in word else "full"
-            of_layer = self.layer_bytes(i, load, word)
-            layers.append(replace(of_layer, kept=0.0, host=0.0) if place else of_layer)
-        return layers
+        return [LayerBytes() if place else layer for place, layer in zip(places, kept, strict=True)]
+
+    def _bytes_under(self, load: SlotLoad, words: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
+        """Return the bytes of each layer of this stage under its own measure, one of `words` in their order."""
+        tables = {word: self.layer_bytes(load, word) for word in dict.fromkeys(words)}
+        return [tables[word][place] for place, word in enumerate(words)]
 
     @cached_property
     def image_bytes(self) -> tuple[float, float, float]:
@@ -509,30 +302,53 @@ class StageBytes:
         encoded = rows * self.hidden_row_bytes
         return encoded + blocks * (not settings.encoder_recomputed), encoded + blocks, work
 
+    @cached_property
+    def _layer_weights(self) -> "LayerWeights":
+        """Bytes of the weights and gradients of each layer of this stage, under these settings."""
+        settings = self.settings
+        sharded = settings.shard_parameters
+        number = settings.compute_bytes * sharded
+        # float8 copies of layers (rows and columns) stay where the weights do
+        stay = self.stays_whole or not sharded or self.stays_gathered
+        float8 = 2.0 * (settings.float8 and stay)
+        layers = [self.numbers.layers[i] for i in self.stage.layers]
+        whole = [layer.whole * (number + float8) for layer in layers]
+        packed = [layer.packed_bytes * sharded for layer in layers]
+        return LayerWeights(
+            whole=whole,
+            sent=[w - layer.packed * number + p for layer, w, p in zip(layers, whole, packed, strict=True)],
+            packed=packed,
+            summing=[self.summing_bytes(layer) for layer in layers],
+            gradients=[self.gradient_bytes(layer) for layer in layers],
+        )
+
+    def most_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
+        """Return the bytes at the moment at which most is held."""
+        return self._bytes_at(max(self.moments(loads, measures), key=lambda moment: moment.total))
+
     def bytes_at_moments(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
         """Yield the bytes at the update, and at the moments of a micro-batch of each of these loads."""
-        base = vars(self.resident_bytes)
+        return map(self._bytes_at, self.moments(loads, measures))
+
+    def _bytes_at(self, moment: Moment) -> Bytes:
+        """Return the bytes of a moment with those that are always there, each rounded down."""
+        sizes = {name: int(size) for name, size in moment._asdict().items()}
+        resident = self.resident_bytes
+        return replace(resident, communicators=resident.communicators + sizes.pop("reserved"), **sizes)
+
+    def moments(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
+        """Yield what is held besides `resident_bytes` at the moments of `bytes_at_moments`, in their order."""
         settings = self.settings
         # Sixteen copies of a bundle in bfloat16: of three bundles under way, and the products of one.
         gathered = 32 * BUNDLE_NUMBERS if settings.muon else 0
-        all_gradients = int(self.gradient_bytes(self.all_numbers)) * (not self.trained_on_host)
-        yield Bytes(**base | {"gradients": all_gradients, "gathered": gathered})
+        all_gradients = int(self.gradient_bytes(self.stage.all)) * (not self.trained_on_host)
+        yield Moment(gradients=all_gradients, gathered=gathered)
         for load in loads:
-            query = load.rows * attention_widths(self.read).query // self.home.tp
-            replays = (
-                query * settings.compute_bytes * (settings.gpu and query <= REPLAYED_NUMBERS) * REPLAYED_TENSORS
-            )
-            for moment in self._bytes_in_micro_batch(load, measures):
-                moment["work"] += replays
-                if self.gradients_stay_taken:
-                    moment["communicators"] = base["communicators"] + max(0.0, all_gradients - moment["gradients"])
-                yield Bytes(**base | {name: int(size) for name, size in moment.items()})
+            yield from self._moments_of_micro_batch(load, measures)
 
-    def _bytes_in_micro_batch(
-        self, load: SlotLoad, measures: Sequence[CheckpointPolicy]
-    ) -> Iterator[dict[str, float]]:
-        """Yield the bytes at the loss; at each layer i, the last first, as it runs backward and as its gradients are
-        summed; at the last sums; and as encoders run backward. At layer i they are
+    def _moments_of_micro_batch(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
+        """Yield what is held at the loss; at each layer i, the last first, as it runs backward and as its gradients are
+        summed; at the last sums; and as encoders run backward. At layer i it is
 
         gradients = Σ_(j>i) shard_j, or Σ shard_j in a later micro-batch; none where whole ones stay
         gathered  = root + W_i + V_(i−1), which is fetched ahead, + the gradients of i + 1, which are sent;
@@ -545,21 +361,24 @@ class StageBytes:
         the same as they travel, packed weights as bytes.
         """
         settings = self.settings
-        layers = self.numbers.layers
         stage = self.stage
         sharded = settings.shard_parameters
+        most_reserved = int(self.gradient_bytes(stage.all)) if self.gradients_stay_taken else 0
+        query = load.rows * self.numbers.query_width // self.home.tp
+        replays = query * settings.compute_bytes * (settings.gpu and query <= REPLAYED_NUMBERS) * REPLAYED_TENSORS
+
+        def moment(gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0) -> Moment:
+            reserved = max(0.0, most_reserved - gradients)
+            return Moment(gradients, gathered, kept, work + replays, logits, reserved)
+
+        stays_whole = self.stays_whole
+        stays_gathered = self.stays_gathered
+        in_place = stays_whole or not sharded  # weights and gradients
         waiting = self.waiting_bytes(load, measures)
         number = settings.compute_bytes * sharded
-        in_place = self.stays_whole or not sharded  # weights and gradients
-        # float8 copies of layers (rows and columns) stay where the weights do
-        float8 = 2.0 * (settings.float8 and (in_place or self.stays_gathered))
-        whole = [layers[i].whole * (number + float8) for i in stage.layers]
-        packed = [layers[i].packed_bytes * sharded for i in stage.layers]
-        sent_whole = [
-            size - layers[i].packed * number + of_packed
-            for i, size, of_packed in zip(stage.layers, whole, packed, strict=True)
-        ]
-        root = self.numbers.root_numbers(stage)
+        whole, sent_whole, packed, summing, shards = self._layer_weights
+        all_whole = sum(whole)
+        root = stage.root
         # The root's weights on the host come for the next pass beside the first layer, with earlier sums of gradients.
         root_ahead = self.weight_bytes(root, on_host=True) * (self.micro_batches > 1)
         root_ahead += self.gradient_bytes(root) * load.later * self.trained_on_host
@@ -567,64 +386,66 @@ class StageBytes:
         row = load.rows * self.hidden_row_bytes
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
         # Gradients of earlier micro-batches: shards, or whole ones to the end of the step.
-        all_gradients = self.gradient_bytes(self.all_numbers) * (not self.trained_on_host)
-        gradients = all_gradients * load.later * (not self.stays_whole)
-        whole_gradients = self.all_numbers.trained * settings.reduce_bytes * self.stays_whole
+        all_gradients = self.gradient_bytes(stage.all) * (not self.trained_on_host)
+        gradients = all_gradients * load.later * (not stays_whole)
+        whole_gradients = stage.all.trained * settings.reduce_bytes * stays_whole
+        adds_gradients = not load.later and not self.trained_on_host
         arrives = self.shards > 1  # weights come from other slots, in a tensor of their own
         if stage.predicts:
-            all_whole = in_place or settings.gathered_once
-            of_layers = sum(whole) * all_whole + arrives * sent_whole[-1] * (not self.stays_whole)
+            of_layers = all_whole * (in_place or settings.gathered_once)
+            of_layers += arrives * sent_whole[-1] * (not stays_whole)
             tensors = AT_THE_LOSS + settings.depths + OF_WIDE_NORM * (not settings.gpu)
-            at_loss = {"gradients": gradients, "gathered": gathered + of_layers + whole_gradients * load.later}
-            yield at_loss | {"kept": activations, "work": tensors * row, "logits": self._logit_bytes(load)}
+            whole_now = gathered + of_layers + whole_gradients * load.later
+            yield moment(gradients, whole_now, activations, tensors * row, self._logit_bytes(load))
         # gradients of the head, and of an embedding that depths read, wait from here on
         heads = (1 + (settings.depths > 0 and not self.numbers.tied)) * stage.predicts
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
         words: list[CheckpointPolicy] = [measures[i] for i in stage.layers]
-        running = [self.layer_bytes(i, load, word) for i, word in zip(stage.layers, words, strict=True)]
+        running = self._bytes_under(load, words)
         places = places_in_layer_segments(words, settings.segment_layers)
         sent = 0.0
         for i in reversed(range(len(waiting))):
             first = i - places[i]
-            numbers = layers[stage.layers[i]]
             activations -= waiting[i].kept
             # What the layers of a segment before this one keep since it ran forward again, and what is fetched ahead.
             before = zip(running[first:i], waiting[first:i], strict=True)
             here = activations + sum(x.kept + x.host - y.kept - y.host for x, y in before)
             here += waiting[first - 1 - places[first - 1]].host if first and i == first else 0.0
             if in_place:
-                others = waits + sum(whole) - whole[i] + whole_gradients
+                others = waits + all_whole - whole[i] + whole_gradients
             else:
                 here_too = 0.0
                 if settings.gathered_once:
                     here_too = sum(whole[:i])
                 elif arrives and i:
                     here_too = sent_whole[i - 1]
-                others = waits + here_too + sum(whole[i + 1 :]) * self.stays_gathered
+                others = waits + here_too
+                if stays_gathered:
+                    others += sum(whole[i + 1 :])
             others += root_ahead * (i == 0)
             work = max(running[i].backward, packed[i])
-            moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "work": work}
-            yield moment | {"kept": here + running[i].kept + running[i].host}
-            if not self.stays_whole:  # the layer's gradients are summed over slots, and then sent
-                yield moment | {"gathered": others + self.summing_bytes(numbers), "kept": here, "work": row}
-                sent = numbers.trained * settings.reduce_bytes * sharded
-                gradients += self.gradient_bytes(numbers) * (not load.later and not self.trained_on_host)
+            kept = here + running[i].kept + running[i].host
+            yield moment(gradients, others + whole[i] + sent, kept, work)
+            if not stays_whole:  # the layer's gradients are summed over slots, and then sent
+                yield moment(gradients, others + summing[i], here, row)
+                sent = self.numbers.layers[stage.layers[i]].trained * settings.reduce_bytes * sharded
+                gradients += shards[i] * adds_gradients
         # After all layers whole gradients are summed, or those of the root; encoders run last.
-        sums = self.summing_bytes(root) + sum(whole) * self.stays_gathered + root_ahead
-        if self.stays_whole:
-            largest = max((layers[i] for i in stage.layers), key=lambda one: one.trained)
-            sums = gathered + sum(whole) + whole_gradients + largest.trained * settings.reduce_bytes
+        sums = self.summing_bytes(root) + all_whole * stays_gathered + root_ahead
+        if stays_whole:
+            largest = max((self.numbers.layers[i] for i in stage.layers), key=lambda one: one.trained)
+            sums = gathered + all_whole + whole_gradients + largest.trained * settings.reduce_bytes
             gradients = self.gradient_bytes(largest)
         if not sharded and self.home.slots > 1:
             # Without FSDP2 they are summed in flat buffers: as they are sent, gathered and joined, and a slot's part.
-            numbers_at_once = max(self.numbers.head.trained, min(self.all_numbers.trained, SUMMED_NUMBERS))
+            numbers_at_once = max(self.numbers.head.trained, min(stage.all.trained, SUMMED_NUMBERS))
             sums += numbers_at_once * settings.reduce_bytes * (3 + 1 / self.home.slots)
-        yield {"gradients": gradients, "gathered": sums, "work": row}
+        yield moment(gradients, sums, 0.0, row)
         if self.numbers.tower_shape:
             tower = self.numbers.tower
             _, activations, work = self.image_bytes
             gathered = tower.whole * number * (1 + arrives) + self.summing_bytes(tower)
-            yield {"gradients": all_gradients, "gathered": gathered, "kept": activations, "work": work}
+            yield moment(all_gradients, gathered, activations, work)
 
     def _logit_bytes(self, load: SlotLoad) -> float:
         """First there are the logits of one chunk and their gradient (on a CPU a float32 copy too), and the chunk's
@@ -633,7 +454,7 @@ class StageBytes:
         """
         settings = self.settings
         number = self.settings.compute_bytes
-        vocabulary = self.read.count("vocab_size") / self.home.tp
+        vocabulary = self.numbers.vocabulary / self.home.tp
         bytes_of_logit = 2 * number + (0 if settings.gpu else max(4, number))
         most_rows = settings.loss_chunk_rows or max(
             1, int(CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit))
@@ -649,7 +470,7 @@ class StageBytes:
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
         """Return the bytes that wait on the host: activations of the load that has most there, weights and states."""
         activations = max(sum(layer.host for layer in self.waiting_bytes(load, measures)) for load in loads)
-        numbers = self.all_numbers
+        numbers = self.stage.all
         return Bytes(
             weights=int(self.weight_bytes(numbers, on_host=True)),
             gradients=int(self.gradient_bytes(numbers)) if self.trained_on_host else 0,

@@ -91,6 +91,7 @@ class Packer:
 
     @classmethod
     def for_request(cls, request: Request, cp: int) -> "Packer":
+        """Make the packer of a request for groups of `cp` slots, which divides its slots."""
         rows, squares = request.family_sizes
         order = np.argsort(-rows, kind="stable")
         lengths = rows[order]
@@ -184,6 +185,7 @@ class Packer:
         return place.reshape(-1)[assignment]
 
     def _assign_by_group(self) -> Integers:
+        """Give documents to groups of about equal work, whatever their rows, then each its own micro-batches."""
         groups = len(self.inside)
         all_rows = sum(self.lengths)
         group_of_document = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
@@ -197,11 +199,18 @@ class Packer:
     def _seconds_of_places(
         self, assignment: Integers, inside: NDArray[np.bool_] | bool, count: int | None = None
     ) -> Floats:
+        """Return the seconds of each place (micro-batches, groups), without the launch; 0 for one without documents.
+        `inside` is whether the slots of each group, or of all, share a node; `count` the micro-batches (None: those of
+        the assignment).
+        """
         count = count or self._count_micro_batches(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
 
     def _bin_seconds(self, bins: Integers, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
+        """Return the seconds of `count` bins of documents, without the launch; 0 for an empty one. `bins` has the bin
+        of each document.
+        """
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
         np.add.at(tokens, bins, rows)
@@ -212,6 +221,7 @@ class Packer:
         )
 
     def _count_micro_batches(self, assignment: Integers) -> int:
+        """Return how many micro-batches an assignment has, rounded up to the request's multiple."""
         count = 1 + int(assignment.max()) // len(self.inside)
         multiple = self.request.micro_batch_multiple
         return -(-count // multiple) * multiple

@@ -168,6 +168,9 @@ class Request(PlanOptions):
         return replace(request, cost=cost)
 
     def _check(self, home: Layout) -> None:
+        """Raise PlanError for counts, names and parents that are impossible whatever the degree is, and for free mode
+        in a home with ep or pp.
+        """
         for name in ("node_size", "micro_batch_multiple", "row_multiple"):
             check_count(name, getattr(self, name))
         check_choice("mode", self.mode, MODES)
@@ -339,10 +342,14 @@ class Request(PlanOptions):
         return plan.reprice(self.cost, max_cp=max_cp)
 
     def step_seconds(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the predicted seconds of a step of these micro-batches, with what `make_plan` adds to them."""
         batches = self._add_dummy_micro_batches(micro_batches)
         return timeline(batches, self.slots, self.cost, mode=self.mode, node_size=self.node_size).step_seconds
 
     def _add_dummy_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+        """Give groups their types (`_resolve_types`), and add dummy micro-batches up to the next multiple, at least to
+        one.
+        """
         count = max(1, len(micro_batches))
         dummies = count + -count % self.micro_batch_multiple - len(micro_batches)
         return (*self._resolve_types(micro_batches), *[MicroBatch()] * dummies)
@@ -378,6 +385,7 @@ class Request(PlanOptions):
 
 
 def _check_parents(parents: Sequence[int], count: int) -> None:
+    """Raise PlanError unless there is an integer for each of `count` documents, −1 or the number of a document."""
     if len(parents) != count or {type(parent) for parent in parents} - {int}:
         raise PlanError(
             f"parents are {short_text(parents)} for {plural(count, 'document')}; give an integer (int) each: the "
@@ -391,6 +399,7 @@ def _check_parents(parents: Sequence[int], count: int) -> None:
 
 
 def _first_size(sizes: int | Sequence[int]) -> int:
+    """Return the a2a size of sizes (a2a, p2p), which may be given alone."""
     return sizes if isinstance(sizes, int) else sizes[0]
 
 

@@ -62,11 +62,10 @@ class ConfigReader:
 
     def value(self, *names: str) -> Any:
         """Return the first of these attributes that is set, perhaps by its family's name; None if none is."""
-        for name in (*names, *(_IN_FILES[name] for name in names if name in _IN_FILES)):
-            config = self._config
-            value = (
-                cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
-            )
+        config = self._config
+        is_object = not isinstance(config, dict)
+        for name in (*names, *[_IN_FILES[name] for name in names if name in _IN_FILES]):
+            value = getattr(config, name, None) if is_object else cast(dict[str, Any], config).get(name)
             if value is not None:
                 return value
         if "intermediate_size" in names and (width := self.family.mlp_width):

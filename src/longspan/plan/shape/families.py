@@ -37,6 +37,9 @@ _LFM2_ATTENTION = {
 
 
 def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
+    """Return a plan of tensor parallelism: the style of each parameter of these modules in every layer, by its name in
+    the model; "__" in a module's name stands for a dot.
+    """
     return {
         f"layers.*.{module.replace('__', '.')}.{name}": style
         for module, styles in modules.items()
@@ -69,6 +72,7 @@ _Small = Mapping[str, Callable[[_Values], Any] | bool | int | list[str] | list[i
 
 
 def _defaults_where_none(**values: Any) -> _Small:
+    """Return values of a small copy that have these defaults where its configuration has None."""
     # the name is bound as a default, since a lambda would look it up when it is called
     return {name: lambda small, key=name: values[key] if small.get(key) is None else small[key] for name in values}
 

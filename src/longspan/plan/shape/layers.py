@@ -68,6 +68,7 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 
 
 def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
+    """Return the layers of a depth of multi-token prediction: those that are named, or one like the last."""
     types = depth_types(read, layer_types(read))
     return tuple(_layer_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
@@ -78,6 +79,9 @@ def sliding_window(read: ConfigReader) -> int:
 
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
+    """Return what layer number `layer` has, whose type is `kind` by today's names; in a `separate` model MLPs and
+    experts are layers of their own.
+    """
     is_hybrid = kind == "hybrid"  # attention and a mixer side by side
     attention = kind if kind in ATTENTION else ""
     if is_hybrid:
@@ -110,6 +114,9 @@ def _infer_layer_types(read: ConfigReader, layers: int) -> list[str]:
 
 
 def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
+    """Return whether a layer of a model with experts has them: by its number in the attributes that families use for
+    that.
+    """
     if read.value("num_local_experts") == 0:
         return False
     if isinstance(moe_layers := read.value("moe_layers"), list):
@@ -169,6 +176,7 @@ def has_latent_attention(read: ConfigReader) -> bool:
 
 
 def attention_weights(read: ConfigReader) -> Weights:
+    """Count the weights of the projections of one attention layer; of a shared block those of the whole block."""
     hidden = read.count("hidden_size")
     if has_latent_attention(read):
         return _latent_weights(read, hidden)
@@ -224,6 +232,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
 
 
 def _dense_mlp_width(read: ConfigReader) -> int:
+    """Return the width of an MLP, by the attribute that the family uses; 0 without one."""
     # LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it states the width.
     if not read.count("conv_L_cache") or read.count("num_experts_per_tok"):  # Granite's, Llama 4's and others'
         names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
@@ -237,6 +246,7 @@ def _dense_mlp_width(read: ConfigReader) -> int:
 
 
 def _latent_head_sizes(read: ConfigReader) -> tuple[int, int]:
+    """Return the sizes of a head's query or key, with its rotary part, and of its value."""
     return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
 
 
@@ -345,6 +355,7 @@ def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
 
 
 def _read_gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
+    """Read a gated delta net, as in Qwen3-Next. Raises PlanError for missing sizes."""
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
     read.check_counts(*names)
     key_heads, key_size, value_size, width = (read.count(name) for name in names)
@@ -367,6 +378,7 @@ def _read_gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _read_kimi_delta_attention(read: ConfigReader, hidden: int) -> MixerShape:
+    """Read a Kimi delta attention, in the names of its files or of transformers. Raises PlanError for missing sizes."""
     linear = read.section("linear_attn_config")  # as it is published
     heads = linear.count("num_heads") or read.count("linear_num_heads")
     size = linear.count("head_dim") or read.require_count("linear_head_dim")
@@ -388,6 +400,7 @@ def _read_kimi_delta_attention(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _read_mamba2(read: ConfigReader, hidden: int) -> MixerShape:
+    """Read a Mamba 2 layer by the names of every family. Raises PlanError for missing sizes."""
     heads = _count_mamba2_heads(read)
     states = read.require_count("mamba_d_state", "ssm_state_size", "state_size")
     groups = read.require_count("mamba_n_groups", "n_groups", "mamba_ngroups")

@@ -235,6 +235,7 @@ def read_experts(config: Any) -> ExpertCounts:
 
 
 def experts_missing_text(ep: int, model: str) -> str:
+    """Return the words of an error: experts cannot be dealt out, for the model (`model` names it) has none."""
     return f"the home has ep {ep}, but {model} has no experts to deal out; use ep 1"
 
 
@@ -296,6 +297,7 @@ def model_flops(
 
 
 def _window_pairs(length: int, window: int) -> int:
+    """Count the (row, key) pairs of a causal document whose rows see at most `window` rows, themselves included."""
     seen = min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 

@@ -27,4 +27,5 @@ def compile_name_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def meets_any(patterns: Iterable[str], name: str) -> bool:
+    """Return whether one of these patterns (`compile_name_pattern`) meets a name."""
     return any(compile_name_pattern(pattern).fullmatch(name) for pattern in patterns)

@@ -158,6 +158,9 @@ class _Part(NamedTuple):
 
 
 def _count_packed(read: ConfigReader, parts: list[_Part], rows: PackedRows) -> tuple[float, float]:
+    """Return the numbers and the bytes of the parts that are packed; those that a folder leaves whole are left out.
+    Raises PlanError for rows that blocks do not divide.
+    """
     numbers = 0.0
     size = 0.0
     for part in parts:

@@ -75,7 +75,7 @@ class _Decays:
 
 
 class DecayForward:
-    """A forward pass; see `Forward`. What each chunk adds to the state does not depend on the entering states."""
+    """A forward pass; see `ScanForward`. What each chunk adds to the state does not depend on the entering states."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self._inputs = inputs
@@ -108,7 +108,7 @@ class DecayForward:
 
 
 class DecayBackward:
-    """A backward pass; see `Backward`."""
+    """A backward pass; see `ScanBackward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         """Begin the backward pass: what the outputs of each chunk's rows add to the gradient at the state before it

@@ -304,7 +304,7 @@ class DeltaGradients:
 
 
 class KimiForward:
-    """A forward pass of Kimi's delta rule, with a decay for each key number; see `Forward`."""
+    """A forward pass of Kimi's delta rule, with a decay for each key number; see `ScanForward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
@@ -331,7 +331,7 @@ class KimiForward:
 
 
 class KimiBackward:
-    """A backward pass of Kimi's delta rule; see `Backward`.
+    """A backward pass of Kimi's delta rule; see `ScanBackward`.
 
     Its kernels work out the states of chunks themselves, after the exchange.
     """
@@ -384,7 +384,7 @@ _WY = "ops.gated_delta_rule.wy_fast"
 
 
 class DeltaForward:
-    """A forward pass of the gated delta rule, with one decay a head; see `Forward`.
+    """A forward pass of the gated delta rule, with one decay a head; see `ScanForward`.
 
     `_runs` are pieces. `activations` are what backward needs besides the inputs and the states.
     """
@@ -413,7 +413,7 @@ class DeltaForward:
 
 
 class DeltaBackward:
-    """A backward pass of the gated delta rule; see `Backward`."""
+    """A backward pass of the gated delta rule; see `ScanBackward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])

@@ -46,7 +46,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Forward(Protocol):
+class ScanForward(Protocol):
     """The forward pass over some runs."""
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class Forward(Protocol):
         ...
 
 
-class Backward(Protocol):
+class ScanBackward(Protocol):
     """The backward pass over some runs."""
 
     def initial_state_gradients(self, runs: Integers) -> Tensor:
@@ -100,6 +100,6 @@ class ScanKernel:
     """
 
     name: str
-    forward: Callable[[Inputs, LocalRuns, float], Forward]
-    backward: Callable[[Inputs, LocalRuns, float, SavedScan], Backward]
+    forward: Callable[[Inputs, LocalRuns, float], ScanForward]
+    backward: Callable[[Inputs, LocalRuns, float, SavedScan], ScanBackward]
     half: bool = False

@@ -147,7 +147,7 @@ def _products_under_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
 
 
 class TorchForward:
-    """A forward pass; see `Forward`. Nothing is saved for backward, which scans again."""
+    """A forward pass; see `ScanForward`. Nothing is saved for backward, which scans again."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self._inputs = _repeat_heads(inputs, scale)
@@ -192,7 +192,7 @@ class TorchForward:
 
 
 class TorchBackward:
-    """A backward pass that runs the scan once more, with a graph; see `Backward`."""
+    """A backward pass that runs the scan once more, with a graph; see `ScanBackward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         self._dout = saved.dout

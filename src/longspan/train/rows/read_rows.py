@@ -26,7 +26,7 @@ from longspan.train.rows.visible_spans import bind_spans
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
-    from longspan.plan.items.encoding_plan import ItemTable
+    from longspan.plan.items.item_table import ItemTable
 
 
 WEIGHTS = "weights"  # the values that multiply losses; 1 in documents that give none

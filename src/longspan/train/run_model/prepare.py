@@ -20,7 +20,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.features import Call, features_of
-from longspan.model.float8_layers import unsupported_reason
+from longspan.model.float8_layers import float8_device_reason
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions
@@ -148,7 +148,7 @@ def _prepare_options(
     if config.lora.rank:  # parameters of an adapter may be in another dtype than the model's
         dtypes |= {p.dtype for p in model.parameters() if p.requires_grad}
     float8 = config.train.float8
-    if float8 and not training and world.control.any_rank(bool(unsupported_reason(world.device))):
+    if float8 and not training and world.control.any_rank(bool(float8_device_reason(world.device))):
         # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
         float8 = ""
     return PrepareOptions(

@@ -13,7 +13,7 @@ from torch import nn
 
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import MicroBatch, Plan
-from longspan.plan.items.encoding_plan import ItemTable
+from longspan.plan.items.item_table import ItemTable
 from longspan.train.passes import Term
 from longspan.train.rows.agreed_reading import read_and_compare_digest
 from longspan.train.rows.read_rows import LocalBatch

@@ -16,10 +16,10 @@ from longspan.errors import ModelError
 from longspan.model.frozen.formats.stored_weight import (
     StoredWeight,
     Tensors,
-    float8_weight,
-    four_bit_weight,
-    int8_weight,
-    mxfp4_weight,
+    stored_float8_weight,
+    stored_four_bit_weight,
+    stored_int8_weight,
+    stored_mxfp4_weight,
     tensor_dtype,
 )
 
@@ -109,7 +109,7 @@ def _fine_grained_float8(settings: Mapping[str, Any]) -> StorageMethod:
         f"float8 {text} (fp8)",
         {"_scale_inv": "", ".weight_scale": ".weight"},
         (("",), ("_scale_inv", ".weight_scale")),
-        partial(float8_weight, blocks=((rows, columns),)),
+        partial(stored_float8_weight, blocks=((rows, columns),)),
     )
 
 
@@ -146,7 +146,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StorageMethod:
         f"float8 by {' and '.join(dict.fromkeys(texts))} (compressed-tensors)",
         {".weight_scale": ".weight"},
         (("",), (".weight_scale",)),
-        partial(float8_weight, blocks=tuple(blocks), scale_dtype=True),
+        partial(stored_float8_weight, blocks=tuple(blocks), scale_dtype=True),
     )
 
 
@@ -157,7 +157,7 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> StorageMethod:
             "int8 (bitsandbytes)",
             {".SCB": ".weight", ".weight_format": ".weight"},
             (("",), (".SCB",)),
-            int8_weight,
+            stored_int8_weight,
         )
     states = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
     beside = [f".weight.{name}" for name in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")]
@@ -166,7 +166,7 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> StorageMethod:
         f"{settings.get('bnb_4bit_quant_type', 'fp4')} (bitsandbytes{again})",
         dict.fromkeys((*states, *beside), ".weight"),
         (("",), states, (".weight.absmax",)),
-        four_bit_weight,
+        stored_four_bit_weight,
     )
 
 
@@ -176,7 +176,7 @@ def _mxfp4(settings: Mapping[str, Any]) -> StorageMethod:
         "experts in 4 bits (mxfp4)",
         {"_proj_blocks": "_proj", "_proj_scales": "_proj"},
         (("_proj_blocks",), ("_proj_scales",)),
-        mxfp4_weight,
+        stored_mxfp4_weight,
     )
 
 

@@ -128,7 +128,7 @@ class Float8(PackedFormat):
         return (codes * scales).to(self.dtype)
 
 
-def float8_weight(
+def stored_float8_weight(
     name: str, tensors: Tensors, *, blocks: tuple[tuple[int, int], ...], scale_dtype: bool = False
 ) -> StoredWeight:
     """Return a weight of float8 codes and one tensor of scales, of the weight, of rows, or of blocks.
@@ -177,7 +177,7 @@ class Int8(PackedFormat):
         return packed[:, :columns].view(torch.int8) * scales * _PER_CODE
 
 
-def int8_weight(name: str, tensors: Tensors) -> StoredWeight:
+def stored_int8_weight(name: str, tensors: Tensors) -> StoredWeight:
     """Return a weight of int8 codes and its maxima, SCB."""
     prefix = name.removesuffix("weight")
     codes = _checked_tensor(name, tensors, "I8")
@@ -212,7 +212,7 @@ class MXFP4(PackedFormat):
         return (table[pairs.int()].unflatten(1, (-1, self.rows.block)) * scales.unsqueeze(-1)).flatten(1)
 
 
-def mxfp4_weight(name: str, tensors: Tensors) -> StoredWeight:
+def stored_mxfp4_weight(name: str, tensors: Tensors) -> StoredWeight:
     """Return experts' weights of blocks (experts, outputs, blocks, 16) and scales, which the model has transposed."""
     if name in tensors:
         raise ModelError(f"the files hold {name} and {name}_blocks, which is the same in 4 bits; keep one of them")
@@ -235,7 +235,7 @@ _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
+def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
     """Return a weight of codes that lie in a row, in a dtype of any size, its scales, and its state as JSON."""
     (state_name,) = (key for key in tensors if key.startswith(f"{name}{_STATE}"))
     try:

@@ -149,7 +149,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
     def run_class(rows: slice, hand_out: Callable[[Tensor, int], Tensor], **changes: Any) -> Tensor:
         """Run the class's forward over some rows; its cache's `update_indexer` is `hand_out` (index keys, layer)."""
-        of_rows = {name: _take_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
+        of_rows = {name: _argument_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
         stand_in = SimpleNamespace(update_indexer=hand_out)
         return type(indexer).forward(indexer, **of_rows | changes | {cache: stand_in})
 
@@ -205,12 +205,12 @@ def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slic
             yield rows, slice(first, last), slice(first_keys[document], first_keys[document] + laid_out[document])
 
 
-def _take_rows(value: Any, count: int, rows: slice) -> Any:
+def _argument_rows(value: Any, count: int, rows: slice) -> Any:
     """Return the part of an indexer's argument that belongs to some of its `count` rows.
 
     Tensors (1, count, …) and tuples of them are cut; anything else is given to every run of rows.
     """
     if isinstance(value, tuple | list):
-        return tuple(_take_rows(x, count, rows) for x in value)
+        return tuple(_argument_rows(x, count, rows) for x in value)
     is_by_row = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count
     return value[:, rows] if is_by_row else value

@@ -1,0 +1,276 @@
+"""How many parameters each layer of a model has on a rank, whole, sharded, trained and packed; and which layers each
+pipeline stage holds. What they take in bytes `stage_bytes.py` counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import (
+    LayerKind,
+    MixerShape,
+    attention_weights,
+    attention_widths,
+    depth_kinds,
+    feed_forward_weights,
+    has_latent_attention,
+    layer_kinds,
+    layer_parts,
+    read_mixer_shape,
+)
+from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.name_patterns import meets_any
+from longspan.plan.shape.packed import PackedRows, find_packed_rows, packed_weights_of_layer
+
+if TYPE_CHECKING:  # of models with images
+    from longspan.plan.items.encoder_shape import EncoderShape
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How many parameters a part of a model has on a rank, and how many of them are trained. `whole` are those that a
+    rank gathers (experts divided by ep, the rest by tp), `share` those that FSDP2 divides over its shards: a
+    tensor-parallel rank's part, with the experts of all ep ranks. `packed` and `packed_share` of them are packed, and
+    take so many bytes.
+    """
+
+    whole: float = 0.0
+    trained: float = 0.0
+    share: float = 0.0
+    trained_share: float = 0.0
+    packed: float = 0.0
+    packed_bytes: float = 0.0
+    packed_share: float = 0.0
+    packed_share_bytes: float = 0.0
+
+    def __add__(self, other: "Numbers") -> "Numbers":
+        return Numbers(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def freeze(self, patterns: Sequence[str], *names: str, least: int = 1) -> "Numbers":
+        """Return these numbers with none trained where patterns meet `least` of the names or more."""
+        met = sum(meets_any(patterns, name) for name in names) if patterns else 0
+        return self if met < least else replace(self, trained=0.0, trained_share=0.0)
+
+
+_ENDS = "model.embed_tokens.weight", "lm_head.weight"
+_ANY_NAME = "\0"  # of a parameter in a layer, which no pattern names
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """What the ranks of one pipeline position hold: layers by index (depths behind the last), and parts of the root:
+    the embedding where it `embeds`, the head where it `predicts`. `root` counts these parts' parameters (a stage with
+    both has tied ones once), `all` those of the stage, with an encoder's tower.
+    """
+
+    layers: tuple[int, ...]
+    embeds: bool
+    predicts: bool
+    root: Numbers
+    all: Numbers
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """The parameters of a model: of every layer, those of depths of multi-token prediction last, and what is around.
+    `head` are those of the output projection, and of the embedding, which has as many. Each depth has `depth_layers`.
+    Rows are `hidden_size` wide, their queries `query_width`, and their logits `vocabulary`.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    layers: tuple[Numbers, ...]
+    decoder_layers: int
+    depth_layers: int
+    head: Numbers
+    tied: bool
+    hidden_size: int
+    query_width: int
+    vocabulary: int
+    tower: Numbers
+    tower_shape: "EncoderShape | None"
+
+    @classmethod
+    def from_configuration(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
+        """Count the parameters of a configuration under a home. Raises PlanError for a model that cannot be counted.
+        The first layer of a depth also projects two joined rows to one. A tower with its projector counts where images
+        are encoded: it is sharded over all slots, and not split over tp.
+        """
+        read = ConfigReader.read_language_model(config)
+        read.check_counts("hidden_size", "vocab_size")
+        for uncounted, name in (
+            (read.family.shared_blocks, "shared blocks"),
+            (has_latent_attention(read), "latent attention"),
+        ):
+            if uncounted:
+                raise PlanError(f"{read.where} has {name}, whose memory no configuration tells")
+        ModelShape.of(config)  # for its error
+        hidden = read.count("hidden_size")
+        of_depth = depth_kinds(read)
+        kinds = layer_kinds(read)
+        mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
+
+        def matrix_numbers(weights: float) -> Numbers:
+            trained = weights * settings.trains_all
+            return Numbers(weights, trained, weights, trained)
+
+        rows = None if settings.trains_all else find_packed_rows(config, settings.frozen_weights)
+        numbers_of_kinds = {
+            kind: _count_layer_parameters(read, kind, mixer, home, settings, rows) for kind in dict.fromkeys(kinds)
+        }
+        layers = [
+            numbers_of_kinds[kind].freeze(settings.frozen_names, f"model.layers.{number}.{_ANY_NAME}")
+            for number, kind in enumerate(kinds)
+        ]
+        vocabulary = read.count("vocab_size")
+        head = matrix_numbers(hidden * vocabulary / home.tp)
+        tied = bool(read.value("tie_word_embeddings"))
+        first, *others = (_count_layer_parameters(read, kind, mixer, home, settings, None) for kind in of_depth)
+        depths = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.depths
+        tower = Numbers()
+        shape = None
+        if settings.encoder_rows:
+            from longspan.plan.items.encoder_shape import EncoderShape
+
+            shape = EncoderShape.of(config)
+            weights = shape.embed_weights + shape.block_weights + shape.projector_weights
+            trained = {"all": weights, "projector": shape.projector_weights, "none": 0}[settings.encoder_trained]
+            tower = Numbers(weights, trained, weights, trained)
+        return cls(
+            kinds=kinds + of_depth * settings.depths,
+            layers=(*layers, *depths),
+            decoder_layers=len(kinds),
+            depth_layers=len(of_depth),
+            head=head.freeze(settings.frozen_names, *_ENDS, least=1 if tied else 2),
+            tied=tied,
+            hidden_size=hidden,
+            query_width=attention_widths(read).query,
+            vocabulary=vocabulary,
+            tower=tower,
+            tower_shape=shape,
+        )
+
+
+def _count_layer_parameters(
+    read: ConfigReader,
+    kind: LayerKind,
+    mixer: MixerShape | None,
+    home: Layout,
+    settings: MemorySettings,
+    rows: PackedRows | None,
+) -> Numbers:
+    """Count a layer's parameters on a rank: linears are split over tp, experts over ep (their shards over tp too),
+    the two norms are whole. Adapters alone are trained: rank · (inputs + outputs) of each linear that has one. `all` of
+    Weights has only the experts that a token visits, so that experts are counted apart.
+    """
+    parts = layer_parts(read, kind, mixer)
+    experts = sum(weights.of_experts + weights.unvisited for weights in parts)
+    dense = sum(weights.all - weights.of_experts for weights in parts)
+    norms = (1 + bool(kind.feeds)) * read.count("hidden_size")
+    whole = dense / home.tp + norms + experts / home.ep
+    share = (dense + experts) / home.tp + norms
+    if settings.trains_all:
+        return Numbers(whole, whole, share, share)
+    linears = _adapter_linears(read, kind, mixer)
+    widths = sum(width_in + width_out for name, width_in, width_out in linears if settings.has_adapter(name))
+    adapters = settings.lora_rank * (widths / home.tp + _adapted_expert_widths(read, kind, settings))
+    packed = packed_weights_of_layer(read, kind, mixer, rows, home.tp)
+    return Numbers(
+        whole + adapters,
+        adapters,
+        share + adapters,
+        adapters,
+        packed=packed.numbers / home.tp + packed.experts / home.ep,
+        packed_bytes=packed.bytes / home.tp + packed.experts_bytes / home.ep,
+        packed_share=(packed.numbers + packed.experts) / home.tp,
+        packed_share_bytes=(packed.bytes + packed.experts_bytes) / home.tp,
+    )
+
+
+def _adapted_expert_widths(read: ConfigReader, kind: LayerKind, settings: MemorySettings) -> float:
+    """Add up inputs and outputs of all experts' matrices that have adapters, of which each rank gathers all."""
+    if kind.feeds != "experts":
+        return 0.0
+    weights = feed_forward_weights(read, "experts")
+    count = read.experts_attribute_and_count()[1]
+    inputs = read.count("moe_latent_size") or read.count("hidden_size")
+    width = read.count("moe_intermediate_size") or read.count("intermediate_size")
+    first_width = (weights.of_experts + weights.unvisited) // (count * inputs) - width
+    first = settings.adapts_experts("gate_up_proj") or settings.adapts_experts("up_proj")
+    return count * ((inputs + first_width) * first + (inputs + width) * settings.adapts_experts("down_proj"))
+
+
+def _adapter_linears(
+    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
+) -> list[tuple[str, float, float]]:
+    """The name of each linear that adapters go into, and the widths of its input and output. Widths that a
+    configuration does not name follow from the counted weights. Attention has a gate as wide as its weights beyond the
+    four projections. A mixer's input projections make what the convolution reads (`channels`), a gate, and a number for
+    each head (two in a delta net); those of short convolutions, without heads, two gates.
+    """
+    hidden = read.count("hidden_size")
+    linears = list[tuple[str, float, float]]()
+    if kind.attention:
+        query, key = attention_widths(read)
+        gate = max(0, attention_weights(read).all // hidden - 2 * query - 2 * key)
+        linears += [("q_proj", hidden, query + gate), ("k_proj", hidden, key), ("v_proj", hidden, key)]
+        linears += [("o_proj", query, hidden)]
+    if mixer and kind.mixes:
+        inner = mixer.last // hidden
+        if mixer.kind == "gated delta net":
+            linears += [("in_proj_qkvz", hidden, mixer.channels + inner), ("in_proj_ba", hidden, 2 * mixer.heads)]
+        else:
+            linears.append(
+                ("in_proj", hidden, mixer.channels + (inner + mixer.heads if mixer.heads else 2 * inner))
+            )
+        linears.append(("out_proj", inner, hidden))
+    if kind.feeds == "dense":
+        weights = feed_forward_weights(read, "dense")
+        width = weights.last // hidden
+        gate_and_up = ("gate_proj", "up_proj") if weights.all // weights.last > 2 else ("up_proj",)
+        linears += [*((name, hidden, width) for name in gate_and_up), ("down_proj", width, hidden)]
+    return linears
+
+
+def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
+    """Divide layers over pipeline stages as `prepare` cuts a model: embedding and head count as a layer each.
+
+    Raises PlanError if there are more stages than layers.
+    """
+    if stages > layers:
+        raise PlanError(
+            f"{stages} pipeline stages (pp x virtual stages) for {layers} layers; each stage needs at least one: "
+            f"use at most {layers} stages"
+        )
+    load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        # Of equally loaded stages the last gets the layer, as in `prepare`.
+        least_loaded = min(range(stages), key=lambda stage: (load[stage], -stage))
+        load[least_loaded] += 1
+        counts[least_loaded] += 1
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -> tuple[StageLayers, ...]:
+    """Return what each pipeline rank holds of a model; layers of depths are on the last stage. With virtual stages rank
+    r has stages r, r + pp and so on.
+    """
+    count = home.pp * (settings.vpp if home.pp > 1 else 1)
+    parts: list[Sequence[int]] = [*stage_layers(numbers.decoder_layers, count)]
+    parts[-1] = range(parts[-1][0], len(numbers.layers))
+    stages = list[StageLayers]()
+    for rank in range(home.pp):
+        chunks = range(rank, count, home.pp)
+        layers = tuple(layer for chunk in chunks for layer in parts[chunk])
+        embeds = 0 in chunks
+        predicts = count - 1 in chunks
+        ends = embeds + predicts
+        root = sum([numbers.head] * (min(1, ends) if numbers.tied else ends), Numbers())
+        all_numbers = sum((numbers.layers[i] for i in layers), root) + numbers.tower
+        stages.append(StageLayers(layers, embeds, predicts, root, all_numbers))
+    return tuple(stages)

@@ -1,0 +1,126 @@
+"""The partition of a hybrid's rows, zigzag or contiguous, and the communication type that goes with it.
+
+Zigzag rows make a causal ring even, but the bytes of states grow with documents; contiguous rows are one run a slot,
+and want an all-to-all of heads, which is even however rows are dealt out.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Literal, NamedTuple
+
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import EvalConfig
+from longspan.config.sections import RunConfig, set_evaluations
+from longspan.errors import ConfigError, LongspanError, PlanError
+from longspan.layout import Layout
+from longspan.plan import PlanOptions
+from longspan.plan.micro_batch import PARTITIONS, PartitionKind, comm_type_text
+from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.facts import Facts
+from longspan.resolve.ways import Way
+
+PARTITION_STEPS = 4  # whose documents a hybrid's partition is chosen for
+# of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
+TYPES = ("a2a", "p2p")
+CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
+
+
+class PartitionChoice(NamedTuple):
+    """The options of the way that was chosen, and why in one line: the seconds of each way, or ratios under a cost that
+    is of no machine, and which ways were not possible.
+    """
+
+    options: PlanOptions
+    reason: str
+
+
+def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
+    """Choose a partition and a type in place of "auto" by the first steps; returns the configuration, and why.
+
+    A model whose cost has no `states` takes the usual partition.
+    """
+    if config.context.partition != AUTO:
+        return config, ""
+    way = Way(config, facts)
+    if way.cost().states is None:
+        return set_default_partition(config), ""
+    fastest = _choose_fastest_partition(way)
+    context = config.context
+    options = fastest.options
+    if context.cp_comm_type == AUTO:
+        context = replace(context, cp_comm_type=options.cp_comm_type)
+    config = replace(config, context=replace(context, partition=options.partition))
+    return _set_evaluation_types(config, facts.home, facts.heads), fastest.reason
+
+
+def set_default_partition(config: RunConfig) -> RunConfig:
+    """Put "contiguous", which every model can have, in place of a partition "auto"."""
+    if config.context.partition == AUTO:
+        config = config.with_keys("context", partition="contiguous")
+    return config
+
+
+def _choose_fastest_partition(way: Way) -> PartitionChoice:
+    """Price the first PARTITION_STEPS steps under each partition and type that the widest degree allows."""
+    choice = way.choice
+    facts = way.facts
+    widest = choice.widest_degree(facts.home)
+    steps = [facts.lengths(step) for step in range(min(PARTITION_STEPS, max(1, facts.steps)))]
+
+    def predict_seconds(options: PlanOptions) -> float:
+        if not options.allows(
+            widest, facts.home.tp
+        ):  # a later document may be long enough to need the widest group
+            raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
+        candidate = replace(choice, options=options)
+        return sum(candidate.plan(documents, facts.home).predicted_seconds for documents in steps)
+
+    return compare_partitions(predict_seconds, choice.options)
+
+
+def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
+    """An evaluation of type "auto" takes training's, unless its degree is chosen later, or is not one alone."""
+    trained = PlannerConfig.training(config, heads=heads)
+
+    def set_type(entry: EvalConfig) -> EvalConfig:
+        choice = PlannerConfig.evaluation(config, entry, heads=heads)
+        if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
+            return entry
+        allowed = trained.options.allows(choice.degree, home.tp)
+        return replace(entry, cp_comm_type=config.context.cp_comm_type) if allowed else entry
+
+    return set_evaluations(config, map(set_type, config.evaluations))
+
+
+def compare_partitions(
+    seconds_of: Callable[[PlanOptions], float],
+    options: PlanOptions,
+    partition: Literal["auto"] | PartitionKind = "auto",
+) -> PartitionChoice:
+    """Price a hybrid's plans under each partition and type that comes into question; those that `partition` and
+    `options` name are kept. `seconds_of` makes a plan under the options of a way and returns its predicted seconds; a
+    way that it refuses with a LongspanError is left out. Raises PlanError where nothing is possible.
+    """
+    seconds = dict[PlanOptions, float]()
+    refused = dict[PlanOptions, str]()
+    types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
+    kinds = reversed(PARTITIONS) if partition == "auto" else (partition,)
+    for kind, cp_comm_type in product(kinds, types):
+        way = replace(options, partition=kind, cp_comm_type=cp_comm_type)
+        try:
+            seconds[way] = seconds_of(way)
+        except LongspanError as error:
+            refused[way] = str(error)
+    if not seconds:
+        raise PlanError(f"no way to deal out rows is possible: {'; '.join(refused.values())}")
+    chosen = next(way for way in seconds if seconds[way] <= CLOSE * min(seconds.values()))
+    names = {way: f"{way.partition} under {comm_type_text(way.cp_comm_type)}" for way in (*seconds, *refused)}
+    others = sorted((way for way in seconds if way is not chosen), key=seconds.__getitem__)
+    if options.cost.source:
+        texts = [f"{names[chosen]}: {seconds[chosen]:.3g} s predicted"]
+        texts += [f"{names[way]} {seconds[way]:.3g} s" for way in others]
+    else:
+        texts = [f"{names[chosen]}, by cost"]
+        texts += [f"{names[way]} {seconds[way] / seconds[chosen]:.3f} x as long" for way in others]
+    return PartitionChoice(chosen, "; ".join([*texts, *(f"{names[way]} is not possible" for way in refused)]))
