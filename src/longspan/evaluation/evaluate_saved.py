@@ -139,6 +139,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
                 _build_corpus(settings, tokenizer, Path(folder, str(index)), log)
 
         def open_corpora() -> Sets:
+            """Map the corpora that the first rank built. Raises DataError on a host that does not see their folder."""
             try:
                 corpora = {name: Corpus(Path(root, str(i), "corpus")) for i, (name, _) in enumerate(request.paths)}
             except DataError as error:
