@@ -28,6 +28,7 @@ from longspan.evaluation.request import EvalRequest
 from longspan.launch import fork_server, launcher_watch, stop_signals
 from longspan.launch.fork_server import imports_for_ranks
 from longspan.launch.launch import run_local, start_store_server
+from longspan.launch.launcher_watch import processes_of_torchrun
 from longspan.launch.stop_signals import (
     NOTICES,
     SIGNALS,
@@ -303,3 +304,29 @@ def test_a_signal_while_processes_start_ends_them_in_one_line(
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     done = interrupted(["-m", "longspan", "train", "--world", "2", *words], when, press, number)
     assert done == (128 + number, "", f"interrupted by {number.name}\n")
+
+
+@on_linux
+def test_processes_of_torchrun_are_found_beside_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    ranks = [subprocess.Popen(waiting, stdin=subprocess.PIPE, env={**os.environ, "RANK": str(i)}) for i in range(2)]
+    numbers = {i: process.pid for i, process in enumerate(ranks)}
+    try:
+        deadline = time.monotonic() + 60
+        while processes_of_torchrun() != numbers:  # a process has the variables of this one until it runs its command
+            assert time.monotonic() < deadline
+        read_bytes = Path.read_bytes
+
+        def read_of_others(path: Path) -> bytes:
+            if path.parent.name == str(ranks[0].pid):
+                raise FileNotFoundError(path)
+            return read_bytes(path)
+
+        monkeypatch.setattr(Path, "read_bytes", read_of_others)
+        assert processes_of_torchrun() == {1: ranks[1].pid}
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch.distributed import PrefixStore, Store
 
 from longspan.comm.rendezvous import LimitedStore, clone_store_connection
+from longspan.launch.launcher_watch import has_ended, processes_of_torchrun
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.plain_text import excerpt
 
@@ -96,6 +97,7 @@ class FailureReports:
         self._prefix = prefix
         self.server = server
         self._connect(root)
+        self._processes = processes_of_torchrun()  # process ids of ranks on this host
         self.nodes: Nodes | None = None  # where the ranks run, once the world is open
         self._answered = 0  # the last report that this rank answered for
         self._answered_at = -math.inf
@@ -190,12 +192,19 @@ class FailureReports:
         return f"{self.server}, which serves the store{node or ','} does not answer: killed, cut off or stopped"
 
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
-        """Return how missing ranks died, of those whose launcher has posted it; torchrun posts nothing.
+        """Return, for those of the missing ranks that are known to be dead, how they died.
 
-        At most 64 ranks are looked up: each takes a request.
+        Of ranks on this host that torchrun started it is known by their process ids, of others if their launcher has
+        posted it. There, at most 64 ranks are looked up: each takes a request.
         """
+        processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
+        deaths = {
+            rank: f"ended, or was killed: process {pid} is gone"
+            for rank, pid in processes.items()
+            if has_ended(pid)
+        }
         posted = [rank for rank in missing[:64] if self.has_died(rank)]
-        return {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
+        return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
     def _entries(self, key: str) -> list[dict[str, Any]]:
         """Return the entries that ranks have appended under a key, in the order in which they came."""

@@ -1,5 +1,5 @@
 """What a rank knows of its launcher. Once that is gone, killed or not, the rank stops as at SIGTERM: nobody would see
-it train on.
+it train on. Torchrun tells no rank that another has died: the processes that it started on this host are found here.
 
 A run ends its step and saves first: its ranks talk over connections of their own. See `comm/all_ranks.py`.
 """
@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from longspan.launch.output import write_error
 
@@ -47,3 +49,29 @@ def stop_when_torchrun_is_gone() -> None:
         stop_when_launcher_is_gone(
             lambda: os.getppid() != torchrun, with_message=os.environ.get("LOCAL_RANK") == "0"
         )
+
+
+def processes_of_torchrun() -> dict[int, int]:
+    """Return the process id of each rank that this process's torchrun started here; empty under other launchers. Ranks
+    that have not started yet are missing, so a caller waits for all ranks first. Linux only.
+    """
+    processes = dict[int, int]()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        torchrun = os.getppid()
+        children = list[str]()
+        with suppress(OSError):
+            children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+        for pid in children:
+            with suppress(OSError):  # it has ended since
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")]
+                processes |= dict.fromkeys(ranks, int(pid))
+    return processes
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or has nothing left but its exit status."""
+    try:  # the state stands behind the command, which is in brackets; Z: only its exit status is left, X: dead
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
