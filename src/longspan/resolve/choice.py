@@ -323,7 +323,9 @@ def list_choices(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> I
 
 
 def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
-    """ "auto" rows are dealt out in zigzag, which gives slots as many; schedules that split backward cost as 1F1B."""
+    """Return the options of plans by the keys of a section. "auto" rows are dealt out in zigzag, which gives slots as
+    many; schedules that split backward cost as 1F1B.
+    """
     cap = section.max_tokens_per_slot
     node_size = config.context.node_size
     parallel = config.parallel
