@@ -307,7 +307,7 @@ class StageBytes:
         return encoded + blocks * (not settings.encoder_recomputed), encoded + blocks, work
 
     @cached_property
-    def _layer_weights(self) -> "LayerWeights":
+    def _layer_weights(self) -> LayerWeights:
         """Bytes of the weights and gradients of each layer of this stage, under these settings."""
         settings = self.settings
         sharded = settings.shard_parameters
