@@ -53,7 +53,7 @@ $(VENV)/.core: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing what tests and checks need"
-	@$(PIP) '$(TORCH)' -e '.[dev]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(PIP) '$(TORCH)' -e '.[dev,viz]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
 	@$(BIN)/python -c "import pytest, hypothesis" && touch $@
 
 train: $(VENV)/.core
@@ -81,7 +81,7 @@ test-gpu: $(VENV)/.dev
 define environment
 	@echo "installing $(3) into $(1) (several GB)"
 	@$(2) -m venv $(1)
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) -e '.[dev]' \
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) -e '.[dev,viz]' \
 		2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
 	@$(1)/bin/python -c "import pytest, hypothesis, longspan" && touch $@
 endef

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -85,7 +86,8 @@ def test_lengths_from_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_table_and_files(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {kind: tmp_path / f"plan.{kind}" for kind in ("html", "svg")}
+    kinds = ("html", "svg", "png") if find_spec("matplotlib") else ("html", "svg")
+    files = {kind: tmp_path / f"plan.{kind}" for kind in kinds}
     words = ["--plot", *map(str, files.values())]
     assert main(["plan", "--lengths", lengths, "--slots", "4", "--cp", "2", *words]) == 0
     out = capsys.readouterr().out
@@ -96,6 +98,7 @@ def test_table_and_files(lengths: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["plan", "--lengths", lengths, "--slots", "4", "--mode", "free"]) == 0
     out = capsys.readouterr().out
     assert "closing  " not in out and "is not in these seconds;\n--gpu NAME --gpus N --model FOLDER prices it" in out
+    assert "png" not in files or files["png"].stat().st_size > 1000
     drawn = "".join(ElementTree.fromstring(files["svg"].read_text()).itertext())
     assert "plan of 4 documents" in drawn and "nothing to do" in drawn and "predicted seconds" in drawn
 
@@ -112,7 +115,7 @@ BAD = [
     (f"{OF_SLOTS} --cp 3", "cp 3 does not divide 4 slots"),
     (f"{OF_SLOTS} --cp 2 --planner dynamic", "use --min-cp and --max-cp"),
     (f"{OF_SLOTS} --plot /nowhere/x.html", "cannot write /nowhere/x.html: there is no folder"),
-    (f"{OF_SLOTS} --plot x.jpg", "--plot x.jpg: a plan is drawn as .html or .svg"),
+    (f"{OF_SLOTS} --plot x.jpg", "--plot x.jpg: a plan is drawn as .html, .svg or .png"),
     ("--slots 4 --same 4x262144 --max-tokens-per-slot 8192", "that cp 4 x --max-tokens-per-slot 8192"),
     (f"{OF_SLOTS} --min-cp 5", "error: --min-cp 5 is above the 4 slots; use at most 4"),
     (f"{OF_SLOTS} --tp 2", "--tp is of a question about GPUs; name them with --gpu"),

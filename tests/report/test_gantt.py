@@ -3,16 +3,19 @@
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from PIL import Image, ImageColor
 
+from longspan.errors import ConfigError
 from longspan.plan import Group, MicroBatch, Plan
-from longspan.report import gantt_svg, plan_document
+from longspan.report import gantt_svg, plan_document, write_png
 from longspan.report.bars import FILLS, plan_bars
-from longspan.report.gantt import LEGEND, plan_part
+from longspan.report.gantt import HEAD, LEGEND, plan_part
 from longspan.report.page import read_report_file
 from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan
@@ -137,3 +140,28 @@ def test_a_plan_is_an_svg_document_of_its_own() -> None:
         {"width", "height"} <= size.keys() for size in sizes
     )  # no style sizes what is inside
     assert (width, height) > (1100, 300) and "a&lt;b&gt;" in document and "in another colour" in document
+
+
+@pytest.mark.parametrize("slots", [4, 256])
+def test_a_png_is_the_svg_document(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes, words = pytest.importorskip("matplotlib.axes").Axes, list[str]()
+    text = axes.text
+    monkeypatch.setattr(axes, "text", lambda self, x, y, word, **k: words.append(word) or text(self, x, y, word, **k))
+    plan = mixed_plan(slots)
+    image = Image.open(write_png(plan, tmp_path / "plan.png", title="$a$")).convert("RGB")
+    document = ElementTree.fromstring(plan_document(plan, title="$a$"))
+    assert sorted(words) == sorted(element.text or "" for element in document.iterfind(".//{*}text"))
+    assert image.size == tuple(int(1.92 * int(size)) for size in document.attrib["viewBox"].split()[2:])
+    rects = [rect for rect in document.iterfind(".//{*}rect") if "data-d" in rect.attrib]
+    sizes = [[float(rect.attrib[name]) for name in ("x", "y", "width", "height")] for rect in rects]
+    places = [(1.92 * (x + 3), 1.92 * (HEAD + y + 3)) if min(wide, high) > 6 else () for x, y, wide, high in sizes]
+    corners = {
+        (rect.attrib["class"], image.getpixel(place)) for rect, place in zip(rects, places, strict=True) if place
+    }
+    assert len(corners) > 3 and corners <= {(f"b k{i}", ImageColor.getrgb(fill)) for i, fill in enumerate(FILLS)}
+
+
+def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'longspan\[viz\]'"):
+        write_png(mixed_plan(2), tmp_path / "plan.png")

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from longspan.checkpoint.export import export_checkpoint
-from longspan.cli.model_card import write_card
 from longspan.comm import on_all_ranks
 from longspan.config.file import load_config
 from longspan.errors import (
@@ -309,11 +308,9 @@ def test_a_run_ends_without_patience_with_its_best_weights_and_a_resume_counts_o
         assert summary["eval_at_degrees"][0]["step"] == 1
         assert summary["eval_at_degrees"][0]["eval_loss"] == evaluated[0]
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000001", "step-000004"}
-    exported = export_checkpoint(folder, folder / "checkpoints/step-000001", tmp_path / "best", lines.__contains__)
+    export_checkpoint(folder, folder / "checkpoints/step-000001", tmp_path / "best", lines.__contains__)
     best, model = (load_file(Path(path, "model.safetensors")) for path in (tmp_path / "best", folder / "model"))
     assert best.keys() == model.keys() and all(torch.equal(best[name], model[name]) for name in best)
-    write_card(exported, folder, "best", lines.__contains__)
-    assert f"| ended | after step 4 of 9: {reason} |" in (tmp_path / "best/README.md").read_text()
     assert f"ended after step 4 of 9: {reason}" in write_report(folder).read_text()
     with pytest.raises(ConfigError, match=r"evaluation.patience is 2, and held-out documents are evaluated after"):
         check_config(small_config(tmp_path, evaluation__patience=2, **keys | {"evaluation__every": 0}), 1)

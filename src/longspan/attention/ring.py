@@ -159,7 +159,7 @@ class RingGradients:
         return _own_block_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
     def finish(self, own_pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return this member's dk and dv, summed over all members; `own_pairs`, of the own block, are added last."""
+        """Return this member's dk and dv, summed over all members; the own block's, `own_pairs`, are added last."""
         dk, dv = self._sums.finish([Addend(slice(0, len(pair[0])), pair) for pair in own_pairs])
         return dk, dv
 

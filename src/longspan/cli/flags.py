@@ -85,7 +85,7 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
         for flag in flags:
             name = "--data" if flag == "--data.path" else flag_text(flag)  # as in verbs without that section
             text = texts[flag[2:]] + _default_text(kind, flag, texts[flag[2:]])
-            lines += _flag_lines(f"{name} {_value_text(types[flag])}", text, width)
+            lines += _flag_lines(f"{name} {_accepted_values_text(types[flag])}", text, width)
     if shown and not whole:
         lines += ["", f"{prog} --help-all shows all {len(types)} flags."]
     return "\n".join(lines)
@@ -99,15 +99,15 @@ def _flag_lines(name: str, text: str, width: int) -> Iterator[str]:
     yield from wrap(text, width, initial_indent=f"  {name:<{_NAMES - 2}}", subsequent_indent=" " * _NAMES)
 
 
-def _value_text(kind: Any) -> str:
+def _accepted_values_text(kind: Any) -> str:
     """Write what a flag of this type takes, as in "auto|cpu|cuda", "N" for a number or "N …" for several."""
     if get_origin(kind) is Literal:
         return "|".join(str(choice) for choice in get_args(kind) if choice)
     if get_origin(kind) is tuple:
-        return f"{_value_text(get_args(kind)[0])} …"
+        return f"{_accepted_values_text(get_args(kind)[0])} …"
     if kind in _VALUES:
         return _VALUES[kind]
-    return "|".join(map(_value_text, get_args(kind)))  # of several types
+    return "|".join(map(_accepted_values_text, get_args(kind)))  # of several types
 
 
 def _default_text(kind: Any, flag: str, text: str) -> str:

@@ -93,7 +93,7 @@ class PlanFlags(GpuFlags):
     which_eval_degree: bool = False
     """Price an evaluation of the documents (forward passes) at each degree, and by a dynamic plan."""
     plot: tuple[str, ...] = ()
-    """Draw the plan to these files: .html (a page to explore), or .svg."""
+    """Draw the plan to these files: .html (a page to explore), .svg or .png (viz extra)."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,8 +123,8 @@ def main(argv: Sequence[str]) -> int:
 def _plan_one_step(flags: PlanFlags) -> int:
     """Plan a step of the documents that flags name, print the plan and draw it; returns the exit code."""
     for path in flags.plot:
-        if Path(path).suffix.lower() not in (".html", ".svg"):
-            raise ConfigError(f"--plot {path}: a plan is drawn as .html or .svg; give a name that ends so")
+        if Path(path).suffix.lower() not in (".html", ".svg", ".png"):
+            raise ConfigError(f"--plot {path}: a plan is drawn as .html, .svg or .png; give a name that ends so")
         if not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
     home, lengths, source, options = _read_request(flags)
@@ -132,12 +132,15 @@ def _plan_one_step(flags: PlanFlags) -> int:
     plan, reason = plan_by_flags(flags, lengths, home, options)
     seconds = time.perf_counter() - began
     if flags.plot:
-        from longspan.report import plan_document, plan_page
+        from longspan.report import plan_document, plan_page, write_png
 
         title = f"plan of {plural(len(plan.lengths), 'document')} from {source}"
         for path in flags.plot:
-            draw = plan_page if path.lower().endswith(".html") else plan_document
-            write_text_file(path, draw(plan, title=title))
+            if path.lower().endswith(".png"):
+                write_png(plan, path, title=title)
+            else:
+                draw = plan_page if path.lower().endswith(".html") else plan_document
+                write_text_file(path, draw(plan, title=title))
     notes = [
         f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
         *(f"wrote {path}" for path in flags.plot),

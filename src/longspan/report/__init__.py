@@ -1,7 +1,7 @@
-"""The report of a run and the pictures of a plan: self-contained HTML and SVG.
+"""The report of a run and the pictures of a plan: self-contained HTML, SVG, PNG.
 
-Everything is drawn here without torch and without a plot library, so that `longspan plan` starts at once. Nothing in
-this room measures: it reads the folder that a run wrote, or a plan.
+Everything is drawn here without torch and, except PNG files, without a plot library, so that `longspan plan` starts at
+once. Nothing in this room measures: it reads the folder that a run wrote, or a plan.
 
 >>> from longspan.report import write_report
 >>> write_report("runs/first")  # runs/first/report.html  # doctest: +SKIP
@@ -14,6 +14,7 @@ from longspan.lazy import lazy_exports
 if TYPE_CHECKING:
     from longspan.report.bars import PlanBars as PlanBars, plan_bars as plan_bars
     from longspan.report.gantt import gantt_svg as gantt_svg, plan_document as plan_document
+    from longspan.report.png import write_png as write_png
     from longspan.report.run_folder import RunFolder as RunFolder
     from longspan.report.run_page import plan_page as plan_page, write_report as write_report
 

@@ -75,7 +75,7 @@ def set_sections(run: RunFolder) -> Iterator[Part]:
         curves = (_loss_marks(name or HELD_OUT, rows, color) for color, (name, rows) in enumerate(sets.items()))
         losses = chart("Loss of each set", loss_unit(run), *curves, format="loss", tall=True)
         rows = [(row, {"set": name, "step": f"{row.step:,}"}) for name, row in last.items()]
-        yield section("Evaluation sets", {"charts": [losses]}, evaluation_table(rows))
+        yield section("Evaluation sets", {"charts": [losses]}, evaluations_part(rows))
     if len(sets) == 1 and (rows := next(iter(sets.values())))[0].step < rows[-1].step:
         last = {f"after step {row.step:,}": row for row in (rows[-1], rows[0])}
     if charts := [*bucket_charts(last, loss_unit(run))]:
@@ -102,7 +102,7 @@ def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
     return {name: list(rows.values()) for name, rows in sets.items()}
 
 
-def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
+def evaluations_part(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
     """Return a table of evaluations, each with cells of its own by the names of their columns, which come first."""
     metrics = list(dict.fromkeys(name for row, _ in rows for name, _ in row.metrics))
     first_names = [name for _, first_cells in rows[:1] for name in first_cells]
@@ -183,7 +183,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
             }
             cells |= {"seconds": seconds_text(values["seconds"]), "targets": f"{values['eval_targets']:,}"}
             rows.append((row, cells))
-    sections = [section("Evaluations", evaluation_table(rows))]
+    sections = [section("Evaluations", evaluations_part(rows))]
     differences = record.get("compare", {}).get("differences", ())
     sections += [_difference_section(Difference(**difference), names) for difference in differences]
     if charts := [*bucket_charts(charted)]:

@@ -187,7 +187,7 @@ class RunFolder:
         Of a step or an evaluation that a resumed run repeated the last record counts; what cannot be read is noted.
         """
         path = Path(path)
-        rows, notes = _read_rows(path / "metrics.jsonl", live=live)
+        rows, notes = _read_metric_rows(path / "metrics.jsonl", live=live)
         train = {int(row["step"]): row for row in rows if "loss" in row}
         evaluations = {row.record_key: row for row in _evaluation_rows(rows, notes)}
         summary = _read_object(path / "summary.json", notes)
@@ -214,7 +214,7 @@ class RunFolder:
             final=tuple(_evaluation_rows(summary.get("eval_at_degrees", ()), notes)),
             config_text=config_text,
             config=config,
-            plans=tuple(_read_plans(path, shown_step, notes, live=live).items()),
+            plans=tuple(_read_shown_plans(path, shown_step, notes, live=live).items()),
             median=_step_name(shown_step) if shown_step and not live else "",
             summary=summary,
             facts=facts,
@@ -251,7 +251,7 @@ class RunFolder:
         return float(values[0]) if values and values[0] > 0 else None
 
 
-def _read_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_metric_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of metrics.jsonl, with a note if lines are damaged; a pipe of that name is not waited for.
 
     Raises ConfigError for a folder that is no run's, and for a run without a row, unless it is `live`.
@@ -308,7 +308,7 @@ def _read_config(file: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return words, {}
 
 
-def _read_plans(path: Path, step: int, notes: list[str], *, live: bool) -> dict[str, Plan]:
+def _read_shown_plans(path: Path, step: int, notes: list[str], *, live: bool) -> dict[str, Plan]:
     """Return saved plans by the name that is shown: that of `step` (0: none) from plans.jsonl, and files of plans/.
 
     At most MAX_PLANS files are read, at even distances, and none of a `live` run. What is damaged is noted in `notes`.

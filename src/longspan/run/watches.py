@@ -132,7 +132,7 @@ class SlowSlots:
         self._is_named = False
 
     def add_ratio(self, ratio: float | None) -> None:
-        """Add how many times longer than planned this slot took in a step; None where no step could tell."""
+        """Add this slot's seconds a row in a step over those of the other slots; None where they were not timed."""
         if ratio is not None:
             self._ratios.append(ratio)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from longspan.cli.flags import write_text_file
 from longspan.cli.plans.documents import open_planned_documents
-from longspan.cli.plans.gpu_run import GpuRun, position_notes, scale_positions
+from longspan.cli.plans.gpu_run import GpuRun, choose_position_scaling, position_notes
 from longspan.cli.plans.gpus import choose_gpus, read_gpus
 from longspan.cli.plans.planning import read_lengths
 from longspan.cli.plans.question import OF_PRESET, GpuFlags, Question, find_document_source
@@ -300,7 +300,7 @@ def _answer_by_longest(run: GpuRun) -> Answer:
     facts = run.facts_of_step((tokens,))
     way = replace(way, facts=facts)
     fit = fit_way(way, way.plan_steps(facts.timed_steps))
-    config = scale_positions(way.config, facts.model, tokens)
+    config = choose_position_scaling(way.config, facts.model, tokens)
     return Answer(
         title=f"the longest document that fits has {tokens:,} tokens",
         run=run,
@@ -360,7 +360,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     else:
         chosen = ways[0].way.config
         larger = _fit_more_gpus(run, facts)
-    chosen = scale_positions(chosen, facts.model, longest)
+    chosen = choose_position_scaling(chosen, facts.model, longest)
     if fits and run.given.planner:
         notes += position_notes(chosen, facts.model, longest)
     return Answer(
@@ -398,7 +398,7 @@ def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
             wider = facts.on_home(larger.home)
             if leanest_fit(run.config, wider).seconds is not None:
                 config = settle(run.config, rank_ways(run.config, wider, open_planner)).config
-                return replace(larger, config=scale_positions(config, facts.model, facts.longest_document))
+                return replace(larger, config=choose_position_scaling(config, facts.model, facts.longest_document))
     return None
 
 

@@ -100,7 +100,7 @@ class GpuRun:
         return self.facts(lambda step: lengths, 1, longest=max(lengths))
 
 
-def scale_positions(config: RunConfig, model: Any, longest: int) -> RunConfig:
+def choose_position_scaling(config: RunConfig, model: Any, longest: int) -> RunConfig:
     """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
     limit = position_limit(model)
     if limit is None or longest <= limit or config.model.rope_scaling or not can_scale_positions(model):
