@@ -21,7 +21,7 @@ PRELOAD = (  # what most test files import, beside what runs of users do
     "hypothesis",
     "longspan.testing",
     "longspan.doctor.proof",
-    "longspan.corpus.build",
+    "longspan.corpus.run_corpus",
     "longspan.cli.main",
     "longspan.cli.train",
     "longspan.cli.eval",

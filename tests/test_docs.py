@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from longspan.cli.flags import parse_train
 from longspan.cli.main import main
 from longspan.cli.plan import PlanFlags
 from longspan.cli.plans.gpu_run import GpuRun
+from longspan.cli.plans.gpus import read_gpus
 from longspan.cli.plans.planning import read_lengths
-from longspan.cli.plans.question import parse_question, read_gpus
+from longspan.cli.plans.question import parse_question
+from longspan.cli.train_flags import parse_train
 from longspan.config.defaults import resolve_defaults
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.model import load_model
@@ -443,7 +444,7 @@ def test_a_configuration_fits_the_ranks_of_its_command(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
-        "longspan.cli.flags.set_local_folders", lambda config, **_: config
+        "longspan.cli.train_flags.set_local_folders", lambda config, **_: config
     )  # data that nobody has made yet
     _, config = parse_train(words)
     home = check_config(config, ranks)

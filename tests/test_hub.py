@@ -9,12 +9,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from longspan.cli.flags import parse_train
-from longspan.config.defaults import set_local_folders
+from longspan.cli.train_flags import parse_train
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import DataConfig, ModelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.hub import find_local_path, hub_name
-from longspan.train.training import add_configured_adapter
+from longspan.train.run_model.load import add_configured_adapter
 
 HASH = "c1899de289a04d12100db370d81485cdf75e47ca"
 
@@ -52,7 +52,7 @@ def test_a_name_in_the_cache_is_its_folder(cache: Path) -> None:
 
 def test_an_adapter_names_its_base_as_the_hub_does(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = put(cache, "models--Org--tiny", "config.json", "model.safetensors")
-    monkeypatch.setattr("longspan.model.lora.add_lora", lambda model, adapter: adapter.base)
+    monkeypatch.setattr("longspan.model.adapters.new_adapter.add_lora", lambda model, adapter: adapter.base)
     model: Any = None
     assert add_configured_adapter(RunConfig(ModelConfig(path=str(folder))), model) == "Org/tiny"
     assert add_configured_adapter(RunConfig(ModelConfig(path=str(cache))), model) == str(cache)

@@ -32,8 +32,8 @@ from longspan.cli.machine import set_gpu_environment
 from longspan.cli.processes import run_on_ranks, usable_gpus
 from longspan.comm import SequenceShard, World, bind
 from longspan.layout import Layout
-from longspan.model.seams import index_scores, indexers
 from longspan.model.seams.attention_calls import sharded_attention
+from longspan.model.seams.chosen_keys import index_scores, indexers
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan import plan_fixed
 

@@ -203,7 +203,7 @@ def _measure_case(case: Case, world: World, flags: BridgeFlags) -> dict[str, Any
     gradient = _drawn(case, world.rank // case.model[0], case.need.counts[world.rank], dtype, world)
     runs: dict[str, Callable[[], Any]] = {
         "bridge forward": partial(bridge, x),
-        "bridge backward": partial(bridge.back, gradient),
+        "bridge backward": partial(bridge.carry_back, gradient),
         "gathering forward": partial(gathering.forward, x),
         "gathering backward": partial(gathering.backward, gradient),
     }

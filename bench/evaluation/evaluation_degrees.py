@@ -28,7 +28,7 @@ from longspan.cli.flags import check_flags_at_least, parse_flags
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import print_note, run_on_ranks
 from longspan.comm import World
-from longspan.data.document import synthetic_documents
+from longspan.data.synthetic_documents import synthetic_documents
 from longspan.errors import ConfigError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.result import Evaluation

@@ -18,7 +18,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import json
 import socket
 import stat
 import struct
@@ -37,8 +36,9 @@ from longspan import Layout, World
 from longspan.bench.benches import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.comm import raise_first_error, run_local
-from longspan.comm.all_ranks import StopSignal, run_on_every_rank, signal_of_any_rank
+from longspan.comm.all_ranks import run_on_every_rank
 from longspan.comm.channel import Channels
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.errors import CommError
 from longspan.versions import versions
 
@@ -77,7 +77,6 @@ def main() -> None:
     flags.add_argument("--repeats", type=int, default=20, help="calls of each kind")
     flags.add_argument("--idle-seconds", type=float, default=10.0, help="how long the answering threads are watched")
     flags.add_argument("--extrapolate", type=int, default=8192)
-    flags.add_argument("--before", type=Path, help="a record of another commit, for two more columns")
     flags.add_argument("--out", type=Path)
     settings = flags.parse_args()
     rows = dict[str, dict[str, float]]()
@@ -92,9 +91,6 @@ def main() -> None:
         for name in next(iter(rows.values()))
         if not name.endswith(TIMES)
     }
-    if settings.before is not None:
-        before = json.loads(settings.before.read_text(encoding="utf-8"))
-        record["before"] = {name: before[name] for name in ("rows", "fits")}
     if settings.out is not None:
         write_record(record, settings.out, _text(record))
     print(_text(record))
@@ -235,10 +231,7 @@ def _number(value: float) -> str:
 def _text(record: dict[str, Any]) -> str:
     rows = record["rows"]
     there = record["extrapolated to"]
-    before = record.get("before")
-    then = max(before["rows"], key=int) if before else ""
     columns = ["of the rank with the most", *(f"{n} ranks" for n in rows), "growth", f"{there:,} ranks"]
-    columns += [f"before: {then} ranks", f"before: {there:,} ranks"] if before else []
     lines = [
         "# What a rank's host side costs, by the number of ranks",
         "",
@@ -253,9 +246,6 @@ def _text(record: dict[str, Any]) -> str:
         cells = [_number(row[name]) for row in rows.values()]
         fit = record["fits"].get(name)
         cells += [""] * 2 if fit is None else [fit["form"], _number(fit["there"])]
-        if before:
-            fit = before["fits"].get(name)
-            cells += [_number(before["rows"][then][name]), "" if fit is None else _number(fit["there"])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -23,9 +23,9 @@ from transformers import AXK2Config
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
 from longspan.cli.machine import set_gpu_environment
-from longspan.data.document import synthetic_documents
+from longspan.data.synthetic_documents import synthetic_documents
 from longspan.model.kinds import find_indexers
-from longspan.model.seams import latents
+from longspan.model.seams.chosen_keys import latents
 from longspan.train import build_optimizer
 
 WAYS = {"latents": 0.0, "bits": 1e9, "dense": 0.0}

@@ -6,18 +6,17 @@
 
 One document of `--rows` tokens over all ranks, two steps at learning rate 0; the second one's seconds and peak are
 written next to what was planned, and the bytes of a row that each layer but the last leaves on the device for backward,
-which `--small 16` also has of 1/16 of the length. `--history` prints what was alive at the peak on a GPU, by line of
-longspan. Further arguments are keys of a run, such as --train.activation_checkpointing selective.
+which `--small 16` also has of 1/16 of the length. Further arguments are keys of a run, such as
+--train.activation_checkpointing selective.
 """
 
 import argparse
-import collections
 import gc
 import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,26 +24,25 @@ from typing import Any
 import torch
 from live_bytes import LiveBytes
 
-import longspan
 from longspan import World
 from longspan.cli.machine import machine_facts, set_gpu_environment
-from longspan.config.defaults import compute_dtype
+from longspan.config.dtypes import compute_dtype
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.document import synthetic_documents
+from longspan.data.synthetic_documents import synthetic_documents
 from longspan.files import write_atomically
 from longspan.model.layers import decoder_layers, vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, home_of, query_heads
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.run_model.load import load_run_model
+from longspan.train.run_model.prepare import prepare_run_model
+from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
 
 
-def run_steps(
-    config: RunConfig, configuration: Any, rows: int, chosen: Any, world: World, *, history: bool = False
-) -> dict[str, Any]:
+def run_steps(config: RunConfig, configuration: Any, rows: int, chosen: Any, world: World) -> dict[str, Any]:
     """Take two steps of one document, of which layers keep what was `chosen`; the second step's seconds and peak.
 
     The bytes that were planned for the longest document stand beside its peak. Weights that stay gathered are not
@@ -54,7 +52,7 @@ def run_steps(
     heads = query_heads(configuration)
     loaded = load_run_model(config, configuration)
     model = prepare_run_model(config, world, loaded, memory=chosen)
-    optimizer = make_optimizer(config, world, model, memory=chosen)
+    optimizer = build_run_optimizer(config, world, model, memory=chosen)
     training = Training(config, world, model, optimizer, Cost(), memory=chosen)
     plan = PlannerConfig.training(config, heads=heads).plan([rows], world.home)
     documents = synthetic_documents([rows], vocabulary_size(model) or 2)
@@ -66,8 +64,6 @@ def run_steps(
         if gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            if history and step:
-                torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python")
         started = time.perf_counter()
         if gpu:
             row["loss"] = training.take_step(plan, documents, step).loss
@@ -76,11 +72,6 @@ def run_steps(
             with counted:
                 row["loss"] = training.take_step(plan, documents, step).loss
         row["seconds"] = time.perf_counter() - started
-    if gpu and history:
-        row["alive_at_peak"] = list_alive_at_peak(
-            torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        )
-        torch.cuda.memory._record_memory_history(enabled=None)
     local_rows = rows // world.home.slots
     stay = gpu and chosen is not None and chosen.gathered_once  # on CPUs what FSDP2 gathers is not counted
     row["weight_bytes"] = gathered_bytes(config, model, world) if stay else 0
@@ -116,29 +107,6 @@ def note_alive(model: torch.nn.Module, bytes_now: Callable[[], int]) -> list[int
     return alive
 
 
-def list_alive_at_peak(trace: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """Return what a trace of the allocator's events had allocated at its peak: lines of code and bytes, most first.
-
-    What was there before the trace began is not in it.
-    """
-    signs = {"alloc": 1, "free_completed": -1}
-    changes = [event["size"] * signs.get(event["action"], 0) for event in trace]
-    totals = list(itertools.accumulate(changes))
-    alive = dict[int, Mapping[str, Any]]()
-    for event in trace[: totals.index(max(totals)) + 1]:
-        if event["action"] == "alloc":
-            alive[event["addr"]] = event
-        elif event["action"] == "free_completed":
-            alive.pop(event["addr"], None)
-    lines = collections.Counter[str]()
-    package = f"{Path(longspan.__file__).parent}/"
-    for event in alive.values():
-        frames = [frame for frame in event["frames"] if package in frame["filename"]] or event["frames"]
-        where = [f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in frames[:3]]
-        lines[" < ".join(where)] += event["size"]
-    return lines.most_common(40)
-
-
 def read_value(word: str) -> Any:
     try:
         return json.loads(word)
@@ -154,7 +122,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--bytes", type=int, default=0, help="train.device_memory_limit: what a rank may fill")
     parser.add_argument("--small", type=int, default=0, help="run a document of 1/SMALL of the length first")
-    parser.add_argument("--history", action="store_true", help="print what was alive at the peak, on a GPU")
     parser.add_argument("--out", type=Path, default=None)
     flags, others = parser.parse_known_args()
     if set_gpu := torch.cuda.is_available():
@@ -184,7 +151,7 @@ def main() -> None:
         facts = gather_facts(config, world, configuration, lambda step: [flags.rows], 1, longest=flags.rows)
         chosen = resolve_on_ranks(config, facts, world, print).memory
         for rows in ([flags.rows // flags.small] if flags.small else []) + [flags.rows]:
-            row = run_steps(config, configuration, rows, chosen, world, history=flags.history and rows == flags.rows)
+            row = run_steps(config, configuration, rows, chosen, world)
             gc.collect()
             record["steps"].append(row)
             if world.rank == 0:
@@ -198,7 +165,6 @@ def main() -> None:
                 print(
                     f"{rows:,} rows: {row['seconds']:.2f} s, peak {row['peak'] / 2**30:.2f} GiB, {planned}",
                     f"bytes of a row that layers leave for backward: {row['bytes_a_row']}",
-                    *(f"{size / 2**30:8.3f} GiB  {lines}" for lines, size in row.get("alive_at_peak", ())),
                     sep="\n",
                     flush=True,
                 )

@@ -27,19 +27,15 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.comm import World
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
-from longspan.model.float8_layers import unsupported_reason
+from longspan.model.float8_layers import float8_device_reason
 from longspan.plan import Cost
+from longspan.train.run_model.load import load_run_model, read_model_configuration
+from longspan.train.run_model.prepare import prepare_run_model
 from longspan.train.step import run_step
-from longspan.train.training import (
-    Training,
-    load_run_model,
-    make_optimizer,
-    prepare_run_model,
-    read_model_configuration,
-)
+from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
 
 BOUND = 0.02
@@ -78,7 +74,7 @@ def start(flags: argparse.Namespace, folder: Path) -> Path:
 def curve(config: RunConfig, corpus: Corpus, world: World, *, trains: bool = True) -> list[float]:
     model = prepare_run_model(config, world, load_run_model(config, read_model_configuration(config, 0)))
     world.seed = config.train.seed
-    training = Training(config, world, model, make_optimizer(config, world, model), Cost())
+    training = Training(config, world, model, build_run_optimizer(config, world, model), Cost())
     order = StepOrder(
         corpus.lengths, tokens_per_step=config.train.tokens_per_step, seed=config.train.seed, eval_documents=0
     )
@@ -103,8 +99,8 @@ def curves(flags: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[
         for seed in range(1, flags.seeds + 1):
             of_seed = losses.setdefault(str(seed), {})
             for name, keys in ({START: PRECISIONS["float32"]} | PRECISIONS).items():
-                if "train.float8" in keys and unsupported_reason(world.device):
-                    print(f"seed {seed}, {name}: {unsupported_reason(world.device)}", file=sys.stderr, flush=True)
+                if "train.float8" in keys and float8_device_reason(world.device):
+                    print(f"seed {seed}, {name}: {float8_device_reason(world.device)}", file=sys.stderr, flush=True)
                     continue
                 config = load_config(None, shared | keys | {"train.seed": seed})
                 of_seed[name] = curve(config, corpus, world, trains=name != START)

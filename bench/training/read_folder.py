@@ -22,7 +22,7 @@ import torch
 from bench.begun import open_record, seconds_now, write_page
 
 from longspan import Layout, World, load_model, prepare
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
 

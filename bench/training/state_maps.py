@@ -11,8 +11,8 @@ from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
 from torch.nn.functional import logsigmoid, normalize
 from triton.testing import do_bench_cudagraph
 
-from longspan.ssm.kernels.call import LocalRuns
 from longspan.ssm.kernels.delta import compute_run_maps
+from longspan.ssm.kernels.local_runs import LocalRuns
 
 GPU = torch.device("cuda")
 SIZE = 128

@@ -35,7 +35,7 @@ from longspan.attention.kernels import fa4
 from longspan.bench.step.command import Cases, main, measure_steps, rows_note
 from longspan.bench.step.settings import StepSettings
 from longspan.comm import World
-from longspan.data.document import SyntheticDocument, synthetic_documents
+from longspan.data.synthetic_documents import SyntheticDocument, synthetic_documents
 from longspan.layout.partition import NO_TARGET
 from longspan.model.layers import decoder_layers
 from longspan.train import build_optimizer

@@ -232,10 +232,6 @@ class _TimedDisplay(ProgressDisplay):
         self._last = steps - 1
         self._measured = 0
 
-    def begin_step(self, step: int) -> None:
-        if step == 1:
-            self._clock.on_train_begin()
-
     def show_step(self, row: Any) -> None:
         self._clock.on_step_end()
         self._measured += 1

@@ -21,15 +21,16 @@ from longspan.cli.doctor import DoctorFlags
 from longspan.cli.eval import EvalFlags, refuse_training_keys
 from longspan.cli.examples import ExamplesFlags
 from longspan.cli.export import ExportFlags
-from longspan.cli.flags import TrainFlags, flag_types, word_fields
+from longspan.cli.flags import flag_types, word_fields
 from longspan.cli.generate import GenerateFlags
 from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags
+from longspan.cli.train_flags import TrainFlags
 from longspan.cli.upgrade import UpgradeFlags
-from longspan.config.file import kind_text
-from longspan.config.keys import class_texts, section_keys, section_texts
+from longspan.config.keys import own_texts, section_keys, section_texts
 from longspan.config.sections import section_kinds
+from longspan.config.values import kind_text
 from longspan.errors import ConfigError
 
 PAGES = {
@@ -174,7 +175,7 @@ def flag_rows(kind: Any) -> Iterator[str]:
 
 def flag_texts(kind: Any) -> dict[str, str]:
     """The text of each flag, which stands below it in the source; that of the class itself wins."""
-    return {name: text for base in reversed(kind.__mro__[:-1]) for name, text in class_texts(base).items()}
+    return {name: text for base in reversed(kind.__mro__[:-1]) for name, text in own_texts(base).items()}
 
 
 def positionals(kind: Any) -> list[str]:

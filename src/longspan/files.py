@@ -1,4 +1,4 @@
-"""Errors of the disk in a user's words, with the file, the free room and what to do; files that are written whole."""
+"""Files: JSON and lines that are read, texts that are written whole or not at all, errors of the disk in words."""
 
 import errno
 import json
@@ -55,7 +55,7 @@ def read_lines(file: Path, most: int) -> Iterator[bytes | None]:
 
 
 def read_json(file: Path) -> Any:
-    """The value in a JSON file. Raises OSError if it cannot be read, and ValueError if it is no JSON in UTF-8."""
+    """Return the value in a JSON file. Raises OSError where it cannot be read, ValueError for no JSON in UTF-8."""
     return parse_json(file.read_text(encoding="utf-8"))
 
 

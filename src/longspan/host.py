@@ -12,6 +12,7 @@ _ROOT = Path("/")  # of /proc and /sys
 
 
 def usable_cores() -> int:
+    """Return on how many cores this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -22,11 +23,12 @@ def free_host_bytes(*, swap: bool = False) -> int | None:
     """
     names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
     figures = [_read_sizes(_ROOT / "proc/meminfo", names), *_free_bytes_of_cgroups(_ROOT / "sys/fs/cgroup")]
-    known = [figure for figure in figures if figure is not None]
-    return max(0, min(known)) if known else None
+    known_figures = [figure for figure in figures if figure is not None]
+    return max(0, min(known_figures)) if known_figures else None
 
 
 def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:
+    """Return the sum in bytes of these lines of /proc/meminfo; None where the first is not there."""
     with suppress(OSError, ValueError):
         sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
         return 1024 * sum(int(sizes.get(name, 0)) for name in names) if names[0] in sizes else None
@@ -34,7 +36,10 @@ def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:
 
 
 def _free_bytes_of_cgroups(folder: Path) -> list[int]:
-    """File pages that were not used lately count as used there, but Linux takes them back when memory is short."""
+    """Return what is left in each control group of memory, of version 2 and of version 1, that has a limit.
+
+    File pages that were not used lately count as used there, but Linux takes them back when memory is short.
+    """
     rooms = list[int]()
     for base, limit, used, files in (
         (folder, "memory.max", "memory.current", "inactive_file"),

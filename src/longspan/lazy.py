@@ -1,10 +1,13 @@
-"""Names of a package that are imported on first use (PEP 562): planning, flags and process launching need no torch."""
+"""What is imported on first use: names of a package (PEP 562), as planning needs no torch, and Triton's kernels."""
 
 import ast
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
@@ -28,3 +31,9 @@ def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], li
         return value
 
     return load_name, lambda: sorted({*names, *vars(module)}), names
+
+
+@cache
+def import_triton_kernels(module: str) -> Any:
+    """Import a module of Triton kernels by its dotted name; None without Triton, which CPU builds of torch lack."""
+    return None if find_spec("triton") is None else import_module(module)

@@ -102,6 +102,10 @@ class LongspanLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Any, list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding would give it.
+
+        A request is lm-eval's: texts, which are not read here, ids of the context and ids of the continuation.
+        """
         documents = [
             Document(context + continuation, loss_mask=[False] * len(context) + [True] * len(continuation))
             for _, context, continuation in requests
@@ -112,6 +116,6 @@ class LongspanLM(TemplateLM):
                 "likeliest": lambda x: (x.logits.argmax(-1) == x.targets, torch.ones_like(x.targets))
             },
         )
-        result = evaluate(self._model, documents, self._choice, self._world, options)
-        pairs = zip(result.document_losses, result.document_metrics["likeliest"], strict=True)
+        evaluation = evaluate(self._model, documents, self._choice, self._world, options)
+        pairs = zip(evaluation.document_losses, evaluation.document_metrics["likeliest"], strict=True)
         return [(-loss.sum, likeliest.sum == loss.count) for loss, likeliest in pairs]

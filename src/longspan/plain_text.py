@@ -1,8 +1,11 @@
 """How values are written for people: numbers, bytes, durations, and lists, of which the first few stand for many."""
 
+import difflib
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+LogLine = Callable[[str], None]  # takes a line of output
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -117,3 +120,11 @@ def short_text(value: object) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 80
+
+
+def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
+    """Return the nearest of the known `names`, or all where none is near; a `prefix` of all names is not compared."""
+    names = tuple(names)
+    bare = [known_name.removeprefix(prefix) for known_name in names]
+    matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
+    return f"did you mean {prefix + matches[0]!r}?" if matches else f"known: {', '.join(names)}"

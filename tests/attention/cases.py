@@ -257,7 +257,7 @@ def wanted(question: Question, slots: int, lengths: tuple[int, ...]) -> list[Ten
 
 
 def dropout_factors(question: Question) -> Callable[[int, int, int], Tensor]:
-    """(document, rows, heads) to the factors (N, L, L) of its weights, from the formula in `attention/call.py`."""
+    """(document, rows, heads) to the factors (N, L, L) of its weights, from the formula in `attention/dropout.py`."""
 
     def absorb(state: np.ndarray, word: np.ndarray) -> np.ndarray:
         x = state + (word.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

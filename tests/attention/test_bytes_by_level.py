@@ -75,7 +75,7 @@ class Spy:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.sent = rank, Counter[int]()
-        batch, gather = dist.batch_isend_irecv, channel._all_gather_single
+        batch, gather = dist.batch_isend_irecv, channel.all_gather_single
         exchange: Callable[..., Any] = dist.ProcessGroup.alltoall_base
 
         def count_batch(ops: list[dist.P2POp]) -> Any:
@@ -94,7 +94,7 @@ class Spy:
             self.sent[ranks[(ranks.index(rank) + 1) % len(ranks)]] += (len(ranks) - 1) * x.nbytes
             return gather(buffer, x, group=group, async_op=async_op)
 
-        dist.batch_isend_irecv, channel._all_gather_single = count_batch, count_gather
+        dist.batch_isend_irecv, channel.all_gather_single = count_batch, count_gather
         dist.ProcessGroup.alltoall_base = count_exchange  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.call import AttendCall
-from longspan.attention.tiles import Mask
+from longspan.attention.masks import Mask
 from longspan.comm import SequenceShard
 from longspan.errors import AttentionError, CommError
 from longspan.testing import backend

@@ -16,12 +16,16 @@ from torch import Tensor
 
 from longspan import Layout, World, attend, bind
 from longspan.attention import KERNELS, AttendCall, all_to_all, choose_kernel
-from longspan.attention.call import Members, Saved, add_block, block_gradients, sum_addends
+from longspan.attention.blocks import add_block, block_gradients, sum_addends
+from longspan.attention.call import Saved
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash, triton_flash, triton_gathered
 from longspan.attention.kernels.table import find_kernel
 from longspan.attention.kernels.triton_flash import BlockSizes
-from longspan.attention.rows import Partial, RowSum, accumulation_dtype, fused_deltas
-from longspan.attention.tiles import Launch, Mask, Tile, Tiling, tiles_between, visible_keys
+from longspan.attention.masks import Mask, tiles_between
+from longspan.attention.members import Members
+from longspan.attention.rows import accumulation_dtype, launch_deltas
+from longspan.attention.sums import Partial, RowSum
+from longspan.attention.tiles import Launch, Tile, Tiling, visible_keys
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError
 from longspan.layout import Partition
@@ -380,7 +384,7 @@ def tensors(launch, size, v_size, dtype=torch.float32):
 
 
 def run(recorder, monkeypatch, size):
-    monkeypatch.setattr(triton_flash, "_flash_kernels", lambda: recorder)
+    monkeypatch.setattr(triton_flash, "import_triton_kernels", lambda name: recorder)
     launch, call = Launch(Tiling.from_tiles(TILES["causal"]), CPU), AttendCall(4, 2, size, size)
     q, k, v, dout = tensors(launch, size, size, torch.bfloat16)
     out, lse = triton_flash.forward(q, k, v, launch, call)
@@ -454,7 +458,7 @@ def interpreted():
         found = triton_flash.forward(q, k, v, launch, call)
         saved = Saved(q, k, v, wanted, lse)
         gradients = [kernel.backward(dout, saved, launch, call) for kernel in (triton_flash, reference)]
-        sums = fused_deltas(dout, wanted)
+        sums = launch_deltas(dout, wanted)
         assert torch.allclose(sums, (dout * wanted).sum(-1), rtol=1e-5, atol=1e-5), (name, size, v_size)
         pairs = zip((*found, *gradients[0]), (wanted, lse, *gradients[1]), strict=True)
         relative = [((a - b).norm() / b.norm()).item() for a, b in pairs]

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
 from longspan.attention import all_gather, all_to_all, rows as rows_module
-from longspan.attention.call import AttendCall, Dropout, Saved
+from longspan.attention.call import AttendCall, Saved
+from longspan.attention.dropout import Dropout
 from longspan.attention.kernels import reference
 from longspan.attention.saved_outputs import Recording as OutputRecording
 from longspan.attention.tiles import Launch, RowIdentities, Tile, Tiling

@@ -32,25 +32,26 @@ CASES = cases_of(
 )
 
 OF_MODULES = {  # what stands in a module of attention once, and what takes its place
-    "rows": {  # merging blocks, sums of gradients over blocks, and what a sink takes
+    "sums": {  # sums of gradients over blocks, and what a sink takes
+        "add_rows([(x, self._full_sum())], rows)": "self._full_sum()",
+        "add_rows([(x, self._full_sum()[:, heads])], all_rows)": "self._full_sum()[:, heads] = x",
+        "out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks": "out, lse_with_sinks",
+    },
+    "rows": {  # merging blocks, and adding rows
         "step = torch.sigmoid(lse - rows_lse)": "step = torch.full_like(lse, 0.5)",
         "rows_lse = torch.logaddexp(rows_lse, lse)": "rows_lse = torch.maximum(rows_lse, lse)",
         "into += source": "into.copy_(source)",
         "into.index_add_(0, index,": "into.index_copy_(0, index,",
-        "add_rows([(x, self._full_sum())], rows)": "self._full_sum()",
-        "add_rows([(x, self._full_sum()[:, heads])], all_rows)": "self._full_sum()[:, heads] = x",
         "add_rows(list(zip(gradients, total, strict=True)), rows)": "add_rows([(gradients[0], total[0])], rows)",
         "if fresh and len(addends) == 1": "if len(addends) == 1",
         "total.index_add_(0, rows,": "total.index_copy_(0, rows,",
-        "wide[..., 0] = numbers": "wide[..., -1] = numbers",
-        "out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks": "out, lse_with_sinks",
     },
     "ring": {  # one ring step; slices that share keys and values, and their own block, early and late
         "yield members.launches(owner), block_k": "yield members.launches(owner) if owner else (), block_k",
         "launches = self._members.launches(owner)": "launches = self._members.launches(owner) if owner else ()",
         "members.launches(members.member)": "members.launches(members.member) if members.member else ()",
         "total.index_add_(0, rows, arrived)": "total.index_copy_(0, rows, arrived)",
-        "of_own) for of_own in own]": "of_own) for of_own in own[:1]]",
+        "pair) for pair in own_pairs]": "pair) for pair in own_pairs[:1]]",
         "for dout, saved, call, dq in queries:": "for dout, saved, call, dq in queries[:1]:",
         "(0, window_rows.received_places, handle": "(0, window_rows.received_places.flip(0), handle",
     },
@@ -60,6 +61,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
     },
     "all_to_all": {  # rows and heads where they belong, and what a recomputed layer exchanges once more
         ".sum(2) for x": "[:, :, 0] for x",
+        "wide[..., 0] = numbers": "wide[..., -1] = numbers",
         "sum_addends(self._kv_addends, ": "sum_addends(self._kv_addends[:1], ",
         "own_pairs += [ring.own_block_gradients(later_queries) for later_queries in queries[len(early) :]]": "pass",
         "None if orders is None else orders[1]": "None",
@@ -69,7 +71,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "slice_index * cuts // self.slices)": "slice_index * (cuts == self.slices))",
         "all_heads[self._swap.own_heads] = torch.cat(dsinks)": "all_heads[: sum(map(len, dsinks))] = torch.cat(dsinks)",
         "self._shared_kv = tuple(kv) or self._shared_kv": "self._shared_kv = self._shared_kv or tuple(kv)",
-        "heads_as_numbers(out) if self._takes_deltas": "0 * heads_as_numbers(out) if self._takes_deltas",
+        "unpack_numbers(out) if self._takes_deltas": "0 * unpack_numbers(out) if self._takes_deltas",
         "self._takes_deltas else out, self._saved": "self._takes_deltas else 0 * out, self._saved",
     },
     "attend": {
@@ -77,12 +79,14 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "dsinks += part": "dsinks = part",
         "sign=(scale > 0) - (scale < 0)": "sign=1",
     },
-    "call": {  # sinks, masks, dropout; spans: on local rows alone, without those of a narrow window, in full attention
-        "self.sinks[start:stop]": "self.sinks[: stop - start]",
-        "return -weight.mul_(": "return weight.mul_(",
-        "stop, np.asarray(group.lengths)[segments": "stop, np.asarray(group.laid_out)[segments",
+    "call": {"self.sinks[start:stop]": "self.sinks[: stop - start]"},
+    "blocks": {"return -weight.mul_(": "return weight.mul_("},
+    "dropout": {
         "self.first_head, self.first_head + heads": "0, heads",
         "document[rows]), q_position[rows]": "document[rows]), 0 * q_position[rows]",
+    },
+    "members": {  # padding; spans: on local rows alone, without those of a narrow window, in full attention
+        "stop, np.asarray(group.lengths)[segments": "stop, np.asarray(group.laid_out)[segments",
         "lambda: segments.positions": "lambda: 0 * segments.positions",
         "+ span_tiles(queries, keys, self.spans)": "",
         "span_tiles(queries, keys, self.spans)": "(span_tiles(queries, keys, self.spans)"
@@ -90,16 +94,16 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "self.spans.run_ends(runs)": "runs.stop",
         "spans if mask.causal else NO_SPANS": "spans",
     },
-    "tiles": {  # edges of masks and of spans
+    "masks": {  # edges of masks and of spans
         "left=window - 1 - after_key": "left=window - after_key",
         "tiles.left < tiles.k_stop - tiles.k_start - 1": "tiles.left < (tiles.k_stop - tiles.k_start) // 2",
         "limited.k_stop - limited.left - 1": "limited.k_stop - limited.left",
         "k_stop=first_key, left=np.zeros_like": "k_stop=first_key, left=np.ones_like",
         "k_stop + window - 1": "k_stop + window - 2",
         "np.array([0, -1])": "np.array([-1, -1])",
-        "if tile.keys > tile.queries:": "if False:",
         "left = k_stop - 1 - stop": "left = k_stop - stop",
     },
+    "tiles": {"if tile.keys > tile.queries:": "if False:"},
     "kernels.reference": {  # dropout and softcap
         "dscores *= slope": "pass",
         "dscores.sub_(delta.unsqueeze(-1)).mul_": "dscores.mul_",
@@ -108,7 +112,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "_chosen_keys(tile, launch, call.indices)": "None",
         "chosen[:, keys + 1]": "chosen[:, keys]",
         "clamp_(min=NO_KEY)": "clone()",
-        "dv += of_values": "pass",
+        "dv += value_share": "pass",
     },
     "kernels.cpu_flash": {"total[rows] += x[0].transpose(0, 1)": "total[rows] = x[0].transpose(0, 1)"},
 }

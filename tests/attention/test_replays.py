@@ -119,7 +119,7 @@ def test_results_lie_apart_but_for_inputs_and_numbers(recorded: list[RunAgain]) 
 
 def test_the_last_recordings_are_kept_and_others_made_again(recorded: list[RunAgain]) -> None:
     watch, x = Watch(0, (0,), 1.0, None), torch.ones(2)
-    several = [Replay(watch) for _ in range(replays.KEPT + 1)]
+    several = [Replay(watch) for _ in range(replays.MOST_RECORDINGS + 1)]
     for replay in several * 2:
         assert replay(lambda x: [x + 1], [x])[0].tolist() == [2, 2]
     assert len(recorded) == len(several) and several[0]._graph is None and several[1]._graph is not None

@@ -102,7 +102,7 @@ def test_one_tensor_as_it_is_becomes_a_matrix_without_a_copy():
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     kernels = MagicMock()
-    monkeypatch.setattr(rows_module, "kernel_module", lambda: kernels)
+    monkeypatch.setattr(rows_module, "import_triton_kernels", lambda name: kernels)
     monkeypatch.setattr(rows_module, "_compiled", {})
     return kernels.copy_rows
 
@@ -117,7 +117,7 @@ def copy(rows: int, columns: int = 64, dtype: torch.dtype = torch.float32, shift
     storage = torch.zeros(rows * columns + 64 + shift, dtype=dtype)
     at = -storage.data_ptr() % 64 // dtype.itemsize + shift
     source = storage.as_strided((rows, 1, columns), (columns, columns, 1), at)
-    rows_module.fused_copy_rows([(source, source)], None)
+    rows_module.launch_row_copies([(source, source)], None)
 
 
 REMEMBERED: list[tuple[list[dict[str, Any]], tuple[int, int]]] = [  # copies; launches of Triton, and of what is at hand
@@ -139,7 +139,7 @@ def test_a_launch_like_one_before_goes_to_the_compiled_kernel_with_the_same_argu
 
 
 def test_what_is_remembered_is_bounded(kernel: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "_REMEMBERED", 3)
+    monkeypatch.setattr(rows_module, "_MOST_COMPILED", 3)
     for rows in range(1, 20):
         copy(rows)
         assert len(rows_module._compiled) <= 3

@@ -13,12 +13,8 @@ from hypothesis import example, given, settings, strategies as st
 
 from longspan import Group, MicroBatch, attend
 from longspan.attention.all_to_all import HeadSplit
-from longspan.attention.call import Members
-from longspan.attention.tiles import (
-    Launch,
+from longspan.attention.masks import (
     Mask,
-    Tile,
-    Tiling,
     _band_tiles,
     _drop_idle_limits,
     make_tilings,
@@ -26,6 +22,8 @@ from longspan.attention.tiles import (
     split_left_limits,
     tiles_between,
 )
+from longspan.attention.members import Members
+from longspan.attention.tiles import Launch, Tile, Tiling
 from longspan.comm import SequenceShard
 from longspan.comm.shard import ShardPart
 from longspan.errors import AttentionError, LayoutError
@@ -293,15 +291,15 @@ def test_members_send_the_rows_that_others_see(documents, degree, inner, mask, p
 
 MUTATIONS = [
     (
-        "tiles",
+        "masks",
         "q, k = _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)",
         "window = min(window or chunk, chunk)",
     ),  # a window, not a chunk
-    ("tiles", "first_chunk = segments.start // chunk", "first_chunk = 0 * segments.start"),
-    ("tiles", "(number + 1) * chunk", "(number + 1) * chunk - 1"),
-    ("tiles", "* -(-longest // chunk) + number", "+ number"),
-    ("call", "runs.start - runs.start % chunk", "runs.start"),
-    ("call", "runs.start - runs.start % chunk", "runs.start - chunk + 1"),
+    ("masks", "first_chunk = segments.start // chunk", "first_chunk = 0 * segments.start"),
+    ("masks", "(number + 1) * chunk", "(number + 1) * chunk - 1"),
+    ("masks", "* -(-longest // chunk) + number", "+ number"),
+    ("members", "runs.start - runs.start % chunk", "runs.start"),
+    ("members", "runs.start - runs.start % chunk", "runs.start - chunk + 1"),
 ]
 
 

@@ -48,7 +48,7 @@ MUTATIONS = [
     ("bridge.row_exchange", "pool[-1:].zero_()", "pool[-1:].fill_(1)"),
     (
         "bridge.row_exchange",
-        "result.index_copy_(0, moves.summed_rows,",
+        "rows.index_copy_(0, moves.summed_rows,",
         "result.index_copy_(0, moves.summed_rows.flip(0),",
     ),
 ]
@@ -69,7 +69,7 @@ def noticed(rank: int, names: Sequence[str], mutations: Sequence[Change]) -> lis
 
 
 def errs(rank: int, case: Case, world: World) -> bool:
-    bridge._exchange.cache_clear()
+    bridge._planned_exchange.cache_clear()
     try:
         return bool(wrong(rank, case, world))
     except LayoutError:

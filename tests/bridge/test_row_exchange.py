@@ -8,7 +8,7 @@ import torch
 
 from longspan.bridge.row_exchange import RowExchange
 from longspan.comm import Channel
-from longspan.comm.all_to_all import all_to_all_rows
+from longspan.comm.routed_rows import send_routed_rows
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Layout, Partition
@@ -50,8 +50,8 @@ def refuse(rank: int, channel: Channel) -> None:
     with pytest.raises(LayoutError, match="the exchange is among 3 ranks, the channel has 2"):
         RowExchange(exchange_of([[0], [], []], [[], [0], []]), channel)
     for sends, receives in (([3], [2]), ([1, 1], [2]), ([2], [])):
-        with pytest.raises(CommError, match="all_to_all_rows got 2 rows to send as"):
-            all_to_all_rows(torch.zeros(2, 1), sends, receives, channel)
+        with pytest.raises(CommError, match="send_routed_rows got 2 rows to send as"):
+            send_routed_rows(torch.zeros(2, 1), sends, receives, channel)
 
 
 OPERATIONS = {"aten::index": "index", "aten::index_copy_": "copies", "c10d::send": "sends", "c10d::recv_": "receives"}
@@ -65,7 +65,7 @@ def counts(rank: int) -> list[dict[str, int]]:
         exchange = exchange_of(have, need)
         move = RowExchange(exchange, world.channels.everyone)
         y = move(x)
-        return [operations(lambda: move(x)), operations(lambda: move.back(torch.ones_like(y)))]
+        return [operations(lambda: move(x)), operations(lambda: move.carry_back(torch.ones_like(y)))]
 
 
 def operations(run: Callable[[], object]) -> dict[str, int]:
@@ -92,8 +92,8 @@ def rounded_once(rank: int, channel: Channel) -> None:
     ):
         move = RowExchange(exchange_of([[0], [], [0]], need), channel)
         gradient = torch.tensor(uses[rank], dtype=torch.bfloat16, device=channel.device)[:, None]
-        assert move.back(gradient).flatten().tolist() == [[258.0], [], [258.0]][rank]
-        assert move.back(gradient).dtype == torch.bfloat16
+        assert move.carry_back(gradient).flatten().tolist() == [[258.0], [], [258.0]][rank]
+        assert move.carry_back(gradient).dtype == torch.bfloat16
 
 
 def any_strides(rank: int, channel: Channel) -> None:

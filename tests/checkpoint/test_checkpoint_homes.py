@@ -65,7 +65,7 @@ class Leg:
 ALL_AT_ONCE = ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True)
 CHAINS = {
     "qwen3": (
-        Leg(1, 4, ParallelConfig(tp=2, sequence_parallel=True), {"context_parallel_size": 2}),
+        Leg(1, 2, ParallelConfig(tp=2, sequence_parallel=True), {}),  # beside other degrees in the row below
         Leg(2, 2, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zero_bubble"), {"planner": "padded"}),
     ),
     "qwen3-moe": (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from longspan import Layout, World
-from longspan.checkpoint import saver as module, storage
+from longspan.checkpoint import host_copies, saver as module, storage
 from longspan.checkpoint.checkpoint import check_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import (
     check_file_hashes,
@@ -23,13 +23,14 @@ from longspan.checkpoint.files import (
     complete_checkpoints,
     step_of,
 )
-from longspan.checkpoint.saver import SMALL, CheckpointSaver, HostCopies, StagedTensors
+from longspan.checkpoint.host_copies import SMALL, HostCopies, StagedTensors
+from longspan.checkpoint.saver import CheckpointSaver
 from longspan.checkpoint.storage import SafetensorsWriter
 from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import offload_optimizer_states
-from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
+from longspan.train.optim.stochastic_rounding import RoundingBits
 from tests.checkpoint.test_checkpoint import contents, opened, slow, update
 
 
@@ -52,7 +53,7 @@ def test_what_only_an_update_writes_is_copied_later_and_the_rest_at_once() -> No
 
 
 def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
-    said, module.SMALL = list[str](), 256  # bytes: of these models the matrices are copied later
+    said, host_copies.SMALL = list[str](), 256  # bytes: of these models the matrices are copied later
     finish = StagedTensors.finish
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optimizer = opened(world)
@@ -103,7 +104,7 @@ def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
 def optimizers_rank(root: Path, model: nn.Module, world: World) -> None:
     """An update waits for the copies, whatever optimizer makes it and wherever its moments are."""
     finish = StagedTensors.finish
-    StagedTensors.finish = slow(0.2, finish)  # type: ignore[method-assign]
+    StagedTensors.finish = slow(0.1, finish)  # type: ignore[method-assign]
     for name in ("sgd", "offloaded", "rounding"):
         optimizer = build_optimizer(model, "sgd" if name == "sgd" else "adamw", 1e-2)
         if name == "offloaded":
@@ -151,7 +152,7 @@ def failures_rank(rank: int, root: Path, model: nn.Module, world: World) -> list
     def refuse(*_: Any) -> None:
         raise OSError(28, "No space left on device", "a file")
 
-    for broken in (refuse, slow(1.0, write)):
+    for broken in (refuse, slow(0.5, write)):
         if rank == 1:
             storage.write_chunks = broken
         saver.save(model, optimizer, step=2)

@@ -17,7 +17,7 @@ from longspan.bench.calibrate import (
     CalibrateFlags,
     CalibrationSample,
     CalibrationSizes,
-    Measured,
+    Measurements,
     calibrate_on_rank,
     calibration_text,
     fit_machine,
@@ -125,7 +125,7 @@ def test_on_one_host_and_on_one_rank_links_are_assumed() -> None:
 
 
 def test_experts_of_an_unknown_device_are_as_much_faster_as_its_products() -> None:
-    known, other = (fit_samples(_measured(), BASE, known=known).machine for known in (True, False))
+    known, other = (fit_samples(_measured(), BASE, is_known=known).machine for known in (True, False))
     assert known.expert_flops_per_second == BASE.expert_flops_per_second
     assert other.expert_flops_per_second == pytest.approx(BASE.expert_flops_per_second * 3e14 / 700e12)
 
@@ -152,7 +152,7 @@ def test_least_squares_is_optimal() -> None:
     assert least_squares(np.zeros((0, 2)), np.zeros(0), np.zeros(0)) == [0.0, 0.0]
 
 
-def _calibrate_two_hosts(rank: int, flags: CalibrateFlags, ranks: int, backend: str) -> Measured:
+def _calibrate_two_hosts(rank: int, flags: CalibrateFlags, ranks: int, backend: str) -> Measurements:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
 
     def sum_gradients(*_: object) -> None:
@@ -190,7 +190,7 @@ def test_two_hosts_write_a_machine_that_plans_are_priced_by(
 
 
 def test_one_rank_in_words() -> None:
-    measured = Measured(_measured(levels=()), "NVIDIA H100 80GB HBM3", 1, 12.0)
+    measured = Measurements(_measured(levels=()), "NVIDIA H100 80GB HBM3", 1, 12.0)
     calibration = fit_machine(measured, 1, "gloo")
     lines = calibration_text(make_record(calibration, measured, {"ranks": 1, "backend": "gloo"})).splitlines()
     assert lines[0].startswith("qwen3-tiny (2 layers) in float32 on 1 rank (gloo), hosts of 1 as the launcher counts")

@@ -9,9 +9,10 @@ import pytest
 from longspan import __version__
 from longspan.bench.step.settings import parse_step_flags
 from longspan.cli.eval import EvalFlags, parse_eval
-from longspan.cli.flags import TrainFlags, flag_types, parse_flags, parse_train
+from longspan.cli.flags import flag_types, parse_flags
 from longspan.cli.main import VERBS, main
 from longspan.cli.plan import PlanFlags
+from longspan.cli.train_flags import TrainFlags, parse_train
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import config_keys, load_config
 from longspan.config.other_names import NAMES, key_of_other_name
@@ -154,6 +155,14 @@ WRONG = [
     (
         "train --train.fused_norms off",
         "longspan train has no flag --train.fused_norms: it is gone; write nothing: norms",
+    ),
+    (
+        "train --train.betas 0.9",
+        'longspan train has no flag --train.betas: it is gone; write --optimizer.arguments "betas=[0.9, 0.95]", the',
+    ),
+    (
+        "train --encoder.recompute true",
+        "longspan train has no flag --encoder.recompute: it is gone; write --encoder.max_tokens, with",
     ),
     (
         "train --optimizer.betas 0.9",

@@ -212,7 +212,7 @@ WITHOUT_TORCH: tuple[tuple[list[str], int, str], ...] = (  # commands, their sta
     (["plan", "--same", "4x900", "--slots", "4", "--json"], 0, '"slots": 4'),
     (["plan", "--compare", "--slots", "2", "--same", "2x900"], 0, "fixed, cp 1"),
     ([*ON_GPUS, "--same", "2x9000", "--cp", "2", "--optimizer.class", "sgd", "--lora.rank", "2"], 0, '"lora.rank": 2'),
-    ([*ON_GPUS, "--data", "texts"], 0, '"steps": '),
+    ([*ON_GPUS, "--data", "texts", "--cp", "1"], 0, '"steps": '),
     (["train", "--trian.steps", "3"], 2, "did you mean '--train.steps'"),
     (["train", "bad.toml"], 2, "did you mean 'train.steps'"),
     (["train", "--context.attention_kernel", "flsh", "--world", "2"], 2, "'flsh'"),

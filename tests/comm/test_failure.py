@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from longspan.comm import failure_reports, rendezvous, watch as answering
+from longspan.comm import flight_recorder, rendezvous, watch as answering
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.comm.world import World
@@ -61,7 +61,7 @@ def test_the_others_stop_and_say_which(how: str) -> None:
     kind, launcher, survivors = FAILURES[how]
     before = time.monotonic()
     with pytest.raises(kind, match=launcher) as raised:
-        run_local(walk, 4, (how,), timeout=100, grace=4 if how == "hang" else 6, threads=1)
+        run_local(walk, 4, (how,), timeout=100, grace=2.5 if how == "hang" else 6, threads=1)
     assert time.monotonic() - before < 50
     notes = getattr(raised.value, "__notes__", [])
     said = [note for note in notes if re.search(f"{RING} {survivors}", note)]
@@ -74,7 +74,7 @@ def test_the_others_stop_and_say_which(how: str) -> None:
 
 def wait_in_vain(rank: int, folder: Path) -> None:
     """Rank 1 leaves with an error and keeps its connections; rank 0 is in a barrier, rank 2 at work of its own."""
-    answering.LEFT_SECONDS = 1.0
+    answering.LEFT_SECONDS = 0.5
     group = None
     try:
         with World(Layout(ranks=3), backend="gloo", timeout=60) as world:
@@ -83,7 +83,7 @@ def wait_in_vain(rank: int, folder: Path) -> None:
                 raise ValueError("not today")
             if rank == 0:
                 world.control.barrier()
-            time.sleep(3)
+            time.sleep(2)
             (folder / "at work").touch()
             raise ValueError("over")
     except ValueError:
@@ -94,7 +94,7 @@ def wait_in_vain(rank: int, folder: Path) -> None:
 def test_a_rank_that_waits_for_one_that_left_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = time.monotonic()
     with pytest.raises(CommError, match="rank 0 of 3 was killed by signal 6"):
-        run_local(wait_in_vain, 3, (tmp_path,), grace=5, threads=1)
+        run_local(wait_in_vain, 3, (tmp_path,), grace=2.5, threads=1)
     assert time.monotonic() - before < 50 and (tmp_path / "at work").exists()
     assert re.search(
         r"longspan: 'barrier' of step 0 between ranks \(0, 1, 2\) failed on rank 0 .*rank 1 left with ValueError: not",
@@ -126,7 +126,7 @@ def test_every_failure_has_a_report_of_its_own(watches: list[Watch]) -> None:
         earlier = first.enter_operation("an early collective", (0, 1)).__enter__()
         assert "rank 1 is in 'a gather' of step 0" in fail_in(first, "one")
     second.step = 3
-    second.finished = "a later sum"
+    second.last_label = "a later sum"
     assert "rank 1 is computing in step 3, after 'a later sum'" in fail_in(first, "two")
     assert "rank 0 is in 'an early collective'" in fail_in(second, "three"), "rank 0 has not left it"
     answer = first.failure_error(earlier, RuntimeError("closed"))
@@ -171,14 +171,14 @@ def test_a_store_that_stays_silent_is_told_of_and_gpus_are_watched_on(
 
 def test_a_message_that_does_not_return_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = list[str]()
-    monkeypatch.setattr(AnsweringThread, "_end_process", lambda thread, operation, why: ended.append(operation.what))
+    monkeypatch.setattr(AnsweringThread, "_end_process", lambda thread, operation, why: ended.append(operation.label))
     watch = Watch(1, (0, 1), 9.0, None)
     thread = AnsweringThread(watch)
 
     def look(*, is_work: bool = False, seconds: float = 20.0, failed: bool = False) -> list[str]:
         with watch.enter_operation("a first message", (0, 1), is_work=is_work) as operation:
             operation.started -= seconds
-            watch.failed = operation if failed else None
+            watch.last_failed = operation if failed else None
             thread._end_with_stuck_host()
             thread._end_with_stuck_host()
         thread._end_with_stuck_host()
@@ -247,7 +247,7 @@ STOPPED_IN = {
 
 def stop_in(rank: int, where: str, config: RunConfig) -> None:
     serve_the_store()
-    rendezvous.STORE_SECONDS = 4.0
+    rendezvous.STORE_SECONDS = 2.0
     if rank == 0:
         mock.patch(STOPPED_IN[where], lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)).start()
     train_rank(rank, config, 2)
@@ -361,12 +361,12 @@ def test_a_hang_is_named_once_with_what_torch_recorded(where: str, tmp_path: Pat
 
 
 def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_reports, "_entries", lambda function: [])
-    assert failure_reports.last_collective_text() == "", "nothing was recorded in this process"
-    monkeypatch.setattr(failure_reports, "PATIENCE", 0.01)
+    monkeypatch.setattr(flight_recorder, "_entries", lambda function: [])
+    assert flight_recorder.last_collective_text() == "", "nothing was recorded in this process"
+    monkeypatch.setattr(flight_recorder, "RECORDER_SECONDS", 0.01)
     release = threading.Event()
-    monkeypatch.setattr(failure_reports, "_entries", lambda function: release.wait(30) and [])
-    assert failure_reports.last_collective_text() == ""
+    monkeypatch.setattr(flight_recorder, "_entries", lambda function: release.wait(30) and [])
+    assert flight_recorder.last_collective_text() == ""
     release.set()
 
 

@@ -131,7 +131,7 @@ def test_channels_with_and_without_communicators() -> None:
 class Noted:
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.current, self.named, self.finished, self.timeout = None, None, "", 60.0
+        self.current, self.named_operation, self.last_label, self.timeout = None, None, "", 60.0
 
     def watch_works(self, operation: Operation, works: Sequence[Any]) -> None:
         self.seen.append("works")
@@ -151,7 +151,7 @@ def test_works_that_hold_much_are_not_kept_to_be_watched(work_bytes: int, seen: 
     works: Any = (Done(),)
     handle = Handle(Operation(watch, "gather", (0, 1)), works, finish=lambda: "rows", work_bytes=work_bytes)
     assert handle.wait() == handle.wait() == "rows"
-    assert watch.seen == [seen] and watch.finished == "gather"
+    assert watch.seen == [seen] and watch.last_label == "gather"
 
 
 def check_pairs(channel: Channel) -> None:

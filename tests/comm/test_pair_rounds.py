@@ -9,9 +9,10 @@ import pytest
 import torch
 from bench.processes.host_scale import Traffic, traffic
 
-from longspan.comm.all_ranks import StopSignal, raise_first_error, signal_of_any_rank
+from longspan.comm.all_ranks import raise_first_error
 from longspan.comm.control_group import PairRounds
 from longspan.comm.failure_reports import FailureReports
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.comm.world import World
 from longspan.errors import CommError, DataError
 from longspan.layout import Layout
@@ -75,7 +76,8 @@ def differences(rank: int) -> list[str]:
 
 
 def in_other_calls(rank: int) -> str:
-    with pytest.raises(CommError) as raised, World(Layout(ranks=2), backend="gloo", timeout=2) as world:
+    with pytest.raises(CommError) as raised, World(Layout(ranks=2), backend="gloo", timeout=60) as world:
+        world.watch.timeout = 1.0
         world.control.any_ranks(False, False) if rank else world.control.any_ranks(False)
     return str(raised.value)
 
@@ -139,7 +141,7 @@ def requests_of_watching() -> tuple[int, list[str]]:
     ):
         world.control.barrier()
         before, asked[:] = traffic(), []
-        time.sleep(1)
+        time.sleep(0.6)
         requests = (traffic() - before).store_messages
         return requests - len(asked), asked[:1]
 

@@ -36,7 +36,7 @@ class WatchedCollectives(TorchDispatchMode):
         if func.namespace in SPACES and func._opname not in NO_COLLECTIVES:
             self.seen.add(name)
             watches = [world.watch for world in open_worlds()]
-            if not any(watch.current or watch.named for watch in watches):
+            if not any(watch.current or watch.named_operation for watch in watches):
                 frames = [frame for frame in traceback.extract_stack() if PACKAGE in frame.filename]
                 where = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-3:]]
                 self.nameless.add(f"{name} at {' '.join(where)}")

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.comm import leave_together
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
-from longspan.comm.process_groups import ProcessGroups
-from longspan.comm.rendezvous import CONNECTIONS, Place, join_world_of_all_ranks, raise_open_file_limit
+from longspan.comm.process_groups import CONNECTIONS, ProcessGroups, raise_open_file_limit
+from longspan.comm.rendezvous import Place, join_world_of_all_ranks
 from longspan.comm.shard import bind
 from longspan.comm.world import World, world_of
 from longspan.errors import CheckpointError, CommError, DataError
@@ -304,9 +304,10 @@ def apart(rank: int) -> str:
     """A report says what a rank does in another world."""
     with (
         pytest.raises(CommError) as error,
-        World(Layout(RANKS, tp=2), backend="gloo", timeout=3) as world,
-        World(Layout(RANKS), backend="gloo", timeout=3) as encoder_world,
+        World(Layout(RANKS, tp=2), backend="gloo", timeout=60) as world,
+        World(Layout(RANKS), backend="gloo", timeout=60) as encoder_world,
     ):
+        world.watch.timeout = encoder_world.watch.timeout = 1.0
         if rank == 2:
             encoder_world.control.barrier("encoding")
         else:
@@ -391,9 +392,6 @@ def test_a_program_may_end_with_an_open_world() -> None:
 # ---- what one rank does for all, and what all do at once: the same result, or the same error, everywhere
 
 
-TIMEOUT = 3.0
-
-
 def rank_outcomes(rank: int) -> list[object]:
     results: list[object] = []
 
@@ -402,7 +400,7 @@ def rank_outcomes(rank: int) -> list[object]:
             raise OSError(5, "Input/output error", "file.bin")
         return rank
 
-    with World(Layout(2), backend=backend(), timeout=TIMEOUT) as world:
+    with World(Layout(2), backend=backend(), timeout=60) as world:
         results.append(run_on_every_rank(world, lambda: failing(-1), DataError))
         results.append(run_on_first_rank(world, lambda: f"from {rank}", DataError))
         with pytest.raises(CheckpointError) as error:
@@ -411,7 +409,9 @@ def rank_outcomes(rank: int) -> list[object]:
         with pytest.raises(DataError) as other:
             run_on_first_rank(world, lambda: failing(0), DataError)
         results.append(str(other.value))
-        run_on_every_rank(world, lambda: time.sleep(1.3 * TIMEOUT * rank), DataError)  # work may take longer
+        limit, world.watch.timeout = world.watch.timeout, 1.0
+        run_on_every_rank(world, lambda: time.sleep(1.4 * rank), DataError)  # work may take longer
+        world.watch.timeout = limit
         with pytest.raises(KeyError), leave_together(world):
             raise KeyError(rank)
         return [*results, run_on_first_rank(world, lambda: rank + 1, DataError)]

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from longspan.attention import PATTERNS
-from longspan.config.defaults import compute_dtype, resolve_defaults
+from longspan.config.defaults import resolve_defaults
+from longspan.config.dtypes import compute_dtype
 from longspan.config.file import TABLES, config_keys, load_config, read_file, to_toml
 from longspan.config.keys import section_keys
 from longspan.config.plan_section import EvalConfig
 from longspan.config.reference import OFTEN, reference_page
-from longspan.config.sections import BestFigure, ModelConfig, RunConfig, SourceConfig
+from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
+from longspan.config.text_values import BestFigure
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout

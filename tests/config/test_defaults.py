@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from longspan.cli.flags import parse_train
+from longspan.cli.train_flags import parse_train
 from longspan.config.defaults import resolve_defaults, set_steps, warn_about_small_updates
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import AUTO, NOT_GIVEN, section_keys

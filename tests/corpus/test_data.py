@@ -16,16 +16,20 @@ from transformers import AutoTokenizer, Qwen3Config
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.plan_section import EvaluationSection
 from longspan.config.sections import DataConfig, RunConfig, SourceConfig
-from longspan.corpus import builder, recipe as recipes
-from longspan.corpus.build import check_ids_in_vocabulary, open_or_build_run_corpus
-from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files, texts_for_tokenizer
+from longspan.corpus import build_documents as builder, recipe as recipes
+from longspan.corpus.for_model import check_ids_in_vocabulary
 from longspan.corpus.recipe import CorpusSettings
+from longspan.corpus.run_corpus import open_or_build_corpus
+from longspan.corpus.sources.file_sums import file_differences
+from longspan.corpus.sources.find_files import CorpusFile, files_of_other_kinds, find_files
+from longspan.corpus.sources.first_rows import texts_for_tokenizer
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
-from longspan.data.documents import Corpus, Manifest
+from longspan.data.corpus_documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
-from longspan.data.run_order import documents_line, make_step_order
+from longspan.data.run_epochs import documents_line
+from longspan.data.run_order import make_step_order
 from longspan.errors import DataError
-from longspan.train.read_rows import read_inputs_and_labels
+from longspan.train.rows.read_rows import read_inputs_and_labels
 from tests.corpus.rows.families import write_folder
 from tests.train.small import write_texts
 
@@ -36,9 +40,7 @@ def build(
     data = DataConfig(path=str(path), **{"vocab_size": 300, "max_document_tokens": 64} | keys)  # type: ignore[arg-type]
     log = (said if said is not None else []).append
     tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
-    return open_or_build_run_corpus(
-        CorpusSettings(data), tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log
-    )
+    return open_or_build_corpus(CorpusSettings(data), tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log)
 
 
 def ids_of(corpus: Corpus, document: int = 0) -> list[int]:
@@ -231,7 +233,7 @@ def test_a_tokenizer_is_trained_on_so_many_characters(tmp_path: Path, monkeypatc
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "defg", "hi", "j")))
     for most in (3, 4, 9):
-        monkeypatch.setattr("longspan.corpus.files.SAMPLE_CHARACTERS", most)
+        monkeypatch.setattr("longspan.corpus.sources.first_rows.SAMPLE_CHARACTERS", most)
         assert "".join(texts_for_tokenizer([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]
 
 
@@ -466,9 +468,7 @@ def test_no_part_of_a_held_out_text_is_trained_on(
         data = replace(data, path=str(write_letters(tmp_path / "rows", form)))
     tokenizer = load_tokenizer(write_folder(tmp_path / "phi3", "phi3"))
     settings = CorpusSettings(data)
-    corpus = open_or_build_run_corpus(
-        settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lambda _: None
-    )
+    corpus = open_or_build_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lambda _: None)
     config = RunConfig(data=data, evaluation=EvaluationSection(documents=documents))
     config = replace(config, train=replace(config.train, tokens_per_step=64))
     order = make_step_order(config, corpus)

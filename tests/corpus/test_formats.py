@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from longspan.config.sections import DataConfig, SourceConfig
-from longspan.corpus.build import open_or_build_run_corpus
 from longspan.corpus.recipe import CorpusSettings
-from longspan.corpus.row_files import chunk_rows, row_file
 from longspan.corpus.rows.sample import Row
+from longspan.corpus.run_corpus import open_or_build_corpus
+from longspan.corpus.sources.row_chunks import chunk_rows
+from longspan.corpus.sources.row_files import row_file
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from longspan.data.corpus_documents import Corpus
 from longspan.data.document import count_targets
-from longspan.data.documents import Corpus
 from longspan.errors import DataError
 from longspan.model.weights.tokenizer_files import read_stop_token_ids
 from tests.corpus.rows.families import write_folder
@@ -33,7 +34,7 @@ def corpus_of(folder: Path, said: list[str] | None = None, **keys: Any) -> Corpu
     data = DataConfig(**{"max_document_tokens": 20} | keys)
     log = (said if said is not None else []).append
     settings = CorpusSettings(data)
-    return open_or_build_run_corpus(settings, folder / "run", tokenizer=tokenizer(folder), resumed=False, log=log)
+    return open_or_build_corpus(settings, folder / "run", tokenizer=tokenizer(folder), resumed=False, log=log)
 
 
 def tokenizer(folder: Path) -> TextTokenizer:
@@ -223,10 +224,10 @@ def test_two_builders_at_once_and_one_that_was_interrupted(
 
     def build(name: str) -> Corpus:
         settings, loaded = CorpusSettings(data), load_tokenizer(tmp_path / "tokenizer")
-        return open_or_build_run_corpus(settings, tmp_path / name, tokenizer=loaded, resumed=False, log=lambda _: None)
+        return open_or_build_corpus(settings, tmp_path / name, tokenizer=loaded, resumed=False, log=lambda _: None)
 
     with monkeypatch.context() as patch:
-        patch.setattr("longspan.corpus.builder._check_unchanged", lambda _: 1 / 0)
+        patch.setattr("longspan.corpus.build_documents._check_unchanged", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build("interrupted")
     assert not list(token_cache.glob("*.partial*"))

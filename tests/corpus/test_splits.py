@@ -9,10 +9,11 @@ import pytest
 from huggingface_hub import DatasetCardData, constants
 
 from longspan.config.sections import DataConfig, SourceConfig
-from longspan.corpus.files import CorpusFile, find_files, find_rows, rows_of_file
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.rows.sample import Row
-from longspan.corpus.splits import read_split_parts
+from longspan.corpus.sources.find_files import CorpusFile, find_files, find_rows
+from longspan.corpus.sources.first_rows import rows_of_file
+from longspan.corpus.sources.splits import read_split_parts
 from longspan.errors import DataError
 
 datasets: Any = pytest.importorskip("datasets")

@@ -13,12 +13,12 @@ from hypothesis import given, settings, strategies as st
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig
 from longspan.corpus.document_encoder import DocumentEncoder, FileChunk
-from longspan.corpus.files import SourceFile
-from longspan.corpus.row_files import RowChunk
 from longspan.corpus.rows.encoding import RowEncoding
+from longspan.corpus.sources.row_chunks import RowChunk
 from longspan.corpus.tokenizer import train_tokenizer
-from longspan.data.documents import Corpus, decode_labels
-from longspan.data.manifest import Manifest, SourceFiles
+from longspan.data.corpus_documents import Corpus
+from longspan.data.label_codes import decode_labels
+from longspan.data.manifest import Manifest, SourceFile, SourceFiles
 from longspan.errors import ConfigError, DataError
 from longspan.run.checks import check_data, check_paths_exist
 

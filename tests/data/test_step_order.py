@@ -19,8 +19,9 @@ from hypothesis import given, settings, strategies as st
 from longspan import Document
 from longspan.data import stream
 from longspan.data.shared_prefixes import group_documents
+from longspan.data.shuffle import Epochs, shuffled_sample
 from longspan.data.step_order import StepOrder, sample_documents
-from longspan.data.stream import DocumentStream, Epochs, Mixture, shuffled_sample, shuffled_sources
+from longspan.data.stream import DocumentStream, Mixture, shuffled_sources
 from longspan.errors import DataError
 from longspan.layout import Integers
 

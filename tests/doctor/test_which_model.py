@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, ModelError
-from longspan.model.seams.call_rules import doctor_hint
+from longspan.model.seams.doctor_hint import doctor_hint
 
 
 class OwnConfig(LlamaConfig):

@@ -13,8 +13,9 @@ from longspan import Layout, World, evaluate
 from longspan.comm.watch import Watch
 from longspan.errors import EvaluationError
 from longspan.evaluation import EvaluationOptions, TargetTokens
-from longspan.evaluation.metrics import Mean, bucket_edges
+from longspan.evaluation.metrics import Mean
 from longspan.evaluation.result import Evaluation
+from longspan.evaluation.row_sums import bucket_edges
 from longspan.testing import backend, run_ranks
 from longspan.train import PlannerConfig
 from tests.model.deep import deep

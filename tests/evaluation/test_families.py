@@ -67,7 +67,7 @@ def farthest(shared: Evaluation, separate: Evaluation) -> float:
 
 MUTANTS: dict[str, Change] = {
     "positions of branches alone": (
-        "train.read_rows",
+        "train.rows.positions",
         "return np.array([bases[document] for",
         "return 0 * np.array([bases[document] for",
     ),

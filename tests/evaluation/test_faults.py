@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.comm.control_group import ControlGroup
-from longspan.evaluation import live as portions
+from longspan.evaluation import portions
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout

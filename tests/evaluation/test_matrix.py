@@ -62,7 +62,7 @@ HOMES = {
     "pp 2, tp 2": Home(Layout(ranks=RANKS, pp=2, tp=2)),
     "pp 2, tp 2, vpp 2": Home(Layout(ranks=RANKS, pp=2, tp=2), vpp=2),
 }
-WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p", "contiguous", "small cap", "padded", "dynamic", "reference kernel")
+WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p", "contiguous", "small cap", "padded", "dynamic")
 
 
 class Step(NamedTuple):
@@ -194,7 +194,7 @@ def _errors_of(run: Run, stock: Stock, world: World) -> Errors:
         batch = TRAINING[number % len(TRAINING)]
         loss = run_step(model, run.training_plan(number), batch, world, optimizer, step=number).loss
         training.append(abs(loss / stock.losses[number] - 1))
-        options = EvaluationOptions(step=number, attention_kernel="reference" if way == "reference kernel" else None)
+        options = EvaluationOptions(step=number)
         evaluation = evaluate(model, HELD_OUT, choice_of(run.home, degree, way), world, options)
         documents += [
             abs(loss.sum - exact) / max(exact, 1e-9)  # a document of one token has no loss

@@ -25,12 +25,12 @@ from tests.model.stock import texts
 from tests.mutation import mutated
 
 TRAINING, HELD_OUT = texts((13, 7, 18)), texts((31, 2, 40, 9), 5)
-SUMS = "evaluation.metrics"
+SUMS = "evaluation.row_sums"
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and how it is noticed
     "nothing": (None, ""),
     "a document dropped": ((SUMS, "self._losses, measured.documents, losses)",
                             "self._losses, measured.documents, losses * (measured.documents > 0))"), "document"),
-    "rows of a document dropped": (("train.terms.token_loss", "rows = target_rows(batch)\n",
+    "rows of a document dropped": (("train.terms.loss_tokens", "rows = target_rows(batch)\n",
                                     "rows = target_rows(batch)[1:]\n"), "PlanError"),
     "stale rotary positions": (("comm.shard", "position_ids=to_device(positions, device)",
                                 "position_ids=to_device(positions // 2, device)"), "document"),
@@ -41,7 +41,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "losses not reduced": ((SUMS, 'flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")', "pass"),
                            "PlanError"),
     "modes not restored": (("model.layers", "vars(module)[\"training\"] = training", "pass"), "/modes"),
-    "reshard skipped": (("evaluation.live", "recurse=False)\n        reshard(model)", "recurse=False)"),
+    "reshard skipped": (("evaluation.gather_once", "recurse=False)\n        reshard(model)", "recurse=False)"),
                         "/gathered"),
     "the world's step changed": (("evaluation.live", "    portions = Portions(inputs, options, started)",
                                   "    world.step = options.step; portions = Portions(inputs, options, started)"),

@@ -15,13 +15,14 @@ from trl import SFTConfig, SFTTrainer
 
 import longspan
 from longspan import Layout, World
-from longspan.hf import steps, with_longspan
-from longspan.hf.facade import AheadBatch, Offset, document_entries, write_counts
-from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documents_digest, read_step_documents
+from longspan.hf import ahead, steps, with_longspan
+from longspan.hf.ahead import AheadBatch, BatchesAhead, ComingStep, OffsetValues, read_step_documents
+from longspan.hf.batch_entries import document_entries, write_counts
+from longspan.hf.steps import CollectedTokens, documents_digest
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossTokens
-from longspan.train.terms.token_loss import Distributions
+from longspan.train.terms.loss_tokens import Distributions
 from tests.hf.stock import Run
 from tests.hf.tiny import completions, model_of, tokenizer
 
@@ -71,7 +72,7 @@ def test_a_step_is_of_its_batches_until_they_are_written_to() -> None:
 
 
 def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to() -> None:
-    called, values = batch(), Offset(None, 0)  # pyright: ignore[reportArgumentType]
+    called, values = batch(), OffsetValues(None, 0)  # pyright: ignore[reportArgumentType]
     made = AheadBatch(document_entries(called), read_step_documents([called], 4.0)[0][0], values, write_counts(called))
     assert made.matches(called) and made.has_same_tensors(called)
     assert made.matches(batch()) and not made.has_same_tensors(batch())
@@ -86,7 +87,7 @@ def sums(rank: int) -> list[np.ndarray]:
     results = []
     with World(Layout(2), backend="gloo") as world, pytest.MonkeyPatch.context() as patch:
         for on_device in (False, True):
-            patch.setattr(steps, "sums_on_device", lambda world, on_device=on_device: on_device)
+            patch.setattr(steps, "sums_stay_on_device", lambda world, on_device=on_device: on_device)
             collected = CollectedTokens((3, 4), ("entropy",))
             for document, position in ((0, rank), (1, 2 - 2 * rank), (1, 1))[: 3 - rank]:
                 value = torch.tensor([1.0 + 10 * document + position])
@@ -189,7 +190,7 @@ def sft(folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[
 
             patch.setattr(owner, name, noted)
 
-        note(steps, "read_documents_of_batch", "rows")
+        note(ahead, "read_documents_of_batch", "rows")
         note(steps.StepsPart, "_plan_documents", "plans")
         trainer = make(SFTTrainer, folder, accumulate, callbacks=[reads])
         note(trainer, "data_collator", "collated")

@@ -56,10 +56,8 @@ def test_one_line_differs_from_the_stock_script(name: str) -> None:
     assert changed.startswith("    trainer = with_longspan(") and "with_longspan(" not in stock and len(lines) <= 105
 
 
-LEARNING = [pytest.param(*case, marks=pytest.mark.whole) for case in zip(EXAMPLES, (12, 30, 10), strict=True)]
-
-
-@pytest.mark.parametrize(("name", "steps"), [("sft_trl.py", 1), *LEARNING])
+@pytest.mark.whole  # daily: `run_page` trains by the same calls
+@pytest.mark.parametrize(("name", "steps"), [*zip(EXAMPLES, (12, 30, 10), strict=True)])
 def test_an_example_trains_on_two_ranks(name: str, steps: int, tmp_path: Path, capfd: Any) -> None:
     script = tmp_path / name
     script.write_text((ROOT / "examples" / name).read_text())
@@ -70,7 +68,7 @@ def test_an_example_trains_on_two_ranks(name: str, steps: int, tmp_path: Path, c
         return
     state = json.loads((tmp_path / f"out/checkpoint-{steps}/trainer_state.json").read_text())
     losses = [row["loss"] for row in state["log_history"] if "loss" in row]
-    assert steps == 1 or losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.5
     assert (tmp_path / "out/model.safetensors").is_file()
 
 

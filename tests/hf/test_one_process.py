@@ -17,7 +17,8 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments, LongspanTrainer
 from longspan.hf.one_process import OneProcess
-from longspan.hf.trainer import layout_line, options_of_prepare
+from longspan.hf.resolve_trainer import options_of_prepare
+from longspan.hf.trainer import layout_line
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, RECOMPUTES, Run
 from tests.hf.test_trainer import Texts

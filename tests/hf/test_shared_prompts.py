@@ -103,7 +103,7 @@ def plans_of_one_prompt(run: Run, kind: Any, rows: int) -> None:
 
     with (
         patch("longspan.hf.steps.share_where_faster", plan),
-        patch("longspan.hf.trainer.find_run_cost", return_value=Cost()),
+        patch("longspan.hf.resolve_trainer.find_run_cost", return_value=Cost()),
     ):
         if kind is Trainer:
             train_of_rows(run, rows_of_one_prompt(rows), rows=rows, steps=1).end()

@@ -6,10 +6,10 @@ import peft
 import pytest
 import torch
 
-from longspan.model.experts import experts as experts_module
-from longspan.model.experts.experts import Loads, run_experts
+from longspan.model.experts import expert_products
+from longspan.model.experts.expert_products import ExpertLoads, run_experts
 from longspan.model.experts.moe import connect_experts
-from longspan.model.layers import expert_modules
+from longspan.model.kinds import expert_modules
 from tests.model.experts.moe_models import moe_config
 from tests.model.lora.adapted import drawn
 from tests.model.stock import random_model
@@ -34,9 +34,9 @@ def test_grouped_products_are_those_of_each_expert(family: str, monkeypatch: pyt
     trained = [p for n, p in model.named_parameters() if ".layers.0.mlp.experts." in n and p.requires_grad]
     assert len(trained) == 4
     for kind in ("grouped_mm", "loop"):
-        monkeypatch.setattr(experts_module, "expert_product_kind", lambda *_, kind=kind, **__: kind)
+        monkeypatch.setattr(expert_products, "expert_product_kind", lambda *_, kind=kind, **__: kind)
         x = rows.to("cuda", torch.bfloat16).requires_grad_()
-        y = run_experts(experts, x, Loads(torch.tensor(counts, device="cuda")))
+        y = run_experts(experts, x, ExpertLoads(torch.tensor(counts, device="cuda")))
         found[kind] = [y, *torch.autograd.grad(y.float().square().sum(), [x, *trained])]
     for grouped, looped in zip(found["grouped_mm"], found["loop"], strict=True):
         assert looped.abs().max() > 0

@@ -21,22 +21,24 @@ from torch.nn import functional as F
 from longspan.attention import KERNELS, AttendCall, rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.kernels import table
-from longspan.attention.tiles import Launch, Mask, RowIdentities, Tile, Tiling
+from longspan.attention.masks import Mask
+from longspan.attention.tiles import Launch, RowIdentities, Tile, Tiling
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.activations.tiles import count_tiles, run_in_tiles
 from longspan.model.compiled_layers import BACKEND
-from longspan.model.experts.experts import Visits, apply_silu_gate_kernel, spread_rows, sum_visits
+from longspan.model.experts.expert_products import apply_silu_gate_kernel
+from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.float8.products import Float8Weight, linear_in_float8, quantise_columns, quantise_rows
 from longspan.model.seams import norms
 from longspan.model.seams.norms import NormFormula, fuse_norms, split_long_norms
 from longspan.plan import plan_fixed
-from longspan.ssm.kernels.call import LocalRuns
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, FirstRows, RowsBefore, write_first_outputs
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta import compute_run_maps
-from longspan.train.loss import target_log_probs_and_gradient
+from longspan.ssm.kernels.local_runs import LocalRuns
+from longspan.train.log_probs import target_log_probs_and_gradient
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from tests.model.stock import texts, tiny
 from tests.reference import relative_error
@@ -396,8 +398,8 @@ def test_norms_of_long_inputs_take_some_rows_at_a_time(monkeypatch: pytest.Monke
         encoder = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.RMSNorm(5))
         norms.split_long_norms(encoder)
         shard, results = bind(plan.micro_batches[0], world), []
-        for most in (norms.MOST, 100):
-            monkeypatch.setattr(norms, "MOST", most)
+        for most in (norms.MOST_ELEMENTS, 100):
+            monkeypatch.setattr(norms, "MOST_ELEMENTS", most)
             sizes.clear()
             logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits
             results.append((logits, encoder(x)))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.model.experts.experts import Visits, apply_silu_gate_kernel, spread_rows, sum_visits
+from longspan.model.experts.expert_products import apply_silu_gate_kernel
+from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.seams.norms import NormFormula
-from longspan.train.loss import target_log_probs_and_gradient
-from longspan.train.terms.token_loss import kernel_distributions
+from longspan.train.log_probs import kernel_distributions, target_log_probs_and_gradient
 from tests.reference import relative_error
 
 Errors = dict[str, float]

@@ -19,8 +19,8 @@ from torch.distributed import HashStore
 from longspan.cli.eval import eval_rank
 from longspan.cli.main import main
 from longspan.cli.train import train_rank
-from longspan.comm.all_ranks import StopSignal
 from longspan.comm.failure_reports import FailureReports
+from longspan.comm.received_signals import StopSignal
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.config.file import to_toml
 from longspan.errors import CheckpointError
@@ -37,7 +37,7 @@ from longspan.launch.stop_signals import (
     ignore_signals,
     raise_on_stop_signals,
 )
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 from tests.faults.live_run import children_of, read_process
 from tests.train.small import small_config
 

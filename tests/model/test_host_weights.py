@@ -20,19 +20,18 @@ from longspan.config.file import load_config
 from longspan.errors import ModelError, PlanError
 from longspan.evaluation import evaluate
 from longspan.layout import Layout
-from longspan.model import load_model, save_model
-from longspan.model.activations import host_offload
+from longspan.model import host_arena, load_model, save_model
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.host_weights import HostParam, HostStore
-from longspan.model.kinds import HOST_STORE, packed_weights, waits_on_host
-from longspan.model.lora import NewAdapter, add_lora
-from longspan.model.saving import weights_by_name
+from longspan.model.marks import HOST_STORE, packed_weights, waits_on_host
+from longspan.model.saving.whole_weights import weights_by_name
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, grad_norm, run_step
 from longspan.train.optim.offload_states import offload_optimizer_states
-from longspan.train.training import make_optimizer
+from longspan.train.training import build_run_optimizer
 from tests.model.frozen.packed_models import adapted
 from tests.model.stock import prepare_untried, texts
 from tests.mutation import Change, mutated
@@ -46,7 +45,7 @@ MUTATIONS: dict[str, Change] = {
         "pass",
     ),
     "the norm without gradients on the host": (
-        "train.step_end",
+        "train.gradient_norm",
         "return [next(others) if norm is None else norm for norm in norms]",
         "return [next(others) if norm is None else 0 * norm for norm in norms]",
     ),
@@ -115,7 +114,7 @@ def open_run(home: Home, world: World, *, on_host: bool) -> tuple[Any, Any]:
     model = prepare_untried(model, world, compute_dtype=home.compute, **home.options, **options)
     world.seed = 7
     keys = {"optimizer.lr": 1e-2, "train.offload_optimizer_states": True, "train.offload_weights": on_host}
-    return model, make_optimizer(load_config(None, keys | dict(home.keys)), world, model)
+    return model, build_run_optimizer(load_config(None, keys | dict(home.keys)), world, model)
 
 
 def take_steps(home: Home, world: World, model: Any, optimizer: Any, steps: range) -> list[Any]:
@@ -153,19 +152,19 @@ def _compare(rank: int, root: Path, homes: Mapping[str, Home]) -> dict[str, list
             for parameter in runs["host"][0].parameters():
                 assert waits_on_host(parameter) == (not home.lora or not parameter.requires_grad), name
                 assert local_tensor(parameter.detach()).device.type == "cpu" or not waits_on_host(parameter)
-            figures = {place: take_steps(home, world, *run, range(1, 4)) for place, run in runs.items()}
+            figures = {place: take_steps(home, world, *run, range(1, 3)) for place, run in runs.items()}
             for place, run in runs.items():
                 evaluated = home.fixed_plan(cp=1, rows=32)  # at another degree
                 figures[place].append(evaluate(run[0], texts(LENGTHS), evaluated, world).loss)
-                save_checkpoint(root / name / place, *run, world, step=3)
+                save_checkpoint(root / name / place, *run, world, step=2)
                 save_model(run[0], root / name / place / "model", world)
             states = {place: contents(*run) for place, run in runs.items()}
-            saved = {place: file_digests(root / name / place / "step-000003") for place in places}
+            saved = {place: file_digests(root / name / place / "step-000002") for place in places}
             resumed = {place: open_run(home, world, on_host=place == "host") for place in places}
-            load_checkpoint(root / name / "host" / "step-000003", *resumed["device"], world)
-            load_checkpoint(root / name / "device" / "step-000003", *resumed["host"], world)
+            load_checkpoint(root / name / "host" / "step-000002", *resumed["device"], world)
+            load_checkpoint(root / name / "device" / "step-000002", *resumed["host"], world)
             for place, run in resumed.items():  # and so across the switch
-                figures[place] += take_steps(home, world, *run, range(4, 5))
+                figures[place] += take_steps(home, world, *run, range(3, 4))
                 states[place] |= {f"resumed {key}": value for key, value in contents(*run).items()}
             pairs = {"figures": figures, "files": saved}
             differ[name] = [key for key, pair in pairs.items() if pair["device"] != pair["host"]]
@@ -326,7 +325,7 @@ def _after_an_error(rank: int) -> list[Any]:
                 handle.remove()
                 groups = [*reduction_groups(fsdp_modules(model))]
                 assert all(p.staged is None for group in groups for p in group.waiting)
-            figures += take_steps(home, world, model, optimizer, range(1, 3))
+            figures += take_steps(home, world, model, optimizer, range(1, 2))
             results.append((figures, contents(model, optimizer)))
     return results
 
@@ -404,7 +403,7 @@ def _refusals(rank: int) -> None:
         assert text in str(caught.value) and "leave offload_weights out" in str(caught.value)
     with World(Layout(2), backend=backend(), timeout=60) as world:
         with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError) as caught:
-            patched.setattr(host_offload, "free_host_bytes", lambda: 300_000 if rank else None)
+            patched.setattr(host_arena, "free_host_bytes", lambda: 300_000 if rank else None)
             prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)
         message = str(caught.value)
         assert "weights and gradients on the host (train.offload_weights) take" in message

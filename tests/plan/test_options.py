@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from longspan.attention.attend import Arguments, comm_choices
+from longspan.attention.attend import Arguments, choose_communication
 from longspan.attention.call import AttendCall
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
@@ -162,7 +162,7 @@ def attends(plan: Plan, heads: int) -> None:
     for batch in plan.micro_batches:
         for layer in layers:
             call = AttendCall(heads=heads, kv_heads=1, head_dim=8, value_dim=8)
-            comm_choices(SimpleNamespace(micro_batch=batch), Arguments(layer=layer), call)  # type: ignore[arg-type]
+            choose_communication(SimpleNamespace(micro_batch=batch), Arguments(layer=layer), call)  # type: ignore[arg-type]
 
 
 def test_dynamic_plans_have_only_degrees_that_the_heads_allow() -> None:

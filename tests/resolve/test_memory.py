@@ -28,12 +28,12 @@ from longspan.resolve.longest import find_longest
 from longspan.resolve.memory import fixed_memory_keys, memory_settings_of_run
 from longspan.resolve.resolved import resolve
 from longspan.resolve.ways import UNIT, Fit, Way, rank_ways, set_usual_mode
-from longspan.run import warm_up
+from longspan.run import loop, warm_up
 from longspan.run.set_up import resolve_with_kept_rows
 from longspan.run.world_facts import gather_facts
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.state_numbers import optimizer_state_numbers
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 from tests.train.small import small_config
 
 GIB = 1 << 30
@@ -307,7 +307,7 @@ def _train_short_of_memory(rank: int, config: RunConfig, most: int) -> list[int]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(warm_up, "run_step", run_step)
-        patched.setattr(warm_up, "needs_warm_up", lambda world: True)
+        patched.setattr(loop, "needs_warm_up", lambda world: True)
         assert train_by_command(rank, config, 2, "gloo", True, Starts()).done == 1
     return attempts
 

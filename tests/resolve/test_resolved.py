@@ -11,7 +11,7 @@ import pytest
 
 from longspan.cli.plans.answer import _answer_ways, _run_keys
 from longspan.cli.plans.gpu_run import GpuRun
-from longspan.cli.plans.question import Gpus
+from longspan.cli.plans.gpus import Gpus
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import key_value
 from longspan.resolve.choice import PlannerConfig

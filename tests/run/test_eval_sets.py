@@ -14,8 +14,8 @@ import pytest
 
 from longspan import World
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.corpus.build import build_shared_corpus
-from longspan.data.documents import Corpus
+from longspan.corpus.run_corpus import open_corpus_on_all_ranks
+from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, LongspanError
 from longspan.model.presets import preset_config
@@ -26,7 +26,7 @@ from longspan.run.metrics import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.run_data import open_evaluation_set, open_evaluation_sets
 from longspan.testing import backend, run_ranks
-from longspan.train.training import check_set_length
+from longspan.train.run_model.rope_scaling import check_set_length
 from tests.corpus.rows.families import write_folder
 from tests.model.stock import without_trials
 from tests.run.runs.homes import ALONE, refusals
@@ -140,7 +140,7 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
         config = small_config(tmp_path / folder, evaluation__sets=sets, data__max_document_tokens=20, **keys)
         model, said = preset_config("qwen3-tiny", vocab_size=300), list[str]()
         with World(check_config(config, 1), backend="gloo") as world:
-            corpus = build_shared_corpus(config, world, model, resumed=resumed, log=said.append)
+            corpus = open_corpus_on_all_ranks(config, world, model, resumed=resumed, log=said.append)
             order = make_step_order(config, corpus)
             found = open_evaluation_sets(config, corpus, corpus.select(order.evaluation), world, said.append)
         assert [s.documents.corpus.lengths.max() for s in found if s.name == "all"] == [8]
@@ -231,6 +231,6 @@ def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> N
     config = small_config(tmp_path, evaluation__sets=[{"name": "a", "path": str(rows)}], **keys)
     model = preset_config("qwen3-tiny", vocab_size=400)
     with World(check_config(config, 1), backend="gloo") as world:
-        trained = build_shared_corpus(config, world, model, resumed=False, log=lambda _: None)
+        trained = open_corpus_on_all_ranks(config, world, model, resumed=False, log=lambda _: None)
         evaluated = open_evaluation_set(config, config.evaluation.sets[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
     assert trained.documents_folder == evaluated.documents_folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longspan.attention import AttendCall, Mask
-from longspan.attention.call import Dropout
+from longspan.attention.dropout import Dropout
 from longspan.comm import World
 from longspan.config.sections import RunConfig, RunSection
 from longspan.layout import Layout
@@ -21,7 +21,7 @@ from longspan.run import collect_facts
 from longspan.run.collect_facts import mixers_text
 from longspan.run.facts import RunFacts, TrainResult
 from longspan.train import step_figures as figures_module
-from longspan.train.step_figures import StepFigures, model_figures
+from longspan.train.step_figures import StepFigures, make_step_figures
 from tests.report.runs import FACTS
 
 CONFIG = {
@@ -108,11 +108,11 @@ def test_a_prediction_stands_beside_the_steps_of_its_own_machine_alone(
     types = Execution(torch.float32, torch.bfloat16, torch.float32, ())
     model = cast(Any, SimpleNamespace(config=CONFIG, execution=types))
     world = cast(World, SimpleNamespace(home=Layout(2)))
-    figures = model_figures(RunConfig(run=RunSection(machine=file)), model, world, cost)
+    figures = make_step_figures(RunConfig(run=RunSection(machine=file)), model, world, cost)
     assert figures.priced_here is here
     assert (figures.peak is None) == (device == "CPU")
     unpriced = cast(Any, SimpleNamespace(config={**CONFIG, "mamba_d_state": 8}, execution=types))
-    assert "state-space" in model_figures(RunConfig(), unpriced, world, cost).uncounted
+    assert "state-space" in make_step_figures(RunConfig(), unpriced, world, cost).uncounted
 
 
 def of_calls(*calls: AttendCall) -> Execution:

@@ -88,7 +88,7 @@ def test_the_next_step_is_prepared_before_the_sums_of_a_step_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = list[str]()
-    plan_inline, select, make_sums = AsyncPlanner._plan_inline, StepOrder.select, StepEnd._check_sums
+    plan_inline, select, make_sums = AsyncPlanner._plan_inline, StepOrder.select, StepEnd._split_and_check_sums
 
     def note_plan(plans: AsyncPlanner, step: int) -> Plan:
         if plans._made_inline is None or plans._made_inline[0] != step:
@@ -107,7 +107,7 @@ def test_the_next_step_is_prepared_before_the_sums_of_a_step_are_read(
 
     monkeypatch.setattr(AsyncPlanner, "_plan_inline", note_plan)
     monkeypatch.setattr(StepOrder, "select", note_documents)
-    monkeypatch.setattr(StepEnd, "_check_sums", note_sums)
+    monkeypatch.setattr(StepEnd, "_split_and_check_sums", note_sums)
     lines_of(0, small_config(tmp_path, train__steps=4, evaluation__documents=0, evaluation__every=0, **ALONE), 1)
     events = events[events.index("documents 0") :]
     assert events[: events.index("sums") + 1][-3:] == ["plan 1", "documents 1", "sums"]

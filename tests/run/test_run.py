@@ -40,7 +40,7 @@ from longspan.errors import (
 )
 from longspan.evaluation.evaluate_saved import _open_held_out_documents
 from longspan.evaluation.request import SavedWeights, Subject
-from longspan.model.weights.fill import RandomWeights
+from longspan.model.weights.drawn_weights import RandomWeights
 from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape

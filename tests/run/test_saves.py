@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from longspan.checkpoint.export import export_checkpoint
-from longspan.cli.model_card import write_card
 from longspan.comm import on_all_ranks
 from longspan.config.file import load_config
 from longspan.errors import (
@@ -24,10 +23,11 @@ from longspan.errors import (
     RunFolderError,
 )
 from longspan.report import write_report
-from longspan.run import saves as module
+from longspan.run import free_disk, saves as module
 from longspan.run.checks import check_config
+from longspan.run.free_disk import check_free_disk
 from longspan.run.metrics import read_metrics
-from longspan.run.saves import BestCheckpoint, Saves, check_free_disk
+from longspan.run.saves import BestCheckpoint, Saves
 from tests.run.runs.homes import ALONE, lines_of, train_rows
 from tests.train.small import small_config
 
@@ -156,19 +156,21 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
     said = list[str]()
     best = BestCheckpoint("eval_loss", tmp_path, world, said.append)
     losses = {10: 3.0, 20: 3.5, 30: 2.0, 40: 2.0, 50: None, 60: 1.0}
-    assert [step for step, loss in losses.items() if best.keep_if_best(rows(loss), step)] == [10, 30, 60]
+    assert [step for step, loss in losses.items() if best.record_if_best(rows(loss), step)] == [10, 30, 60]
     assert said[1] == "step 30 has the best eval_loss so far, 2 (before: 3 at step 10); its checkpoint is kept"
     resumed = BestCheckpoint("eval_loss", tmp_path, world, said.append)
     resumed.load_bests(60, [60, 30])
     assert resumed.step == 60
     resumed.load_bests(50, [50, 30])  # what came after the checkpoint that the run goes on from is made again
-    assert resumed.step == 30 and not resumed.keep_if_best(rows(2.5), 60) and resumed.keep_if_best(rows(1.5), 60)
+    assert resumed.step == 30 and not resumed.record_if_best(rows(2.5), 60) and resumed.record_if_best(rows(1.5), 60)
     higher = BestCheckpoint("code/eval_hits:higher", tmp_path, world, said.append)
     higher.load_bests(60, [60, 30])
     assert higher.step == 0 and "is of another figure" in said[-1]
-    assert higher.keep_if_best(rows(1.0, eval_hits=0.5), 70) and not higher.keep_if_best(rows(1.0, eval_hits=0.4), 80)
+    assert higher.record_if_best(rows(1.0, eval_hits=0.5), 70) and not higher.record_if_best(
+        rows(1.0, eval_hits=0.4), 80
+    )
     with pytest.raises(ConfigError, match=r"checkpoint.keep_best names eval_hits, and the evaluation has eval_loss"):
-        higher.keep_if_best(rows(1.0), 90)
+        higher.record_if_best(rows(1.0), 90)
     (tmp_path / "best.json").write_text("{")
     higher.load_bests(60, [60, 30])
     assert higher.step == 0 and "is damaged" in said[-1]
@@ -239,10 +241,10 @@ def test_the_disk_is_compared_with_the_checkpoints_that_it_is_to_hold(
         asked.append(path)
         return SimpleNamespace(free=(free if path == tmp_path else free_for_model) * GB)
 
-    monkeypatch.setattr(module.shutil, "disk_usage", disk_usage)
-    monkeypatch.setattr(module, "read_configuration", lambda _: SimpleNamespace(dtype=torch.bfloat16))
-    monkeypatch.setattr(module, "complete_checkpoints", lambda _: [tmp_path] * there)
-    monkeypatch.setattr(module, "run_on_first_rank", lambda world, work, kind: work())
+    monkeypatch.setattr(free_disk.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(free_disk, "read_json", lambda _: {"dtype": "bfloat16"})
+    monkeypatch.setattr(free_disk, "complete_checkpoints", lambda _: [tmp_path] * there)
+    monkeypatch.setattr(free_disk, "run_on_first_rank", lambda world, work, kind: work())
     world = SimpleNamespace(
         home=SimpleNamespace(dp_replicate=2 if config.lora.rank else 1),
         control=SimpleNamespace(gather_objects=lambda size, _: [size, size]),
@@ -306,11 +308,9 @@ def test_a_run_ends_without_patience_with_its_best_weights_and_a_resume_counts_o
         assert summary["eval_at_degrees"][0]["step"] == 1
         assert summary["eval_at_degrees"][0]["eval_loss"] == evaluated[0]
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000001", "step-000004"}
-    exported = export_checkpoint(folder, folder / "checkpoints/step-000001", tmp_path / "best", lines.__contains__)
+    export_checkpoint(folder, folder / "checkpoints/step-000001", tmp_path / "best", lines.__contains__)
     best, model = (load_file(Path(path, "model.safetensors")) for path in (tmp_path / "best", folder / "model"))
     assert best.keys() == model.keys() and all(torch.equal(best[name], model[name]) for name in best)
-    write_card(exported, folder, "best", lines.__contains__)
-    assert f"| ended | after step 4 of 9: {reason} |" in (tmp_path / "best/README.md").read_text()
     assert f"ended after step 4 of 9: {reason}" in write_report(folder).read_text()
     with pytest.raises(ConfigError, match=r"evaluation.patience is 2, and held-out documents are evaluated after"):
         check_config(small_config(tmp_path, evaluation__patience=2, **keys | {"evaluation__every": 0}), 1)

@@ -26,7 +26,7 @@ from longspan.resolve.partition import choose_partition, set_default_partition
 from longspan.resolve.run_cost import set_node_size
 from longspan.run.checks import check_config
 from longspan.testing import backend, run_ranks
-from longspan.train.training import scale_positions
+from longspan.train.run_model.rope_scaling import scale_positions
 from tests.run.runs.homes import ALONE, lines_of
 from tests.train.small import small_config
 

@@ -18,7 +18,7 @@ from longspan.layout import Layout
 from longspan.model import preset_config
 from longspan.mtp import MtpLoss, add_mtp
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
-from longspan.run import warm_up as warm_up_module
+from longspan.run import loop as loop_module, warm_up as warm_up_module
 from longspan.run.metrics import read_metrics
 from longspan.run.warm_up import group_kind, plan_warm_up, repeat_on_all_slots, run_warm_up, smallest_group_of_each_kind
 from longspan.testing import run_ranks
@@ -40,16 +40,16 @@ MARKS = dict.fromkeys(("stages", "tensor and experts"), pytest.mark.whole)
 def _train(rank: int, cold: RunConfig, warm: RunConfig, ranks: int) -> list[str]:
     train_rank(rank, cold, ranks)
     lines: list[str] = []
-    before, said = warm_up_module.needs_warm_up, warm_up_module.run_warm_up
+    before, said = loop_module.needs_warm_up, warm_up_module.run_warm_up
 
     def noted(training: Any, plans: Any, evaluation: Any, log: Any) -> None:
         said(training, plans, evaluation, lines.append)
 
-    warm_up_module.needs_warm_up, warm_up_module.run_warm_up = lambda world: True, noted  # type: ignore[assignment]
+    loop_module.needs_warm_up, warm_up_module.run_warm_up = lambda world: True, noted  # type: ignore[assignment]
     try:
         train_rank(rank, warm, ranks)
     finally:
-        warm_up_module.needs_warm_up, warm_up_module.run_warm_up = before, said
+        loop_module.needs_warm_up, warm_up_module.run_warm_up = before, said
     return lines
 
 

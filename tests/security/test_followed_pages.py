@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from longspan import Layout, World
-from longspan.launch.launch import LOOPBACK, start_store_server
+from longspan.launch.environment import LOOPBACK
+from longspan.launch.launch import start_store_server
 from longspan.report.follow import Follower, LiveRun, live_page
 from longspan.testing import run_ranks
 from tests.report.runs import train_row, write_run

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from longspan.corpus.row_files import CHUNK_BYTES, chunk_rows, row_file
-from longspan.corpus.rows.infer_turns import longest_overlap
+from longspan.corpus.rows.chats.infer_turns import longest_overlap
 from longspan.corpus.rows.sample import BadRow
-from longspan.data.documents import Corpus
+from longspan.corpus.sources.row_chunks import chunk_rows
+from longspan.corpus.sources.row_files import CHUNK_BYTES, row_file
+from longspan.data.corpus_documents import Corpus
 from longspan.errors import DataError
 from tests.corpus.test_formats import corpus_of, rows_as, zstd
 

@@ -12,7 +12,7 @@ from longspan import Group, Layout, MicroBatch, World, bind
 from longspan.comm import SequenceShard, ShardPart
 from longspan.ssm import causal_conv, linear_scan
 from longspan.ssm.chains import Chains
-from longspan.ssm.conv import find_halo
+from longspan.ssm.conv import cached_halo
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, arrived_gradients, write_first_outputs
 from longspan.testing import backend
 from tests.reference import relative_error
@@ -173,7 +173,7 @@ def first_row_errors(
     generator, worst = torch.Generator().manual_seed(0), {"y": 0.0, "owed": 0.0}
     for member in range(3):
         chains = Chains(ShardPart(group, member, member, 0, world_key=-1), device)
-        halo, rows = find_halo(chains, width - 1), int(chains.lengths.sum())
+        halo, rows = cached_halo(chains, width - 1), int(chains.lengths.sum())
         shapes = (rows, CHANNELS), (rows, CHANNELS), (sum(halo.receives), CHANNELS), (CHANNELS, width), (CHANNELS,)
         x, dout, arrived, weight, bias = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
         if not len(arrived):

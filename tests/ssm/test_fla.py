@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from longspan import Layout, World, bind
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
 from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, ScanKernel
-from longspan.ssm.kernels.call import SavedScan, state_dtype
-from longspan.ssm.kernels.packages import fla_unsupported_call_reason
+from longspan.ssm.kernels.fla import fla_unsupported_call_reason
+from longspan.ssm.kernels.interface import SavedScan, state_dtype
 from longspan.testing import backend, run_ranks
 from tests.reference import relative_error
 from tests.ssm.parity import FIRST_ROWS, batches, by_rows, convolved, first_row_errors

@@ -27,8 +27,9 @@ from longspan import (
 from longspan.errors import CommError, DataError
 from longspan.multimodal import MediaDocuments, MediaItem
 from longspan.testing import backend, run_ranks
-from longspan.train.gather import GatheredDocuments
-from longspan.train.read_rows import count_prefix_rows, read_rows
+from longspan.train.rows.gather_documents import GatheredDocuments
+from longspan.train.rows.read_rows import read_rows
+from longspan.train.rows.visible_spans import count_prefix_rows
 from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)

@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.train import kernels_ahead, starts
-from longspan.train.kernels_ahead import CACHE, HOPPER, compile_kernels_ahead
-from longspan.train.starts import Starts
+from longspan.train.start import gpu_imports, kernels_ahead, start_times
+from longspan.train.start.kernels_ahead import CACHE, HOPPER, compile_kernels_ahead
+from longspan.train.start.start_times import Starts
 
 CONFIG = RunConfig(model=ModelConfig(preset="qwen3-0.6b"))
 
@@ -37,9 +37,9 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[mo
 
 
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([100.0, 103.0, 103.5, 106.0])
-    monkeypatch.setattr(starts.time, "time", lambda: next(times))
-    parts = Starts()
+    times = iter([103.0, 103.5, 106.0])
+    monkeypatch.setattr(start_times.time, "time", lambda: next(times))
+    parts = Starts(_last=100.0)
     for name in ("processes", "model", "processes"):
         parts.end_part(name)
     assert str(parts) == "ready after 6.0 s: processes 5.5, model 0.5"
@@ -54,19 +54,19 @@ def test_threads_take_short_turns_while_one_of_them_imports_what_is_there(monkey
         turns.append(sys.getswitchinterval())
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(starts, "import_module", import_module)
-    thread = starts.begin_gpu_imports(1, compiled=False)
+    monkeypatch.setattr(gpu_imports, "import_module", import_module)
+    thread = gpu_imports.begin_gpu_imports(1, compiled=False)
     turns.append(sys.getswitchinterval())
     go_on.set()
     thread.join()
-    assert turns == [pytest.approx(starts.TURN)] * (1 + len(starts.GPU_MODULES))
-    assert sys.getswitchinterval() == usual > starts.TURN
+    assert turns == [pytest.approx(gpu_imports.TURN)] * (1 + len(gpu_imports.GPU_MODULES))
+    assert sys.getswitchinterval() == usual > gpu_imports.TURN
 
 
 IMPORTS_BESIDE = """
-from longspan.train import starts
-starts.import_module = str  # what the thread imports beside its own needs takes seconds
-starts.begin_gpu_imports(1, compiled=True)
+from longspan.train.start import gpu_imports
+gpu_imports.import_module = str  # what the thread imports beside its own needs takes seconds
+gpu_imports.begin_gpu_imports(1, compiled=True)
 from longspan.run.loop import train
 """
 

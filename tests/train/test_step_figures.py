@@ -17,7 +17,7 @@ from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.train.passes import Passes
 from longspan.train.step_figures import StepFigures
 from longspan.train.terms import slot_pace
-from longspan.train.terms.encoders import EncoderTimes
+from longspan.train.terms.encoding import EncoderTimes
 from longspan.train.terms.slot_pace import SlotPaceTerm
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)

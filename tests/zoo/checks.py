@@ -48,13 +48,14 @@ from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import add_mtp
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.frozen.formats.stored_weight import four_bit_weight
+from longspan.model.frozen.formats.stored_weight import stored_four_bit_weight
 from longspan.model.seams.norms import fuse_norms
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.ssm import causal_conv, linear_scan
-from longspan.train.step import run_step, token_log_probs
-from longspan.train.step_end import clip_grad_norm
+from longspan.train.document_log_probs import token_log_probs
+from longspan.train.gradient_norm import clip_grad_norm
+from longspan.train.step import run_step
 from longspan.train.terms.mtp import MtpLoss
 from tests.model.stock import SIZES, prepare_untried
 from tests.reference import dense_attention, relative_error
@@ -332,7 +333,7 @@ def codes_in_bfloat16(world: World) -> float:
     """How many bytes of this rank's codes are others than those of the folder, which holds them in bfloat16."""
     tensors = _four_bit_tensors(rows=16, columns=64)
     own = slice(8 * world.slot, 8 * world.slot + 8)
-    weight = four_bit_weight("linear.weight", tensors)
+    weight = stored_four_bit_weight("linear.weight", tensors)
     exact = tensors["linear.weight"].view(torch.uint8).view(16, 32)[own]
     return float((weight.read(own)[:, :32] != exact).sum())
 
@@ -341,11 +342,11 @@ def scales_of_a_shard(world: World) -> float:
     """The error of this rank's rows of a weight, which it unpacks without those of others."""
     tensors = _four_bit_tensors(rows=16, columns=64)
     own = slice(8 * world.slot, 8 * world.slot + 8)
-    weight = four_bit_weight("linear.weight", tensors)
+    weight = stored_four_bit_weight("linear.weight", tensors)
     values, unit = torch.empty(8, 64), torch.empty(16, 64)
     weight.format.unpack(weight.read(own), values)
     scales = tensors["linear.weight.absmax"]
-    ones = four_bit_weight("linear.weight", tensors | {"linear.weight.absmax": torch.ones(16)})
+    ones = stored_four_bit_weight("linear.weight", tensors | {"linear.weight.absmax": torch.ones(16)})
     ones.format.unpack(ones.read(), unit)
     return relative_error(values, (unit * scales[:, None])[own])
 

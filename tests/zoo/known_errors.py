@@ -63,11 +63,11 @@ GROUPS: dict[str, dict[str, KnownError]] = {
             "(passes.mean_loss(loss) * passes.plan.tokens / batch.shard.tokens / len(batches)).backward()",
         ),
         "metrics summed over ranks that hold the same": KnownError(
-            checks.log_probs(1), "train.terms.token_loss", "if world.coordinates.tp == 0:", "if True:", TP
+            checks.log_probs(1), "train.terms.collected_log_probs", "if world.coordinates.tp == 0:", "if True:", TP
         ),
         "gradient norm counts copies": KnownError(
             checks.clipped_norm,
-            "train.step_end",
+            "train.gradient_norm",
             "return bool((mesh.mesh == self._first_rank).any()) and not any(copies)",
             "return True",
             TP,
@@ -76,13 +76,13 @@ GROUPS: dict[str, dict[str, KnownError]] = {
     "Tokens, labels and evaluation": {
         "labels rolled inside a rank's part": KnownError(
             checks.log_probs(2),
-            "train.read_rows",
+            "train.rows.read_rows",
             "targets = labels[ahead]",
             "targets = np.roll(ids, -1)[: len(labels[ahead])]",
         ),
         "a document's last token predicts the next document": KnownError(
             checks.step(lengths=(2, 5, 2, 2, 9)),
-            "train.read_rows",
+            "train.rows.read_rows",
             "targets = labels[ahead]",
             "targets = np.append(labels[ahead], tokens[0])[: stop - start]",
         ),
@@ -106,7 +106,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         ),
         "members evaluate different documents": KnownError(
             checks.evaluation((16, 16, 16)),  # a rank that read other documents would fail no check of sizes
-            "train.read_rows",
+            "train.rows.read_rows",
             "reader.read_run(document, start,",
             "reader.read_run((document + shard_part.member) % len(documents), start,",
         ),
@@ -122,7 +122,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         ),
         "the last token of an odd length": KnownError(
             checks.attention((7, 3, 1), True, False),
-            "attention.call",
+            "attention.members",
             "        if group.pad_to is None:\n            return segments\n"
             "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])",
             "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document] // 2 * 2)",
@@ -217,7 +217,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         ),
         "a resumed run repeats the first epoch's order": KnownError(
             checks.steps_of_resumed_runs,
-            "data.stream",
+            "data.shuffle",
             "keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]",
             "keys = [_hash_words(key + 0 * epochs * _GOLDEN) for key in self._keys]",
         ),

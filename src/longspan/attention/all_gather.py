@@ -10,19 +10,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.call import (
-    AttendCall,
-    Gradients,
+from longspan.attention.blocks import (
     HeadSlice,
-    Members,
-    Saved,
     add_block,
     backward_head_groups,
     block_gradients,
     cut_heads,
     sink_gradient,
 )
-from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
+from longspan.attention.call import AttendCall, Gradients, Saved
+from longspan.attention.members import Members
+from longspan.attention.rows import accumulation_dtype, concat_heads, join_columns, sum_rows
+from longspan.attention.sums import Partial, RowSum
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.messages import GATHER_SLICE_BYTES as SLICE_BYTES, GATHER_SLICES as SLICES
 
@@ -80,7 +79,12 @@ def all_gather_backward(
 def _gather_slices(
     members: Members, tensors: _Pair, slices: Sequence[HeadSlice], label: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
-    """While the caller computes with a slice the next one travels."""
+    """Yield each slice of heads with all rows of its k and v in document order, (S, heads, size); the next slice
+    travels meanwhile.
+
+    `tensors` are this member's k and v. A yielded pair should be freed before the next is asked for: then one is in
+    memory.
+    """
     channel = members.gather_channel
     order = members.document_order(channel.starts(members.counts))
 
@@ -99,7 +103,10 @@ def _gather_slices(
 
 
 class _GradientSums:
-    """Sums a slice's dk and dv over the members, each of which gets those of its rows, while the next is computed."""
+    """A reduce-scatter of dk and dv, slice of heads by slice: each member gets the sums over members for its own rows.
+
+    A slice travels while the next one is computed.
+    """
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -109,11 +116,12 @@ class _GradientSums:
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
     def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
-        """Those of the slice before are collected first, so that one message at a time takes memory. k and v are (S,
-        heads, size).
+        """Add up a slice's gradients and send each member those of its rows. k and v (S, heads, size) give shapes and
+        dtype.
 
-        dk and dv lie side by side: (S, columns) in the accumulation dtype, rows member after member. Every call of the
-        kernel gave one addend; its index (S,) says for each row which of the addend's rows it is (−1: none).
+        The slice before is collected first, so that one message at a time takes memory. dk and dv lie side by side: (S,
+        columns) in the accumulation dtype, rows member after member. Every call of the kernel gave one addend; its
+        index (S,) says for each row which of the addend's rows it is (−1: none).
         """
         self._collect_slice()
         self._row_shapes = [x.shape[1:] for x in (k, v)]
@@ -131,11 +139,13 @@ class _GradientSums:
         self._started = self._channel.all_to_all_rows(packed, self._members.counts, [rows] * degree, label)
 
     def own_sums(self) -> _Pair:
+        """Return dk and dv of this member's rows, all slices of heads joined; called once, after the last slice."""
         self._collect_slice()
         dk, dv = (concat_heads(parts) for parts in zip(*self._finished_slices, strict=True))
         return dk, dv
 
     def _collect_slice(self) -> None:
+        """Wait for the slice that was sent last, if any, and keep the sum over members of this member's rows."""
         if self._started is None:
             return
         # Every member's gradients of the own rows, one after another; unflatten refuses a tensor without rows.

@@ -15,23 +15,25 @@ of each row and head, if the kernel takes those.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Gradients, Members, Saved, add_block, sum_addends
+from longspan.attention.blocks import add_block, sum_addends
+from longspan.attention.call import AttendCall, Gradients, Saved
+from longspan.attention.members import Members
 from longspan.attention.ring import Queries, RingGradients, key_blocks, make_queries, ring_backward, ring_forward
 from longspan.attention.rows import (
-    Partial,
+    ALIGNED_BYTES,
     accumulation_dtype,
     copy_rows,
     deltas,
     head_slice_by_member,
-    heads_as_numbers,
     join_columns,
-    numbers_as_heads,
     views_by_member,
 )
+from longspan.attention.sums import Partial
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.messages import (
     EXCHANGE_SLICE_BYTES as SLICE_BYTES,
@@ -68,9 +70,11 @@ class HeadSwap:
         return [range(first, first + self._shared) for first in range(0, self.slices, self._shared)]
 
     def opens_run(self, slice_index: int) -> bool:
+        """Whether a slice of query heads is the first of those that share its key/value heads."""
         return slice_index % self._shared == 0
 
     def closes_run(self, slice_index: int) -> bool:
+        """Whether a slice of query heads is the last of those that share its key/value heads."""
         return self.opens_run(slice_index + 1)
 
     def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
@@ -80,7 +84,9 @@ class HeadSwap:
         return [tensors if self.opens_run(slice_index) else tensors[:1] for slice_index in range(self.slices)]
 
     def saved_of_slice(self, saved: Sequence[Saved], slice_index: int) -> Saved:
-        """Keys and values are saved by the first slice that uses them."""
+        """Return what forward saved of a slice, with the keys and values that the first slice of its run
+        saved for all.
+        """
         first = saved[slice_index - slice_index % self._shared]
         return saved[slice_index]._replace(k=first.k, v=first.v)
 
@@ -95,6 +101,7 @@ class HeadSwap:
         return [slice(0, 3)] if self.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
 
     def slice_call(self, call: AttendCall, slice_index: int) -> AttendCall:
+        """Return the call for a slice of the query heads that are computed here: sinks and dropout go by head."""
         start = self.own_heads.start + slice_index * self.heads_of_slice
         return call.for_heads(start, start + self.heads_of_slice)
 
@@ -163,7 +170,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     query_numbers = max(members.part.counts) * q.shape[1] * q.shape[2]
     slices = count_exchange_slices(split, query_numbers, q.element_size(), most=SLICES, slice_bytes=SLICE_BYTES)
     swap = HeadSwap(members, split, 1 if members.has_narrow_window else slices)
-    work = _Forward(q, k, v, swap, call)
+    work = _SlicedForward(q, k, v, swap, call)
     _advance_rings_in_turn([work.ring_turns(run) for run in swap.kv_runs])
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for slice_index in range(swap.slices):
@@ -193,7 +200,7 @@ def _advance_rings_in_turn(rings: Sequence[Iterator[None]]) -> None:
         pass
 
 
-class _Forward:
+class _SlicedForward:
     """Forward of one call, a slice of heads at a time: receives a slice, computes it and sends its output back.
 
     `saved` is what backward needs of each slice. `_arriving` are the slices on their way here, `leaving` the outputs on
@@ -237,6 +244,9 @@ class _Forward:
                 yield
 
     def _receive_slice(self, slice_index: int) -> tuple[Tensor, ...]:
+        """Wait for the next slice on its way here, which must be this one: (q,), or (q, k, v) of the first
+        in its run.
+        """
         return self._swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
 
 
@@ -255,7 +265,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     query_numbers = max(members.part.counts) * members.inner * split.member_heads * saved[0].q.shape[2]
     one_by_one = count_head_groups(4 * query_numbers, swap.slices) > 1  # 4 bytes: sums are float32
-    work = _Backward(dout, saved, swap, call, kv_dtype, in_flight=1 if one_by_one else swap.slices)
+    work = _SlicedBackward(dout, saved, swap, call, kv_dtype, in_flight=1 if one_by_one else swap.slices)
     if members.degree > 1 and swap.slices > 1 and not one_by_one:
         _advance_rings_in_turn([work.ring_turns(run) for run in swap.kv_runs])
     else:
@@ -267,7 +277,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     return Gradients(dq, dk, dv, work.sink_gradients())
 
 
-class _Backward:
+class _SlicedBackward:
     """Backward of one call, a slice of heads at a time: receives a slice, computes it and sends its gradients back.
 
     `in_flight` slices of heads are sent first: dout and, where the local q, k, v and out were saved, these too. With a
@@ -299,7 +309,9 @@ class _Backward:
         if self._is_local:
             q, k, v, out, _ = saved[0]
             output_or_deltas = (
-                numbers_as_heads(deltas(dout, out), dout.dtype, swap.heads_of_slice) if self._takes_deltas else out
+                pack_numbers_as_heads(deltas(dout, out), dout.dtype, swap.heads_of_slice)
+                if self._takes_deltas
+                else out
             )
             self._sent = [(*tensors, dout, output_or_deltas) for tensors in swap.tensors_to_send(q, k, v)]
         self._in_flight = in_flight
@@ -312,6 +324,9 @@ class _Backward:
         self._kv_addends: list[Addend] = []
 
     def compute_slice(self, slice_index: int) -> None:
+        """Compute one slice with a ring of its own, send its gradients back, and keep dk and dv for the slices that
+        share them.
+        """
         swap = self._swap
         queries = self._receive_queries(slice_index)
         slice_gradients = ring_backward(queries.dout, [queries.saved], swap.members, queries.call)
@@ -356,7 +371,11 @@ class _Backward:
         self._send_gradients(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
 
     def receive_gradients(self) -> tuple[Tensor, ...]:
-        """Return dq, dk and dv (T, heads, size), complete at the end, with every copy of a head."""
+        """Wait for all gradients on their way, and return dq, dk and dv (T, heads, size) of the local rows, with every
+        copy of a key/value head.
+
+        They are complete once all slices were sent; before, heads that are not here yet hold anything.
+        """
         if not self._received and self._leaving:
             dout = self._dout
             saved = self._saved[0]
@@ -379,6 +398,7 @@ class _Backward:
         return all_heads
 
     def _send_output_gradients(self, slice_index: int) -> None:
+        """Start sending a slice of dout, with q, k, v and out or deltas where the local ones were saved."""
         self._arriving.append(self._swap.send_heads(self._sent[slice_index], slice_index, _BACKWARD))
 
     def _receive_queries(self, slice_index: int) -> Queries:
@@ -393,20 +413,41 @@ class _Backward:
         if self._is_local:
             q, *kv, dout, out = arrived  # k and v only with the first of the slices that share them
             k, v = self._shared_kv = tuple(kv) or self._shared_kv
-            saved = Saved(
-                q, k, v, heads_as_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse
-            )
+            saved = Saved(q, k, v, unpack_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
         else:
             (dout,) = arrived
             saved = swap.saved_of_slice(self._saved, slice_index)
         return make_queries(dout, saved, swap.slice_call(self._call, slice_index))
 
     def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
+        """Finish the gradients of these slices of queries, send them back, and keep those of their sinks."""
         for slice_index, slice_queries in zip(indices, queries, strict=True):
             dq, self._dsinks[slice_index] = slice_queries.gradients()
             self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
 
     def _send_gradients(self, slice_index: int, gradient_slice: slice, gradients: Sequence[Tensor]) -> None:
+        """Start sending gradients of a slice back; `gradient_slice` says which of (dq, dk, dv) they are."""
         self._leaving.append(
             (slice_index, gradient_slice, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients"))
         )
+
+
+def pack_numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
+    """View numbers of rows and heads (T, N) bit by bit as heads (T, N, size) of `dtype`, to travel with such heads.
+
+    Behind each number come zeros, so many that the numbers of a slice of `heads_of_slice` heads take a multiple of 16
+    bytes: kernels want rows at such addresses.
+    """
+    aligned = ALIGNED_BYTES // numbers.itemsize
+    wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))
+    wide[..., 0] = numbers
+    return wide.view(dtype)
+
+
+def unpack_numbers(heads: Tensor) -> Tensor:
+    """Return the numbers (R, n) that `pack_numbers_as_heads` made these heads of, in the accumulation dtype."""
+    return (
+        heads.clone(memory_format=torch.contiguous_format)
+        .view(accumulation_dtype(heads.dtype))[..., 0]
+        .contiguous()
+    )

@@ -20,25 +20,17 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
-from longspan.attention.call import (
-    AttendCall,
-    CallPart,
-    Dropout,
-    Gradients,
-    Members,
-    Saved,
-    cache_of,
-    dtype_name,
-    mix_seed,
-)
+from longspan.attention.call import AttendCall, CallPart, Gradients, Saved, cache_of, dtype_name
+from longspan.attention.dropout import Dropout, mix_seed
 from longspan.attention.kernels import choose_kernel
+from longspan.attention.masks import Mask
+from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.rows import accumulation_dtype, cast_rows, contiguous_heads, take_rows
 from longspan.attention.saved_outputs import active_recording
-from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard, ShardPart, world_of
+from longspan.comm.autograd import break_graphs_around
 from longspan.comm.replays import Replay, Run
-from longspan.comm.shard import break_graphs_around
 from longspan.errors import AttentionError, import_object
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.messages import REPLAYED_NUMBERS
@@ -63,7 +55,7 @@ class Arguments(NamedTuple):
     latents: bool = False
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, latents: bool = False) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, latents: bool) -> None:
     """Raise AttentionError unless q (T, N, H), k (T, K, H), v (T, K, Hv) fit each other and the shard.
 
     Rows must be those of the shard, on its device, and K must divide N; v may have another head size than q and k.
@@ -78,10 +70,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, late
         _refuse_dtensor(name, x)
     dtypes = {name: dtype_name(x.dtype) for name, x in tensors.items()}
     devices = {name: str(x.device) for name, x in tensors.items()}
-    for what, values, act in (("dtype", dtypes, "cast"), ("device", devices, "move")):
+    for attribute, values, verb in (("dtype", dtypes, "cast"), ("device", devices, "move")):
         if len({*values.values()}) > 1:
             got = ", ".join(f"{name} {value}" for name, value in values.items())
-            raise AttentionError(f"q, k and v need one {what}, got {got}; {act} them before attend")
+            raise AttentionError(f"q, k and v need one {attribute}, got {got}; {verb} them before attend")
     if q.dtype not in _DTYPES:
         raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
     if q.device != shard.device:
@@ -103,13 +95,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, late
 
 
 def _refuse_dtensor(name: str, x: Tensor) -> None:
+    """Raise AttentionError for a DTensor: attend computes with this rank's part, and would take it for the whole."""
     if isinstance(x, DTensor):
         placements = ", ".join(map(str, x.placements))
         raise AttentionError(f"{name} is a DTensor ({placements}); pass this rank's part of it: {name}.to_local()")
 
 
 def _check_shape(name: str, x: Tensor, shape: tuple[int | str, ...], contents: str) -> None:
-    """Raise AttentionError unless x is a tensor of this shape; a size in words stands for any."""
+    """Raise AttentionError unless x is a plain tensor of this shape, in which "k" stands for any size; `contents` says
+    what it holds.
+    """
     if not isinstance(x, Tensor):
         raise AttentionError(f"{name} is a {type(x).__name__}; give a tensor of {contents}")
     _refuse_dtensor(name, x)
@@ -153,7 +148,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
 
 
-Sizes = tuple[int, int]
+LevelSizes = tuple[int, int]
 
 
 class CommChoice(NamedTuple):
@@ -163,7 +158,7 @@ class CommChoice(NamedTuple):
     inner: int = 1
 
 
-def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -> list[CommChoice]:
+def choose_communication(shard: SequenceShard, arguments: Arguments, call: AttendCall) -> list[CommChoice]:
     """Return how each group of the micro-batch communicates.
 
     Raises AttentionError, naming the group, for a type that is unknown, a2a and p2p sizes whose product is not the
@@ -177,42 +172,50 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
         if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_positive_integer, sizes)):
             raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
         arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
-    return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
+    return [_choose_for_group(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
 
 
-def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttendCall) -> CommChoice:
-    """The call's type wins over the group's; of a list of types the layer's is taken."""
+def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, call: AttendCall) -> CommChoice:
+    """Return how the group at `index` of the micro-batch communicates in this call; raise AttentionError as
+    `choose_communication`.
+
+    The call's type wins over the group's; of a list of types the layer's is taken, and "auto" is the fastest one by the
+    world's machine.
+    """
     group = shard.micro_batch.groups[index]
     where = f" of group {index}"
-    types, whose = (group.cp_comm_type, where) if arguments.cp_comm_type is None else (arguments.cp_comm_type, "")
-    kind = _layer_comm_type(types, arguments.layer, f"cp_comm_type{whose}")
-    if kind != "auto":
-        find_comm_pattern(kind, whose)
+    types, owner = (group.cp_comm_type, where) if arguments.cp_comm_type is None else (arguments.cp_comm_type, "")
+    comm_type = _layer_comm_type(types, arguments.layer, f"cp_comm_type{owner}")
+    if comm_type != "auto":
+        find_comm_pattern(comm_type, owner)  # raises for an unknown one
     if group.degree == 1:  # nobody to communicate with
         return CommChoice("p2p")
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
-    if kind == "auto" and call.indexed:
-        kind = "all_gather"  # queries and their indices stay where they are
-    elif kind == "auto":
+    if comm_type == "auto" and call.indexed:
+        comm_type = "all_gather"  # queries and their indices stay where they are
+    elif comm_type == "auto":
         world = world_of(shard.world_key)
         fastest = world.machine.fastest_type(group, call.sizes, node_size=world.node_size)
-        kind, sizes = fastest.cp_comm_type, fastest.sizes
-    inner = group.degree if kind == "a2a" else 1
-    if kind == "a2a+p2p":
+        comm_type, sizes = fastest.cp_comm_type, fastest.sizes
+    inner = group.degree if comm_type == "a2a" else 1
+    if comm_type == "a2a+p2p":
         inner = _hierarchical_sizes(sizes, group.degree, where)[0]
     if call.heads % inner:
         fit = [size for size in range(1, group.degree + 1) if call.heads % size == 0 and group.degree % size == 0]
         level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
         raise AttentionError(
-            f"{call.heads} query heads cannot be dealt to the {inner} members that cp_comm_type {kind!r}{where} "
+            f"{call.heads} query heads cannot be dealt to the {inner} members that cp_comm_type {comm_type!r}{where} "
             f"exchanges heads between; sizes that divide both the heads and cp {group.degree}: "
             f"{', '.join(map(str, fit))} (a2a+p2p with hierarchical_context_parallel_sizes {level}), or use p2p or "
             "all_gather"
         )
-    return CommChoice(kind, inner)
+    return CommChoice(comm_type, inner)
 
 
 def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -> str:
+    """Return the type of layer `layer`, its global index, from one type for all layers or a list with one per layer;
+    `name` is for the error.
+    """
     if isinstance(types, str):
         return types
     if not isinstance(layer, Integral) or not 0 <= layer < len(types):
@@ -223,7 +226,10 @@ def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -
     return types[layer]
 
 
-def _hierarchical_sizes(sizes: Sizes | None, degree: int, where: str) -> Sizes:
+def _hierarchical_sizes(sizes: LevelSizes | None, degree: int, where: str) -> LevelSizes:
+    """Return (a2a, p2p) sizes whose product is the degree; raise AttentionError for others, or none, with those that
+    would fit.
+    """
     if sizes is not None and sizes[0] * sizes[1] == degree:
         return sizes
     fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
@@ -254,19 +260,21 @@ def check_indices(indices: Tensor | None, q: Tensor, shard: SequenceShard, argum
         raise AttentionError(f"indices choose among earlier keys, got {got}; call without indices")
 
 
-def refuse_in_families(arguments: Arguments, shard: SequenceShard, *, indexed: bool) -> None:
-    """Raise AttentionError for what is not defined, or not exact, where documents share a prefix."""
-    asked = {
+def check_shared_prefixes(arguments: Arguments, shard: SequenceShard, *, indexed: bool) -> None:
+    """Raise AttentionError for what is not defined, or not exact, where documents share a prefix: called only for such
+    micro-batches.
+    """
+    has_feature = {
         "causal=False": not arguments.causal,
         f"chunk {arguments.chunk}": arguments.chunk is not None,
         "indices": indexed,
         f"dropout {arguments.dropout:g}": arguments.dropout > 0,
         "a shard with spans": shard.has_spans,
     }
-    if given := [name for name, value in asked.items() if value]:
+    if features := [name for name, is_present in has_feature.items() if is_present]:
         raise AttentionError(
-            f"documents of the micro-batch share prefixes (Group.parents), and attend got {', '.join(given)}, which it "
-            "has for separate documents alone; plan the documents without share_prefixes"
+            f"documents of the micro-batch share prefixes (Group.parents), and attend got {', '.join(features)}, which "
+            "it has for separate documents alone; plan the documents without share_prefixes"
         )
 
 
@@ -277,12 +285,15 @@ def pack_call(
     sinks: Tensor | None,
     shard: SequenceShard,
     arguments: Arguments,
-    indices: Tensor | None = None,
+    indices: Tensor | None,
 ) -> AttendCall:
-    """Pack the call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact.
+    """Check the arguments of `attend` and pack them into one call: mask, scale, kernel, and how each part of the shard
+    communicates.
 
-    A window that hides nothing is dropped. Kernels take positive scales, so the sign is kept apart, and a scale of 0 is
-    a sign of 0. A part of padding rows belongs to no group (index −1), and any communication type will do.
+    Raises AttentionError for whatever could not be computed exactly. A window that hides nothing is dropped. Kernels
+    take positive scales, so the sign is kept apart, and a scale of 0 is a sign of 0. A part of padding rows belongs to
+    no group (index −1), and any communication type will do. The call has no `sinks`, `indices` and seed of dropout yet:
+    layers with the same shapes and arguments share it.
     """
     check_tensors(q, k, v, shard, latents=arguments.latents)
     check_attention_arguments(arguments)
@@ -293,7 +304,7 @@ def pack_call(
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
     mask = Mask(arguments.causal, window, chunk).for_lengths(shard.micro_batch.path_lengths)
     if any(group.parents is not None for group in groups):
-        refuse_in_families(arguments, shard, indexed=indices is not None)
+        check_shared_prefixes(arguments, shard, indexed=indices is not None)
     # no model defines whether a span reaches over a chunk's end
     if arguments.chunk is not None and shard.has_spans:
         raise AttentionError(
@@ -312,12 +323,12 @@ def pack_call(
         indexed=indices is not None,
         latents=arguments.latents,
     )
-    choices = comm_choices(shard, arguments, call)
+    choices = choose_communication(shard, arguments, call)
     kernel = choose_kernel(call, arguments.kernel)
     parts = list[CallPart]()
     for part in shard.parts:
         choice = choices[part.index] if part.index >= 0 else CommChoice("p2p")
-        members = find_members(part, shard, mask, choice.inner)
+        members = cached_members(part, shard, mask, choice.inner)
         parts.append(CallPart(slice(part.start, part.stop), choice.cp_comm_type, members))
     replays = None
     if kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS:
@@ -329,8 +340,10 @@ def pack_call(
     return replace(call, kernel=kernel, parts=tuple(parts), replays=replays)
 
 
-def find_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int = 1) -> Members:
-    """Find the members of a part's group; those with the same mask are made once for a shard."""
+def cached_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int = 1) -> Members:
+    """Return the members of a part's group under this mask; made at the first call for a shard, and kept in its cache
+    for all layers.
+    """
     mask = mask.for_lengths(part.group.path_lengths)
     cache = cache_of(shard)
     key = (part.index, inner, mask)
@@ -339,12 +352,12 @@ def find_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int =
     return cache.members[key]
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Members, AttendCall], tuple[Tensor, list[Saved]]]
-Backward = Callable[[Tensor, Sequence[Saved], Members, AttendCall], Gradients]
+PatternForward = Callable[[Tensor, Tensor, Tensor, Members, AttendCall], tuple[Tensor, list[Saved]]]
+PatternBackward = Callable[[Tensor, Sequence[Saved], Members, AttendCall], Gradients]
 
 _SAVED = len(Saved._fields)
 # How the members of a group share keys and values; both functions work on one part's local rows.
-PATTERNS: dict[str, tuple[Forward, Backward]] = {
+PATTERNS: dict[str, tuple[PatternForward, PatternBackward]] = {
     "p2p": (ring_forward, ring_backward),
     "all_gather": (all_gather_forward, all_gather_backward),
     "a2a": (a2a_forward, a2a_backward),
@@ -353,19 +366,19 @@ PATTERNS: dict[str, tuple[Forward, Backward]] = {
 
 
 @cache
-def find_comm_pattern(kind: str, where: str = "") -> tuple[Forward, Backward]:
-    """Find the two functions of a communication type, or the pair of one's own with this dotted name.
+def find_comm_pattern(cp_comm_type: str, where: str = "") -> tuple[PatternForward, PatternBackward]:
+    """Find the two functions of a communication type, or import the pair of one's own with this dotted name.
 
-    Raises AttentionError if there is none; `where` says of what it is.
+    Raises AttentionError if there is none; `where`, as " of group 0", stands in the message behind the key.
     """
-    pattern = PATTERNS.get(kind)
-    if isinstance(kind, str) and "." in kind:
-        pattern = import_object(kind, f"cp_comm_type{where} is {kind!r}", AttentionError)
+    pattern = PATTERNS.get(cp_comm_type)
+    if isinstance(cp_comm_type, str) and "." in cp_comm_type:
+        pattern = import_object(cp_comm_type, f"cp_comm_type{where} is {cp_comm_type!r}", AttentionError)
     if isinstance(pattern, tuple) and len(pattern) == 2 and all(map(callable, pattern)):
         return pattern
     raise AttentionError(
-        f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(COMM_TYPES)}, or the dotted name of a pair of "
-        "functions of your own: forward and backward (CONTRIBUTING.md)"
+        f"cp_comm_type {cp_comm_type!r}{where} is unknown; use one of {', '.join(COMM_TYPES)}, or the dotted name of a "
+        "pair of functions of your own: forward and backward (CONTRIBUTING.md)"
     )
 
 
@@ -441,7 +454,7 @@ def attend(
         kernel=kernel,
         latents=latents,
     )
-    call = _cached_call(q, k, v, sinks, shard, arguments, indices)
+    call = _cached_or_packed_call(q, k, v, sinks, shard, arguments, indices)
     if dropout:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise AttentionError(
@@ -454,15 +467,18 @@ def attend(
     # a node of autograd would only cost the host
     if not torch.is_grad_enabled() and active_recording.get() is None:
         q, k, v = map(contiguous_heads, (q, k, v))
-        return _attend_parts(q, k, v, _call_with_tensors(call, sinks, indices))[0]
+        return _attend_parts(q, k, v, _with_layer_tensors(call, sinks, indices))[0]
     return _Attend.apply(q, k, v, sinks, indices, call)  # pyright: ignore[reportReturnType]
 
 
 def _hashable_argument(argument: Any) -> Any:
+    """Return a sequence as a tuple, so that it may be a part of the cache's key; anything else as it is, to be checked
+    later.
+    """
     return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
 
 
-def _cached_call(
+def _cached_or_packed_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -471,7 +487,12 @@ def _cached_call(
     arguments: Arguments,
     indices: Tensor | None,
 ) -> AttendCall:
-    """The layer's index is a part of the key only where it decides the communication type."""
+    """Return the packed call of these arguments, from the shard's cache where a layer had the same; raise
+    AttentionError as `pack_call`.
+
+    The key has the shapes, types, dtypes and devices of tensors, not their values. The layer's index is a part of it
+    only where it decides the communication type.
+    """
     tensors = (q, k, v, sinks, indices)
     if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
         return pack_call(q, k, v, sinks, shard, arguments, indices)  # raises
@@ -493,6 +514,8 @@ def _cached_call(
 
 
 class _Attend(torch.autograd.Function):
+    """Autograd's node of one call: forward and backward over all parts of the shard, in opposite orders."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor | None, call: AttendCall
@@ -504,13 +527,13 @@ class _Attend(torch.autograd.Function):
         """
         q, k, v = map(contiguous_heads, (q, k, v))
         recording = active_recording.get()
-        with_tensors = _call_with_tensors(call, sinks, indices)
+        layer_call = _with_layer_tensors(call, sinks, indices)
         if recording is None:
-            out, saved, slices = _attend_parts(q, k, v, with_tensors)
+            out, saved, slices = _attend_parts(q, k, v, layer_call)
         else:
             save_local = not recording.keep_exchanged
             out, saved, slices = recording.record_or_replay(
-                lambda: _attend_parts(q, k, v, with_tensors, save_local), (q, k, v), indices
+                lambda: _attend_parts(q, k, v, layer_call, save_local), (q, k, v), indices
             )
         ctx.call = call
         ctx.slices = slices
@@ -527,27 +550,28 @@ class _Attend(torch.autograd.Function):
         part.
         """
         sinks, indices, *saved = ctx.saved_tensors
-        call = _call_with_tensors(ctx.call, sinks, indices)
+        call = _with_layer_tensors(ctx.call, sinks, indices)
         slices = ctx.slices
         shapes = ctx.shapes
-        given = [gradients[0].contiguous(), *saved]
+        dout_and_saved = [gradients[0].contiguous(), *saved]
 
         def run(call: AttendCall, *tensors: Tensor) -> list[Any]:
             present = iter(tensors)
-            return _gradients_of_parts([x if x is None else next(present) for x in given], call, slices, shapes)
+            filled = [x if x is None else next(present) for x in dout_and_saved]
+            return _gradients_of_parts(filled, call, slices, shapes)
 
-        present = [x for x in given if x is not None]
-        key = (*slices, *(x is None for x in given))
+        present = [x for x in dout_and_saved if x is not None]
+        key = (*slices, *(x is None for x in dout_and_saved))
         return *_run_or_replay(run, present, call, "backward", key), None, None
 
 
 def _gradients_of_parts(
-    given: Sequence[Any], call: AttendCall, slices: Sequence[int], shapes: Sequence[Sequence[int]]
+    dout_and_saved: Sequence[Any], call: AttendCall, slices: Sequence[int], shapes: Sequence[Sequence[int]]
 ) -> list[Tensor | None]:
     """Return the gradients of q, k, v and sinks from `given`: that of the output, the output, and what was saved, where
     None stands for the output of a part.
     """
-    dout, out, *saved = given
+    dout, out, *saved = dout_and_saved
     parts: list[Gradients] = []
     for (rows, cp_comm_type, members), count in zip(reversed(call.parts), reversed(slices), strict=True):
         part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * count :]]
@@ -570,7 +594,12 @@ def _gradients_of_parts(
 
 
 def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: object) -> list[Any]:
-    """Return `run(call, *tensors)`: of a call whose launches may be recorded, by a replay from its second time on."""
+    """Return `run(call, *tensors)`, from its second time on by a replay of its recorded launches where the call may
+    have any.
+
+    `key` tells apart the runs of one call, as forward and backward, and must determine the shapes of `tensors`. Calls
+    with indices or dropout vary from run to run, and are never recorded.
+    """
     varies = call.indices is not None or call.dropout is not None
     if call.replays is None or varies or torch.cuda.is_current_stream_capturing():
         return run(call, *tensors)
@@ -579,12 +608,14 @@ def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: 
         call.replays[key] = Replay(world_of(call.parts[0].members.part.world_key).watch)
     if call.sinks is None:
         return call.replays[key](partial(run, call), tensors)
-    with_sinks = [*tensors, call.sinks]
-    return call.replays[key](lambda *given: run(replace(call, sinks=given[-1]), *given[:-1]), with_sinks)
+    tensors_and_sinks = [*tensors, call.sinks]
+    return call.replays[key](lambda *inputs: run(replace(call, sinks=inputs[-1]), *inputs[:-1]), tensors_and_sinks)
 
 
-def _call_with_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor | None) -> AttendCall:
-    """The shard's cache must keep neither: each layer has others."""
+def _with_layer_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor | None) -> AttendCall:
+    """Return the call with this layer's tensors; the call in the shard's cache, which all layers share, must keep
+    neither.
+    """
     return call if sinks is None and indices is None else replace(call, sinks=sinks, indices=indices)
 
 
@@ -615,7 +646,9 @@ def _attend_parts(
 
 
 def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast would round products of float32 scores to half precision."""
+    """Turn autocast off inside, where it is on for x's device: it would round products of float32 scores to half
+    precision.
+    """
     return (
         torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
     )

@@ -15,18 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.call import (
-    AttendCall,
-    Gradients,
-    Members,
-    Saved,
-    add_block,
-    backward_head_groups,
-    block_gradients,
-    sink_gradient,
-    sum_addends,
-)
-from longspan.attention.rows import Partial, RowSum, accumulation_dtype, add_addends, concat_heads, join_columns
+from longspan.attention.blocks import add_block, backward_head_groups, block_gradients, sink_gradient, sum_addends
+from longspan.attention.call import AttendCall, Gradients, Saved
+from longspan.attention.members import Members
+from longspan.attention.rows import accumulation_dtype, add_addends, concat_heads, join_columns
+from longspan.attention.sums import Partial, RowSum
 from longspan.attention.tiles import Launch
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 
@@ -43,10 +36,12 @@ class Queries(NamedTuple):
     dq: RowSum
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
+        """Return dq and the gradient of these heads' sinks (None: there are none), once every block was added."""
         return self.dq.result(), sink_gradient(self.dout, self.saved, self.call.sinks)
 
 
 def make_queries(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
+    """Begin the backward pass of some query heads: the sum of their gradient is still empty."""
     return Queries(dout, saved, call, RowSum(saved.q))
 
 
@@ -104,7 +99,11 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
 
 
 def _backward_of_head_slice(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
-    """The own block waits for no one: computing it hides the first and the last message."""
+    """Return the gradients of some heads of this member's rows, by one walk around the ring, or one exchange of window
+    rows.
+
+    Around the ring, computing the own block, which waits for no one, hides the first and the last message.
+    """
     queries = make_queries(dout, saved, call)
     if members.has_narrow_window:
         k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
@@ -145,7 +144,9 @@ class RingGradients:
         next(self._blocks)  # the own block: the first of another member is on its way
 
     def compute_next_block(self, queries: Sequence[Queries]) -> None:
-        """A block of another member travels on to the next one; the sums of its dk and dv follow it."""
+        """Receive the next member's block, add to the dq of all `queries`, and send the sums of its dk and dv on behind
+        it.
+        """
         owner, (k, v) = next(self._blocks)
         launches = self._members.launches(owner)
         addends = list[Addend]()
@@ -154,11 +155,12 @@ class RingGradients:
         self._sums.add(owner, addends)
 
     def own_block_gradients(self, queries: Queries) -> tuple[Tensor, Tensor]:
+        """Return dk and dv of the own block, whose part of dq is added to `queries`; it may be called at any time."""
         return _own_block_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
-    def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """`own` are this member's dk and dv of the own block, which are added last."""
-        dk, dv = self._sums.finish([Addend(slice(0, len(of_own[0])), of_own) for of_own in own])
+    def finish(self, own_pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return this member's dk and dv, summed over all members; the own block's, `own_pairs`, are added last."""
+        dk, dv = self._sums.finish([Addend(slice(0, len(pair[0])), pair) for pair in own_pairs])
         return dk, dv
 
 
@@ -173,6 +175,9 @@ def _head_slices_of_own_block(saved: Saved) -> list[slice]:
 
 
 def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:
+    """Return dk and dv of some key/value heads of the own block, in the accumulation dtype; their part of dq is added
+    to `queries`.
+    """
     dout, (q, k, v, out, lse), call, dq = queries
     per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)

@@ -1,17 +1,10 @@
 """Copies, sums and merges of rows between tensors that lie differently: by heads, by member, in document order.
 
-`Partial` and `RowSum` collect the outputs and gradients of blocks that arrive one after another, in float32 (float64
-for float64 inputs), so that the error does not grow with the number of blocks. A sum of one addend stays in the
-addend's dtype. On GPUs each copy, sum and merge is one pass over memory, by Triton's kernels (`row_kernels.py`), which
-come with torch's CUDA builds; elsewhere torch's own operations take several.
+On GPUs each copy, sum and merge is one pass over memory, by Triton's kernels (`row_kernels.py`), which come with
+torch's CUDA builds; elsewhere torch's own operations take several.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from math import gcd
 from typing import Any
 
 import torch
@@ -20,42 +13,49 @@ from torch.nn.functional import pad
 
 from longspan.comm import Addend
 from longspan.comm.ring import Block
+from longspan.lazy import import_triton_kernels
 
-_PAIRS = 16  # (row, head) pairs that one program merges, or whose sums it takes
-_COPIES = 3  # at most, in one launch
-_REMEMBERED = 4096  # launches with their numbers; those of one micro-batch are some dozens
-_compiled: dict[Hashable, Any] = {}
+RowIndex = slice | Tensor
+Move = tuple[Tensor, Tensor]  # (source, into)
+
+NO_KEY = -1e30  # log-sum-exp of a row that has chosen no key of a block: finite, so that blocks are merged by it
+NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
+ALIGNED_BYTES = 16  # Triton compiles a kernel for addresses that this divides, and another for those it does not
+_PAIRS_AT_ONCE = 16  # (row, head) pairs that one program merges, or whose products it sums
+_MOST_MOVES = 3  # in one launch
+_MOST_COMPILED = 4096  # entries of `_compiled`; one micro-batch has some dozens
+_KERNELS = "longspan.attention.row_kernels"
+_compiled: dict[Hashable, Any] = {}  # kernels, by all that their compiled form depends on
 
 
-@cache
-def kernel_module(name: str = "longspan.attention.row_kernels") -> Any:
-    """Return a module of Triton's kernels; None without Triton."""
-    return None if find_spec("triton") is None else import_module(name)
+def launch_row_copies(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
+    """Do what `copy_rows` does on a GPU, in launches of at most _MOST_MOVES moves; columns are contiguous.
 
-
-def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
-    """Do what `copy_rows` does, in launches of _COPIES moves. Columns are contiguous. Where a launch has fewer, the
-    others repeat its first, and COUNT leaves them out.
+    Where a launch has fewer, the others repeat its first, and COUNT leaves them out.
     """
     rows, members, _ = moves[0][1].shape
-    for first in range(0, len(moves) if rows and members else 0, _COPIES):
+    for first in range(0, len(moves) if rows and members else 0, _MOST_MOVES):
         launched = [
             (x, x.stride(0), x.stride(1), into, into.stride(0), into.stride(1), into.shape[2])
-            for x, into in moves[first : first + _COPIES]
+            for x, into in moves[first : first + _MOST_MOVES]
         ]
-        a, b, c = (*launched, *[launched[0]] * (_COPIES - len(launched)))
+        a, b, c = (*launched, *[launched[0]] * (_MOST_MOVES - len(launched)))
         widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1]), "C": _padded_width(c[-1])}
         constants = {"COUNT": len(launched), "HAS_INDEX": index is not None} | widths
         _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants)
 
 
-def fused_deltas(dout: Tensor, out: Tensor) -> Tensor:
+def launch_deltas(dout: Tensor, out: Tensor) -> Tensor:
+    """Do what `deltas` does on a GPU in one launch, for dout and out with contiguous heads: (T, N) float32."""
     rows, heads, size = out.shape
     sums = out.new_empty((rows, heads), dtype=torch.float32)
     if sums.numel():
         arguments = (dout, out, sums, rows * heads, heads, size, *dout.stride()[:2], *out.stride()[:2])
         _launch_kernel(
-            "deltas", (-(-rows * heads // _PAIRS), 1, 1), arguments, {"PAIRS": _PAIRS, "WIDTH": _padded_width(size)}
+            "deltas",
+            (-(-rows * heads // _PAIRS_AT_ONCE), 1, 1),
+            arguments,
+            {"PAIRS": _PAIRS_AT_ONCE, "WIDTH": _padded_width(size)},
         )
     return sums
 
@@ -81,13 +81,13 @@ def _launch_kernel(
             key += (x.dtype, x.get_device())
             addresses |= x.data_ptr()  # 16 divides their union if it divides each
     launch_key = (*key, *values)
-    compiled_kernel = None if addresses % _ALIGNED else _compiled.get(launch_key)
+    compiled_kernel = None if addresses % ALIGNED_BYTES else _compiled.get(launch_key)
     if compiled_kernel is not None:
         compiled_kernel[grid](*arguments, *values)
         return
-    compiled_kernel = getattr(kernel_module(), name)[grid](*arguments, **constants)
-    if not addresses % _ALIGNED:
-        if len(_compiled) >= _REMEMBERED:
+    compiled_kernel = getattr(import_triton_kernels(_KERNELS), name)[grid](*arguments, **constants)
+    if not addresses % ALIGNED_BYTES:
+        if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
         _compiled[launch_key] = compiled_kernel
 
@@ -97,20 +97,14 @@ def _padded_width(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-RowIndex = slice | Tensor
-Move = tuple[Tensor, Tensor]
-
-_ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides, and another for those it does not
-NO_KEY = -1e30  # log-sum-exp of a row that has chosen no key of a block: finite, so that blocks are merged by it
-NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
-
-
-def covers_all_rows(rows: RowIndex, count: int) -> bool:
+def are_all_rows(rows: RowIndex, count: int) -> bool:
+    """Whether an index takes all of `count` rows in their order."""
     return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
 
 
 def can_run_row_kernels(x: Tensor) -> bool:
-    return x.is_cuda and kernel_module() is not None
+    """Whether this tensor is on a GPU and Triton is installed."""
+    return x.is_cuda and import_triton_kernels(_KERNELS) is not None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -131,9 +125,9 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
             total_out, total_lse = total_out[rows], total_lse[rows]
         strides = (*total_out.stride()[:2], *total_lse.stride(), *out.stride()[:2], *lse.stride())
         arguments = (total_out, total_lse, out, lse, index, count * heads, heads, size, *strides)
-        constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS, "WIDTH": _padded_width(size)}
+        constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS_AT_ONCE, "WIDTH": _padded_width(size)}
         if count:
-            _launch_kernel("merge_rows", (-(-count * heads // _PAIRS), 1, 1), arguments, constants)
+            _launch_kernel("merge_rows", (-(-count * heads // _PAIRS_AT_ONCE), 1, 1), arguments, constants)
         return
     rows_out, rows_lse = total_out[rows], total_lse[rows]
     step = torch.sigmoid(lse - rows_lse)
@@ -151,7 +145,7 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
     width).
     """
     if can_run_row_kernels(moves[0][1]):
-        fused_copy_rows(moves, index)
+        launch_row_copies(moves, index)
         return
     for source, into in moves:
         into.copy_(source if index is None else source.index_select(0, index))
@@ -169,7 +163,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
         for first in range(0, len(moves) if count else 0, 2):
             pair_arguments = [
                 (x, x.stride(0), into, into.stride(0), into.shape[1:].numel())
-                for x, into in ((_contiguous_rows(source), into) for source, into in moves[first : first + 2])
+                for x, into in ((_flat_rows(source), into) for source, into in moves[first : first + 2])
             ]
             a = pair_arguments[0]
             b = pair_arguments[-1]
@@ -185,8 +179,10 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
 
 
 def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
-    """Add parts of a block's gradient to its sum in place; a `fresh` sum has no values yet, and is overwritten."""
-    if fresh and len(addends) == 1 and covers_all_rows(addends[0].rows, len(total[0])):
+    """Add parts of a block's gradient to its sum `total` in place; a `fresh` sum has no values yet, and is
+    overwritten.
+    """
+    if fresh and len(addends) == 1 and are_all_rows(addends[0].rows, len(total[0])):
         _copy_pairs(list(zip(addends[0].tensors, total, strict=True)))
         return
     for into in total if fresh else ():
@@ -196,7 +192,9 @@ def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None
 
 
 def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Cast tensors (rows, …) to `dtype` and make them contiguous; those that are so already are passed on."""
+    """Cast tensors (rows, …) to `dtype` and make them contiguous; those that are so already are returned themselves,
+    uncopied.
+    """
     converted = [
         x
         if x.dtype == dtype and x.is_contiguous()
@@ -210,23 +208,20 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _copy_pairs(moves: Sequence[Move]) -> None:
-    """Copy whole rows (rows, …); those of `into` are contiguous."""
-    copy_rows([(_contiguous_rows(x).flatten(1).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in moves])
+    """Write the rows of each source (rows, …) over those of its `into`, whose rows are contiguous; dtypes
+    may differ.
+    """
+    copy_rows([(_flat_rows(x).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in moves])
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
-    """Copied where the elements of a row do not follow each other."""
-    step = 1
-    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
-        if size != 1 and stride != step:
-            return x.contiguous()
-        step *= size
-    return x
+def _flat_rows(x: Tensor) -> Tensor:
+    """Return x (rows, …) as a matrix (rows, columns); a copy where the elements of a row do not follow each other."""
+    return contiguous_heads(x.flatten(1))
 
 
 def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
     """Return x[rows]; x itself where that is all of it, which costs the host nothing."""
-    return x if covers_all_rows(rows, x.shape[0]) else x[rows]
+    return x if are_all_rows(rows, x.shape[0]) else x[rows]
 
 
 def join_columns(
@@ -247,42 +242,31 @@ def join_columns(
     return matrix
 
 
-def views_by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
+def views_by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> Sequence[Tensor]:
     """View the columns of a contiguous matrix (members × rows, columns), whose rows lie member after member.
 
     There is a view (rows, members, width) for each of `widths`, into which the columns are cut from left to right.
     """
-    columns = matrix.shape[1]
-    start = matrix.storage_offset()
-    views = list[Tensor]()
-    rows = matrix.shape[0] // members
-    for width in widths:
-        views.append(matrix.as_strided((rows, members, width), (columns, rows * columns, 1), start))
-        start += width
-    return views
+    by_member = matrix.view(members, matrix.shape[0] // members, matrix.shape[1])
+    return by_member.transpose(0, 1).split(list(widths), 2)
 
 
 def head_slice_by_member(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
-    """Return one slice of every member's heads in x (T, N, size), as (T, members, columns); only read it.
+    """Return one slice of every member's heads in x (T, N, size), as (T, members, columns).
 
-    Where a row's heads follow each other it is a view: members lie `slices · width` columns apart, this slice of the
-    first one `slice_index · width` from the row's start. Elsewhere it may be a copy.
+    It is a view, which may be written to, where a row's heads follow each other; elsewhere it may be a copy.
     """
-    rows, heads, size = x.shape
-    count = heads // (members * slices)
-    row, head, column = x.stride()
-    if head != size or column != 1:
-        return x.unflatten(1, (members, slices, count))[:, :, slice_index].flatten(2)
-    width = count * size
-    return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + slice_index * width)
+    count = x.shape[1] // (members * slices)
+    return x.unflatten(1, (members, slices, count))[:, :, slice_index].flatten(2)
 
 
 def contiguous_heads(x: Tensor) -> Tensor:
-    """Kernels want the numbers of a head, or the last columns of a matrix, to be contiguous."""
+    """Return x, or a copy where its last dim is not contiguous, as kernels want the numbers of a head."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def concat_heads(parts: Sequence[Tensor]) -> Tensor:
+    """Join tensors (rows, heads, …) along their heads; a single one is returned itself."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
@@ -314,7 +298,7 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
     """
     dtype = accumulation_dtype(dout.dtype)
     if dtype == torch.float32 and can_run_row_kernels(dout):
-        return fused_deltas(contiguous_heads(dout), contiguous_heads(out))
+        return launch_deltas(contiguous_heads(dout), contiguous_heads(out))
     at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
     sums = [
         (a.to(dtype) * b.to(dtype)).sum(-1) for a, b in zip(dout.split(at_once), out.split(at_once), strict=True)
@@ -322,106 +306,6 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
-    """View numbers of rows and heads (T, N) bit by bit as heads (T, N, size) of `dtype`, to travel with such heads.
-
-    Behind each number come zeros, so many that the numbers of a slice of `heads_of_slice` heads take a multiple of 16
-    bytes: kernels want rows at such addresses.
-    """
-    aligned = _ALIGNED // numbers.itemsize
-    wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))
-    wide[..., 0] = numbers
-    return wide.view(dtype)
-
-
-def heads_as_numbers(heads: Tensor) -> Tensor:
-    """View heads as the numbers (R, n) that `numbers_as_heads` made them of, in the accumulation dtype."""
-    return (
-        heads.clone(memory_format=torch.contiguous_format)
-        .view(accumulation_dtype(heads.dtype))[..., 0]
-        .contiguous()
-    )
-
-
 def pad_heads(x: Tensor, size: int) -> Tensor:
+    """Fill up the heads of x (rows, heads, H) with zeros to `size` numbers each; x itself where they have as many."""
     return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
-
-
-@dataclass(eq=False)
-class Partial:
-    """Attention of queries (T, N, H) to the keys added so far: out (T, N, Hv) and lse (T, N).
-
-    A row that has seen no key has out 0 and lse −inf.
-    """
-
-    _q: Tensor
-    _value_dim: int
-    _total: tuple[Tensor, Tensor] | None = None
-
-    def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention of some rows to further keys: out (rows, N, Hv) and a finite lse (rows, N)."""
-        if self._total is None and covers_all_rows(rows, len(self._q)):
-            self._total = out, lse
-            return
-        total_out, total_lse = self.result()
-        dtype = accumulation_dtype(self._q.dtype)
-        if total_out.dtype != dtype:
-            (total_out,) = cast_rows((total_out,), dtype)
-            self._total = total_out, total_lse
-        merge_rows_(total_out, total_lse, rows, out, lse)
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """In the accumulation dtype; where one launch gave all rows and nothing was merged, out keeps the kernel's
-        dtype.
-        """
-        if self._total is None:
-            dtype = accumulation_dtype(self._q.dtype)
-            rows_and_heads = self._q.shape[:2]
-            out = self._q.new_zeros((*rows_and_heads, self._value_dim), dtype=dtype)
-            self._total = out, self._q.new_full(rows_and_heads, -torch.inf, dtype=dtype)
-        return self._total
-
-    def result_with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return out (T, N, Hv) and lse (T, N), in which the `sinks` (N,) are counted as keys (None: there are none).
-
-        A sink is one more key with value 0: it joins the log-sum-exp of each row, and the output shrinks by its weight.
-        A row that sees no key and whose sink is −inf gets a finite lse, so that its weights are 0 and not NaN.
-        """
-        out, lse = self.result()
-        if sinks is None:
-            return out, lse
-        lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)).clamp_(min=torch.finfo(lse.dtype).min)
-        return out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks
-
-
-@dataclass(eq=False)
-class RowSum:
-    """A sum of tensors that each cover some of the rows of one `like` it; rows that none covers are zero."""
-
-    _like: Tensor
-    _total: Tensor | None = None
-
-    def add(self, rows: RowIndex, x: Tensor) -> None:
-        """Add x (rows, …) to distinct rows; a first x of all rows becomes the sum, without a copy."""
-        if self._total is None and covers_all_rows(rows, len(self._like)):
-            self._total = x
-            return
-        add_rows([(x, self._full_sum())], rows)
-
-    def add_heads(self, heads: slice, x: Tensor) -> None:
-        """Add x (T, heads, …) to some heads of all rows."""
-        all_rows = slice(0, len(self._like))
-        if heads == slice(0, self._like.shape[1]):
-            self.add(all_rows, x)
-        else:
-            add_rows([(x, self._full_sum()[:, heads])], all_rows)
-
-    def _full_sum(self) -> Tensor:
-        (self._total,) = cast_rows((self.result(),), accumulation_dtype(self._like.dtype))
-        return self._total
-
-    def result(self) -> Tensor:
-        """Return the sum in the accumulation dtype; a single addend that covers all rows keeps its own dtype."""
-        if self._total is None:
-            self._total = self._like.new_zeros(self._like.shape, dtype=accumulation_dtype(self._like.dtype))
-        return self._total

@@ -38,10 +38,10 @@ class Recording:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return two contexts for `context_fn` of torch's checkpoint: of the forward pass, and of its recomputation."""
-        return self.record_outputs(), Reentrant(self.replay_outputs)
+        return self.record_outputs(), ReentrantContext(self.replay_outputs)
 
     def record_outputs(self) -> AbstractContextManager[None]:
-        """Return a context that records the results of the attention calls inside."""
+        """Return a context that records the results of the attention calls inside, in their order."""
         return _activate_recording(self, None)
 
     def replay_outputs(self) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class Recording:
 active_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
-class Reentrant(AbstractContextManager[None]):
+class ReentrantContext(AbstractContextManager[None]):
     """A context that may be entered again: with `retain_graph` each backward pass recomputes the layer."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
@@ -104,7 +104,9 @@ class Reentrant(AbstractContextManager[None]):
 
 @contextmanager
 def _activate_recording(recording: Recording, start: int | None) -> Iterator[None]:
-    """From its call `start` on (None: it records)."""
+    """Let `attend` use this recording inside, from its call `start` on: it takes results from there, or with None
+    records them.
+    """
     token = active_recording.set(recording)
     recording._next = start
     try:
@@ -114,7 +116,7 @@ def _activate_recording(recording: Recording, start: int | None) -> Iterator[Non
 
 
 def _row_checksums(indices: Tensor) -> Tensor:
-    """A number for each row of indices (T, k), which depends on their order: (T,) int64."""
+    """Return a number (T,) int64 for each row of indices (T, k), which depends on their values and order."""
     weights = torch.arange(1, 2 * indices.shape[1], 2, dtype=indices.dtype, device=indices.device)
     return (indices * weights).sum(1)
 
@@ -122,6 +124,8 @@ def _row_checksums(indices: Tensor) -> Tensor:
 def _view_of_input(
     index: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int, inputs: Sequence[Tensor]
 ) -> Tensor:
-    """`offset` is counted in elements after the input's own."""
+    """Return the view of input `index` that a recorded result was; `offset` is counted in elements from where the input
+    itself begins.
+    """
     source = inputs[index]
     return source.as_strided(size, stride, source.storage_offset() + offset)

@@ -37,6 +37,7 @@ class BenchFlags:
     """Print the record as JSON, and nothing else, on standard output."""
 
     def check_flags(self) -> None:
+        """Raise ConfigError for numbers of runs, and for a file of the record, that are impossible."""
         if self.repeats < 1 or self.warmup < 0:
             raise ConfigError(f"--repeats {self.repeats} --warmup {self.warmup}: at least 1 and 0")
         if self.out and Path(self.out).is_dir():
@@ -49,7 +50,9 @@ class BenchFlags:
             )
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
-        """Return the number of processes (without --world, torchrun and GPUs `without_gpus`), and their backend."""
+        """Choose the processes, and print a note about them; returns their number (without --world, torchrun and GPUs
+        `without_gpus`), and their backend.
+        """
         processes = choose_processes(self.world, self.device, on_cpus=without_gpus)
         print_note(processes.note, sys.stderr)
         return processes.ranks, processes.backend
@@ -63,6 +66,7 @@ MODULES = {"calibrate": "calibrate", "step": "step.command"}
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the bench that the first word names, or print their list; returns the exit code."""
     if not argv or argv[0] in ("-h", "--help", "--help-all", "--list"):
         lines = "\n".join(f"  {name:<11}{text}" for name, text in BENCHES.items())
         print(
@@ -96,6 +100,7 @@ def write_record(record: dict[str, Any], out: str | Path, markdown: str = "") ->
 
 
 def origin_text(record: dict[str, Any]) -> str:
+    """Say by which machine, versions and command a record was made, and at which commit if it says."""
     packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     commit = f" Commit {record['commit']}." if "commit" in record else ""
     return (

@@ -28,12 +28,12 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import prints_results, run_on_ranks
 from longspan.comm import SequenceShard, World, bind
 from longspan.comm.channel import Channel
-from longspan.comm.device_memory import device_name
+from longspan.comm.device import device_name
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
+from longspan.model.fsdp_passes import drop_unsummed_gradients, keep_parameters_whole
 from longspan.model.presets import preset_config
-from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
 from longspan.plain_text import text_table
 from longspan.plan import Machine, Plan, plan_fixed
 from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire
@@ -80,14 +80,15 @@ class Calibration:
 
     @property
     def mean_error(self) -> float:
+        """The mean relative error of the fitted seconds."""
         pairs = zip(self.fitted_seconds, self.samples, strict=True)
         return float(np.mean([abs(seconds / sample.seconds - 1) for seconds, sample in pairs]))
 
 
-def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, known: bool = False) -> Calibration:
+def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, is_known: bool = False) -> Calibration:
     """Fit the machine under which the samples' relative errors are least, in squares, over `base`. Figures that no
-    sample decides are those of `base`, and their names stand in `assumed_parts`; if the device is not `known`, the rate
-    of experts is scaled by how much faster its products are.
+    sample decides are those of `base`, and their names stand in `assumed_parts`; if the device is not known
+    (`is_known`), the rate of experts is scaled by how much faster its products are.
     """
     parts = defaultdict[Part, list[CalibrationSample]](list)
     for sample in samples:
@@ -96,7 +97,7 @@ def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, known: b
     fitted: dict[str, float] = {}
 
     def fit_line(rows: Sequence[CalibrationSample], *names: str) -> dict[str, float]:
-        """The seconds of one of each of these counts; notes what the samples should take."""
+        """Fit the seconds of one of each of these counts, without those of 0; `fitted` gets what samples take."""
         counts = [[sample.counts.get(name, 0.0) for name in names] for sample in rows]
         columns = np.array(counts).reshape(-1, len(names))
         seconds = np.array([sample.seconds for sample in rows])
@@ -113,15 +114,15 @@ def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, known: b
     if byte := fit_line(parts["memory"], "bytes", "calls").get("bytes"):
         figures["memory_bytes_per_second"] = 1 / byte
     machine = replace(base, **figures)
-    others = dict[str, float]()  # what of a step is attention and passes over memory, half of it at most
+    other_seconds_of = dict[str, float]()  # what of a step is attention and passes over memory, half of it at most
     for s in parts["step"]:
         attended = s.counts["attention flops"] + machine.half_speed_rows * s.counts["attention flops a row"]
-        other = attended / machine.attention_flops_per_second
-        other += s.counts["passes"] * LAYER_BYTES / machine.memory_bytes_per_second
-        others[s.name] = min(other, s.seconds / 2)
-    products = [replace(s, seconds=s.seconds - others[s.name]) for s in parts["step"]]
+        other_seconds = attended / machine.attention_flops_per_second
+        other_seconds += s.counts["passes"] * LAYER_BYTES / machine.memory_bytes_per_second
+        other_seconds_of[s.name] = min(other_seconds, s.seconds / 2)
+    products = [replace(s, seconds=s.seconds - other_seconds_of[s.name]) for s in parts["step"]]
     steps = fit_line(products, "flops", "micro-batches", "steps")
-    fitted |= {name: fitted[name] + other for name, other in others.items()}
+    fitted |= {name: fitted[name] + other_seconds for name, other_seconds in other_seconds_of.items()}
     if flop := steps.get("flops"):
         figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": steps.get("micro-batches", 0.0)}
     if host := fit_line(parts["host"], "layers", "groups", "documents", "steps"):
@@ -138,7 +139,7 @@ def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, known: b
                 wires[kind] = Wire(latency, 1 / message["bytes"] if "bytes" in message else 10 * longest / latency)
         if len(wires) == len(KINDS):
             figures[level] = Link(**wires)
-    if not known and "product_flops_per_second" in figures:
+    if not is_known and "product_flops_per_second" in figures:
         ratio = figures["product_flops_per_second"] / base.product_flops_per_second
         figures["expert_flops_per_second"] = base.expert_flops_per_second * ratio
     assumed = tuple(
@@ -200,7 +201,7 @@ SIZES = {
 }
 
 
-class Measured(NamedTuple):
+class Measurements(NamedTuple):
     """The samples, and facts of the world that was measured."""
 
     samples: list[CalibrationSample]
@@ -221,16 +222,18 @@ class Trial(NamedTuple):
             self.run()
 
 
-def calibrate_on_rank(rank: int, flags: "CalibrateFlags", ranks: int, backend: str) -> Measured:
+def calibrate_on_rank(rank: int, flags: "CalibrateFlags", ranks: int, backend: str) -> Measurements:
     """Open a world and measure everything; returns the same on every rank."""
     with World(
         Layout(ranks), backend=None if backend == "nccl" else "gloo", timeout=flags.timeout_seconds
     ) as world:
-        bench = _Bench(flags, world)
-        return Measured(bench.measure_samples(), device_name(world.device), world.node_size, bench.seconds)
+        bench = _CalibrationBench(flags, world)
+        return Measurements(bench.measure_samples(), device_name(world.device), world.node_size, bench.seconds)
 
 
-class _Bench:
+class _CalibrationBench:
+    """Measures one world: makes trials of every part and times them. All ranks call each method together."""
+
     def __init__(self, flags: "CalibrateFlags", world: World) -> None:
         self.began = time.perf_counter()
         self.flags = flags
@@ -251,6 +254,7 @@ class _Bench:
         return time.perf_counter() - self.began
 
     def measure_samples(self) -> list[CalibrationSample]:
+        """Measure everything, and return the samples; the model is dropped once its steps are timed."""
         samples = self._time_trials([*self._step_trials(), *self._host_trials()], "steps of a model")
         self.model = None  # its memory is free for what follows
         samples += self._time_trials([*self._attention_trials(), *self._memory_trials()], "attention and memory")
@@ -259,8 +263,8 @@ class _Bench:
         return samples
 
     def _time_trials(self, trials: list[Trial], label: str) -> list[CalibrationSample]:
-        """The slowest rank's seconds in the median of rounds. Every round has all trials, so that what disturbs the
-        machine for a while disturbs no sample in most rounds.
+        """Time trials together, and return their samples with the slowest rank's seconds in the median of rounds. Every
+        round has all trials, so that what disturbs the machine for a while disturbs no sample in most rounds.
         """
         times: list[list[float]] = []
         warmup = self.flags.warmup
@@ -277,7 +281,7 @@ class _Bench:
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
 
     def _step_trials(self) -> Iterator[Trial]:
-        """Rising numbers of tokens and of micro-batches, of short documents."""
+        """Yield steps of a model: rising numbers of tokens and of micro-batches, of short documents."""
         tokens = self.sizes.tokens
         length = self.sizes.document
         shape = self.shape
@@ -301,7 +305,7 @@ class _Bench:
             yield Trial(sample, self._make_step_call(self._plan_step(length, per_slot, count)))
 
     def _host_trials(self) -> Iterator[Trial]:
-        """So few rows that the host decides the time."""
+        """Yield steps of so few rows that the host, which launches kernels, decides the time."""
         for name, batches, documents, groups in (
             ("a document", 1, 1, 1),
             (f"{MANY} micro-batches", MANY, 1, 1),
@@ -322,6 +326,7 @@ class _Bench:
             )
 
     def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
+        """Plan `count` micro-batches in which each slot has `per_slot` documents of `length` tokens of its own."""
         home = self.replicas.home
         plan = plan_fixed(
             [length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length
@@ -330,6 +335,7 @@ class _Bench:
         return plan
 
     def _make_step_call(self, plan: Plan) -> Callable[[], object]:
+        """Return a call that runs forward and backward passes of a plan; no parameter is gathered or updated."""
         self.replicas.prepare(plan)
         random = np.random.default_rng(0)
         documents = [random.integers(0, VOCABULARY, length) for length in plan.lengths]
@@ -344,7 +350,8 @@ class _Bench:
         return run
 
     def _attention_trials(self) -> Iterator[Trial]:
-        """Over as many rows as the longest document has, and the second longest, cut into documents: two numbers of
+        """Yield calls of attention in both directions, over as many rows as the longest document has and the second
+        longest, cut into documents: two numbers of
         rows tell a call's own seconds from those of its rows.
         """
         lengths = self.sizes.lengths
@@ -369,12 +376,13 @@ class _Bench:
             yield Trial(CalibrationSample(part="attention", name=name, counts=counts), call)
 
     def _attention_flops(self, squares: float) -> float:
-        """Of one layer's attention by the sum of squared lengths, half of which are causal pairs. Forward has two
-        products of 2 FLOPs for each feature and pair, backward five.
+        """Return the FLOPs of one layer's attention by the sum of squared lengths, half of which are causal pairs.
+        Forward has two products of 2 FLOPs for each feature and pair, backward five.
         """
         return 7 * self.shape.query_width * squares
 
     def _memory_trials(self) -> Iterator[Trial]:
+        """Yield passes over float32 numbers, each of which is read and written."""
         for count in PASS_NUMBERS[self.device]:
             x = torch.zeros(count, device=self.world.device)
             yield Trial(
@@ -388,9 +396,9 @@ class _Bench:
             )
 
     def _message_trials(self) -> Iterator[Trial]:
-        """Between the slots of a host, and between hosts. Sizes are the bytes that a slot sends or receives itself; of
-        a gather between hosts its share of what arrives at its host. In `point` each slot sends to the next of its
-        host, or to the slot at its place in the next host.
+        """Yield messages between the slots of a host, and between hosts. Sizes are the bytes that a slot sends or
+        receives itself; of a gather between hosts its share of what arrives at its host. In `point` each slot sends to
+        the next of its host, or to the slot at its place in the next host.
         """
         world = self.world
         size = self.world.node_size
@@ -412,11 +420,11 @@ class _Bench:
             calls["inside", "point"] = lambda n: self._make_shift_call(peers, n)
         if len(hosts) > 1:
             everyone = find(range(slots))
-            others = {*range(slots)} - {*host}
+            slots_elsewhere = {*range(slots)} - {*host}
             in_place = [h[place] for h in hosts if len(h) > place]
             ring = find(in_place) if len(in_place) > 1 else None
             far = slots - smallest
-            calls["across", "exchange"] = lambda n: self._make_exchange_call(everyone, n // far, others)
+            calls["across", "exchange"] = lambda n: self._make_exchange_call(everyone, n // far, slots_elsewhere)
             calls["across", "gather"] = lambda n: self._make_gather_call(everyone, n * smallest // (slots - 1))
             calls["across", "point"] = lambda n: self._make_shift_call(ring, n)
         for ((level, kind), make), n in product(calls.items(), MESSAGE_BYTES[self.device]):
@@ -437,10 +445,12 @@ class _Bench:
         return lambda: channel.all_to_all_rows(x, rows, rows, "bench calibrate").wait()
 
     def _make_gather_call(self, channel: Channel, block: int) -> Callable[[], object]:
+        """Return a call in which each member gets `block` bytes of every other one."""
         x = self._byte_tensor(max(1, block))
         return lambda: channel.all_gather(x, [len(x)] * channel.degree, "bench calibrate").wait()
 
     def _make_shift_call(self, channel: Channel | None, size: int) -> Callable[[], object]:
+        """Return a call that sends `size` bytes to the next member; it does nothing where there is none."""
         if channel is None or channel.degree == 1:
             return lambda: None
         x, into = self._byte_tensor(size), self._byte_tensor(size)
@@ -494,16 +504,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _attend_both_ways(inputs: tuple[Tensor, Tensor, Tensor], gradient: Tensor, shard: SequenceShard) -> None:
+    """Run attention forward and backward; the results are dropped."""
     q, k, v = inputs
     torch.autograd.grad(attend(q, k, v, shard), inputs, gradient)
 
 
-def fit_machine(measured: Measured, ranks: int, backend: str) -> Calibration:
+def fit_machine(measured: Measurements, ranks: int, backend: str) -> Calibration:
     """Fit a machine to the samples. Figures that were not measured are those known of this device; for an unknown one
     those of an H200 on GPUs, and orders of magnitude on CPUs.
     """
-    known = find_machine_of_device(measured.device)
-    base = known or (Machine.known("H200") if backend == "nccl" else Machine.cpus())
+    known_machine = find_machine_of_device(measured.device)
+    base = known_machine or (Machine.known("H200") if backend == "nccl" else Machine.cpus())
     base = replace(
         base,
         device=measured.device,
@@ -512,10 +523,11 @@ def fit_machine(measured: Measured, ranks: int, backend: str) -> Calibration:
         world=ranks,
         date=date.today().isoformat(),
     )
-    return fit_samples(measured.samples, base, known=known is not None)
+    return fit_samples(measured.samples, base, is_known=known_machine is not None)
 
 
-def make_record(calibration: Calibration, measured: Measured, about: dict[str, Any]) -> dict[str, Any]:
+def make_record(calibration: Calibration, measured: Measurements, about: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a calibration: what was timed on what, and measured beside fitted seconds."""
     sizes = SIZES["cuda" if about["backend"] == "nccl" else "cpu"]
     return {
         "bench": "calibrate",
@@ -542,6 +554,7 @@ def make_record(calibration: Calibration, measured: Measured, about: dict[str, A
 
 
 def calibration_text(record: dict[str, Any]) -> str:
+    """Return a record as it is printed: its samples, the figures of the machine, and which of these are assumed."""
     head = (
         f"{record['model']} ({record['layers']} layers) in {record['dtype']} on {plural(record['ranks'], 'rank')} "
         f"({record['backend']}), hosts of {record['node_size']} as the launcher counts them, "

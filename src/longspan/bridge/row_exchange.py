@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm.channel import Channel, widen_half_precision
-from longspan.comm.shard import to_device
+from longspan.comm.device import to_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
 from longspan.layout.exchange import Groups, RowMoves, plan_moves
 
-Pair = tuple[Tensor, Tensor]
+IndexPair = tuple[Tensor, Tensor]  # source and target rows
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceMoves:
-    """RowMoves with their indices on a device; fields named as there mean the same.
+    """RowMoves with their indices on a device; fields mean what they mean in `longspan.layout.exchange.RowMoves`.
 
     The pool ends with a row of zeros, to which `places` lead where nobody has the row.
     """
@@ -36,8 +36,8 @@ class DeviceMoves:
     stays: Tensor
     places: Tensor
     summed_rows: Tensor
-    folds: tuple[Pair, ...]
-    further_addends: tuple[Pair, ...]
+    folds: tuple[IndexPair, ...]
+    further_addends: tuple[IndexPair, ...]
     widened: bool
 
 
@@ -47,10 +47,10 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     places = np.where(moves.places < 0, zeros, moves.places)
     rows = (moves.leaves, moves.stays, places, moves.summed_rows)
     arrays = [*rows, *chain.from_iterable([*moves.folds, *moves.further_addends])]
-    leaves, stays, places, summed_rows, *others = to_device(np.concatenate(arrays), device).split(
+    leaves, stays, places, summed_rows, *pair_indices = to_device(np.concatenate(arrays), device).split(
         [len(array) for array in arrays]
     )
-    pairs = tuple(zip(others[::2], others[1::2], strict=True))  # source and target of each
+    pairs = tuple(zip(pair_indices[::2], pair_indices[1::2], strict=True))  # source and target of each
     return DeviceMoves(
         *(moves.sends, moves.receives, leaves, stays, places, summed_rows),
         folds=pairs[: len(moves.folds)],
@@ -60,11 +60,12 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
 
 
 def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
-    """Return this member's rows of the target, from x, its rows of the source; entered by all that send or receive.
+    """Return this member's rows of the target, from x (rows of the source here, …); entered by all that send or
+    receive.
 
     What leaves is packed by one indexing kernel, one message for each pair of members. Rows that stay are copied
     meanwhile. Several smaller messages, packed and unpacked while others travel, take longer on H200s over NVLink.
-    Nothing waits for the device.
+    Nothing waits for the device. `what` names the exchange in errors.
     """
     dtype = x.dtype
     if moves.widened:
@@ -80,13 +81,13 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
     torch.ops.aten.index.Tensor_out(x, [moves.stays], out=pool[arriving:-1])
     pool[-1:].zero_()
     handle.wait()
-    result = pool[moves.places]
+    rows = pool[moves.places]
     if moves.further_addends:
-        total = widen_half_precision(result[moves.summed_rows])
+        total = widen_half_precision(rows[moves.summed_rows])
         for source, target in moves.further_addends:
             total.index_add_(0, target, widen_half_precision(pool[source]))
-        result.index_copy_(0, moves.summed_rows, total.to(result.dtype))
-    return result.to(dtype)
+        rows.index_copy_(0, moves.summed_rows, total.to(rows.dtype))
+    return rows.to(dtype)
 
 
 RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
@@ -119,6 +120,7 @@ class RowExchange:
         gradient: RowGradient = "partial",
         slots: Sequence[Sequence[int]] = (),
     ) -> None:
+        """Plan both ways for this member, on the host. `slots` are lists of members, for partial_over_slots alone."""
         if gradient not in get_args(RowGradient):
             raise CommError(f"gradient {gradient!r} is not known; use one of {', '.join(get_args(RowGradient))}")
         if exchange.have.degree != channel.degree:
@@ -162,7 +164,7 @@ class RowExchange:
         back = () if self._moves_back is None else self._moves_back.receives
         return sum(self._moves_there.receives), sum(back)
 
-    def back(self, gradient: Tensor) -> Tensor:
+    def carry_back(self, gradient: Tensor) -> Tensor:
         """Bring the gradient of this rank's rows of `need` back to its rows of `have`; entered by all ranks.
 
         For a caller who runs backward passes himself, after a call under `torch.no_grad()`.
@@ -172,6 +174,8 @@ class RowExchange:
 
 
 class _ExchangeRows(torch.autograd.Function):
+    """A RowExchange as a node of autograd; `anchor`, empty, requires a gradient where the rows do not."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:
         ctx.move = move
@@ -183,5 +187,6 @@ class _ExchangeRows(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        gradient = ctx.move.back(gradients[0])
+        """Bring the rows' gradients back; the anchor's is empty."""
+        gradient = ctx.move.carry_back(gradients[0])
         return gradient, gradient.new_zeros(ctx.anchor_shape), None

@@ -14,9 +14,10 @@ BLOCKS = 8192  # that a sum reads, spread evenly over the files
 BLOCK_BYTES = 1 << 14
 
 
-def keep_base(run_dir: Path, config: RunConfig) -> None:
-    """Write the sum of the folder whose weights the run's adapter or reference model needs, if it has one; else remove
-    what is there.
+def record_base_weights(run_dir: Path, config: RunConfig) -> None:
+    """Write base.json: the sum of the weights of model.path, if the run's adapter or reference model needs them.
+
+    A base.json that is there is removed first.
     """
     (run_dir / BASE).unlink(missing_ok=True)
     if (config.lora.rank or config.train.needs_reference) and (folder := config.model.path):

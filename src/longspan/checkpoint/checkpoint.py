@@ -7,11 +7,11 @@ in the whole model: any number of ranks load them, in any division. Of a model w
 stored, and what is trained of an encoder. Data position and dropout follow from the step and the run's seed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -37,12 +37,19 @@ from longspan.checkpoint.files import (
     newest_good_checkpoint,
     partial_path,
     publish_checkpoint,
-    read_checkpoint_json,
     read_state,
     remove_folder,
     remove_old_checkpoints,
     require_local_root,
     write_damage_notes,
+)
+from longspan.checkpoint.optimizer_values import (
+    MOMENTS,
+    SETTINGS,
+    OptimizerValues,
+    names_with_moments,
+    read_optimizer_values,
+    setting_names_by_parameter,
 )
 from longspan.checkpoint.storage import (
     DTYPES,
@@ -52,18 +59,16 @@ from longspan.checkpoint.storage import (
     read_metadata,
 )
 from longspan.comm import World, leave_together
-from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
-from longspan.model.adapters import entries_trained_with_adapter
-from longspan.model.kinds import adapter_of_prepared_model
+from longspan.model.adapters.adapter import entries_trained_with_adapter
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.replaced_parameters import refuse_other_parameters
+from longspan.plain_text import LogLine
 from longspan.train.optim.offload_states import OffloadedStates
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
-# what names under "optimizer." begin with
-MOMENTS = "state."
-SETTINGS = "param_groups."
 
 
 def save_checkpoint(
@@ -197,25 +202,6 @@ def load_checkpoint(
     return state
 
 
-class OptimizerValues(NamedTuple):
-    """What of an optimizer is no tensor: `optimizer.json` of a checkpoint.
-
-    `numbers` are counts of its state by name, of optimizers that keep them as numbers. `settings` are the names of the
-    settings of each parameter that has no state yet: of the others the names of moments say that they were updated.
-    """
-
-    numbers: dict[str, int | float]
-    settings: dict[str, list[str]]
-
-    @classmethod
-    def from_entries(cls, entries: Mapping[str, Any]) -> "OptimizerValues":
-        updated = names_with_moments(entries)
-        return cls(
-            {n: x for n, x in entries.items() if isinstance(x, int | float) and not n.startswith(SETTINGS)},
-            {name: keys for name, keys in setting_names_by_parameter(entries).items() if name not in updated},
-        )
-
-
 def join_contents_of_ranks(
     state: dict[str, Any], written: Sequence[tuple[dict[str, Digest], OptimizerValues]]
 ) -> tuple[dict[str, Any], list[dict[str, Digest]]]:
@@ -227,28 +213,14 @@ def join_contents_of_ranks(
     ]
 
 
-def read_optimizer_values(path: Path) -> OptimizerValues:
-    """Raises CheckpointError if they are missing or damaged."""
-    values = read_checkpoint_json(path / OPTIMIZER)
-    try:
-        numbers = values["numbers"]
-        settings = values["settings"]
-        whole = all(isinstance(x, int | float) for x in numbers.values())
-        if not whole or not all(isinstance(key, str) for keys in settings.values() for key in keys):
-            raise ValueError("a value that is no number, or a setting without a name")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {path}: {OPTIMIZER} is damaged ({error})") from error
-    return OptimizerValues(numbers, settings)
-
-
 def contents_to_save(
     model: nn.Module, optimizer: Optimizer, world: World, *, weights: bool = True
 ) -> tuple[dict[str, dict[str, Tensor]], OptimizerValues]:
     """Return tensors of the "model" and the "optimizer" by name, and what of the optimizer is no tensor.
 
-    Moments are left out if the optimizer has no state yet: torch would make some. Raises CheckpointError, on every
-    rank, with the name of what a checkpoint cannot hold: torch would write it without an error into a file that nothing
-    reads.
+    Moments are left out if the optimizer has no state yet: torch would make some, which are cleared. Raises
+    CheckpointError, on every rank, with the name of what a checkpoint cannot hold: torch would write it without an
+    error into a file that nothing reads.
     """
     refuse_other_parameters(model, optimizer)
     fresh = not optimizer.state
@@ -276,8 +248,8 @@ def contents_to_save(
 def make_entries_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped.
 
-    torch (2.11 to 2.15) makes moments by a step with zero gradients if an optimizer has no states, so they are cleared;
-    with gradients it would silently make and load none.
+    torch (2.11 to 2.15) makes moments by a step with zero gradients if an optimizer has no states, so its states are
+    cleared here; with gradients it would silently make and load none.
     """
     if optimizer is None:
         return {
@@ -291,21 +263,6 @@ def make_entries_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[
     optimizer.state.clear()
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     return {"model": entries_trained_with_adapter(model, weights), "optimizer": moments}
-
-
-def names_with_moments(names: Iterable[str]) -> set[str]:
-    """Return the names of moments cut at each dot: nothing marks where a parameter's name ends."""
-    moments = (name.removeprefix(MOMENTS).split(".") for name in names if name.startswith(MOMENTS))
-    return {".".join(parts[:count]) for parts in moments for count in range(1, len(parts))}
-
-
-def setting_names_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of each parameter's settings, without what schedulers add."""
-    settings = dict[str, list[str]]()
-    for name in sorted(name.removeprefix(SETTINGS) for name in names if name.startswith(SETTINGS)):
-        parameter, _, key = name.rpartition(".")
-        settings.setdefault(parameter, []).extend({key} - {"initial_lr"})
-    return settings
 
 
 def drop_absent_moments(
@@ -353,11 +310,15 @@ def drop_absent_moments(
 
 
 def _names_under(prefix: str, metadata: Metadata) -> set[str]:
+    """Return the names of stored tensors that begin with a prefix, without it."""
     return {name.removeprefix(prefix) for name in metadata.state_dict_metadata if name.startswith(prefix)}
 
 
 def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
-    """torch passes over weights that the model lacks. `weights` are those of all ranks."""
+    """Raise CheckpointError unless a checkpoint has (`saved`) exactly the model's weights (`weights`, of all ranks).
+
+    torch passes over weights that the model lacks.
+    """
     if weights and not saved:
         raise CheckpointError(
             f"checkpoint {path} holds an optimizer without weights (save_checkpoint(…, weights=False)): read weights "

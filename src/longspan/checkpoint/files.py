@@ -13,6 +13,7 @@ from typing import Any
 from longspan.config.renamed import upgraded_tables
 from longspan.errors import CheckpointError
 from longspan.files import parse_json, write_durably
+from longspan.plain_text import LogLine
 
 
 def require_local_root(root: str | Path) -> Path:
@@ -36,31 +37,33 @@ STATE = "state.json"
 OPTIMIZER = "optimizer.json"
 DAMAGED = "damaged.txt"
 Digest = tuple[int, str]  # bytes, SHA-256
-LogLine = Callable[[str], None]
 Check = Callable[[Path], object]  # raises CheckpointError
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
     return root / f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint folder; −1 for another name."""
+    """Return the step of a checkpoint folder, complete or not; −1 for another name."""
     digits = path.name.removesuffix(PARTIAL).removeprefix("step-")
     return int(digits) if digits.isdigit() and path.name.startswith("step-") else -1
 
 
 def create_partial_folder(partial: Path) -> None:
+    """Create an empty folder to write a checkpoint into; what an interrupted save left is removed."""
     remove_folder(partial)
     partial.mkdir(parents=True)
 
 
 def partial_path(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Return the folder in which a checkpoint is written before it is complete."""
     return path.with_name(path.name + PARTIAL)
 
 
 def is_unfinished(path: Path) -> bool:
+    """Return whether a folder is of a save that did not end, by its name."""
     return path.name.endswith(PARTIAL)
 
 
@@ -182,20 +185,25 @@ def check_file_hashes(path: Path, files: Mapping[str, Digest]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Raises CheckpointError for a state that is missing or damaged, or of another format."""
+    """Read `state.json` of a checkpoint; the keys of its configuration are those of this version.
+
+    Raises CheckpointError for a state that is missing or damaged, or of another format.
+    """
     _read_manifest(path)
     state = read_checkpoint_json(path / STATE)
-    return (
-        {**state, "config": upgraded_tables(state["config"])} if "config" in state else state
-    )  # also of version 0.3
+    if "config" in state:  # perhaps of version 0.3
+        state["config"] = upgraded_tables(state["config"])
+    return state
 
 
 def _list_checkpoints(root: Path) -> list[Path]:
+    """List the checkpoints under `root`, unfinished ones too, the newest first."""
     paths = [path for path in root.iterdir() if step_of(path) >= 0] if root.is_dir() else []
     return sorted(paths, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
 def _looks_good(path: Path) -> bool:
+    """Return whether files have the sizes of the manifest and nobody noted damage; contents are not read."""
     try:
         check_file_sizes(path)
     except CheckpointError:
@@ -204,6 +212,10 @@ def _looks_good(path: Path) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, Digest]:
+    """Return the bytes and hash of each file of a checkpoint, by its manifest.
+
+    Raises CheckpointError if that is missing, damaged, of another format, or names files elsewhere.
+    """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     manifest = read_checkpoint_json(path / MANIFEST)
@@ -226,7 +238,7 @@ def _read_manifest(path: Path) -> dict[str, Digest]:
 
 
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
-    """Raises CheckpointError for a file that cannot be read or is no JSON object."""
+    """Return the JSON object in a file of a checkpoint. Raises CheckpointError for a file that is none."""
     try:
         value = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -239,6 +251,7 @@ def read_checkpoint_json(file: Path) -> dict[str, Any]:
 
 
 def _file_digest(path: Path) -> Digest:
+    """Read a file, and return its bytes and SHA-256."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 

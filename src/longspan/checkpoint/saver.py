@@ -7,10 +7,10 @@ uses: a collective of theirs on the group of the steps' agreements would meet an
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from socket import gethostname
@@ -18,19 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
-from longspan.checkpoint.checkpoint import (
-    OptimizerValues,
-    contents_to_save,
-    join_contents_of_ranks,
-    save_checkpoint,
-)
+from longspan.checkpoint.checkpoint import contents_to_save, join_contents_of_ranks, save_checkpoint
 from longspan.checkpoint.files import (
     Digest,
     checkpoint_path,
@@ -41,134 +36,14 @@ from longspan.checkpoint.files import (
     remove_old_checkpoints,
     require_local_root,
 )
+from longspan.checkpoint.host_copies import HostCopies, StagedTensors
+from longspan.checkpoint.optimizer_values import OptimizerValues
 from longspan.checkpoint.storage import SafetensorsWriter, first_failure_text
 from longspan.comm import World, on_all_ranks
-from longspan.comm.all_ranks import LogLine, is_first_rank
+from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host import free_host_bytes
-from longspan.model.activations.host_offload import HostArena, range_bytes
-from longspan.model.weights.local_tensors import local_tensor
-from longspan.plain_text import bytes_text, excerpt
-from longspan.train.optim.offload_states import make_sharded_tensor
-
-PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
-SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
-Tensors = Mapping[str, Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class StagedTensors:
-    """Copies that are being taken: `tensors` is complete once `finish` has returned, in any one thread.
-
-    `to_copy` are pairs (target, source) of tensors on the host, which `finish` copies. `copied` is the event after the
-    copies from the GPU (None without any), whose `sources` are kept until then.
-    """
-
-    tensors: dict[str, dict[str, Tensor]]
-    to_copy: list[tuple[Tensor, Tensor]]
-    copied: torch.cuda.Event | None
-    sources: list[Tensor]
-
-    def finish(self) -> None:
-        with torch.no_grad():
-            for target, source in self.to_copy:
-                target.copy_(source)
-        if self.copied is not None:
-            self.copied.synchronize()
-        self.to_copy.clear()
-        self.sources.clear()
-
-
-class HostCopies:
-    """The memory for copies of a model's and an optimizer's local tensors on the host, kept from save to save.
-
-    >>> stage = HostCopies(world.device)
-    >>> staged = stage.begin_copies(tensors, model)   # of contents_to_save
-    >>> staged.finish()
-
-    What `begin_copies` returned must have been written before the next `begin_copies`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._arena = HostArena(device)
-        self._places = dict[str, tuple[Any, Tensor, Any]]()  # by name: its signature, memory and range
-
-    @property
-    def bytes(self) -> int:
-        return self._arena.bytes
-
-    def bytes_to_take(self, tensors: Tensors) -> int:
-        return sum(range_bytes(local.nbytes) for _, local in self._tensors_to_place(tensors))
-
-    def take_memory(self, tensors: Tensors) -> None:
-        """Take memory for the tensors that have none here yet. Raises ModelError where the host lacks it.
-
-        It is taken in pieces of at most `PIECE` bytes: CUDA registers one at a time, and kernels start in between.
-        """
-        items = self._tensors_to_place(tensors)
-        while items:
-            count = 1  # a tensor larger than PIECE has a range of its own
-            size = range_bytes(items[0][1].nbytes)
-            while count < len(items) and size + range_bytes(items[count][1].nbytes) <= PIECE:
-                size += range_bytes(items[count][1].nbytes)
-                count += 1
-            host_range = self._arena.take_range(size)
-            first = 0
-            for name, local in items[:count]:
-                memory = host_range.memory[first : first + local.nbytes].view(local.dtype)
-                memory = memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
-                self._places[name] = _signature(local), memory, host_range
-                first += range_bytes(local.nbytes)
-            items = items[count:]
-
-    @torch.no_grad()
-    def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
-        """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
-
-        Tensors on a GPU are copied by a stream of their own, and from a clone where they change before the next update,
-        as buffers may. On a CPU, such tensors and small ones are copied now, others by `finish`.
-        """
-        self.take_memory(tensors)
-        # Addresses of what only an update writes. Buffers, which forward may write, are not among them.
-        steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
-        staged: dict[str, dict[str, Tensor]] = {group: {} for group in tensors}
-        on_host, on_gpu = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
-        for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
-            source = local_tensor(value.detach())
-            changes = group == "model" and source.data_ptr() not in steady
-            target = self._places[f"{group}.{name}"][1] if source.nbytes else torch.empty_like(source, device="cpu")
-            if source.device.type == "cuda":
-                on_gpu.append((target, source.clone() if changes else source))
-            elif changes or source.nbytes <= SMALL:
-                target.copy_(source)
-            else:
-                on_host.append((target, source))
-            staged[group][name] = make_sharded_tensor(value, target)
-        copied = None
-        stream = self._arena.copies
-        if stream is not None and on_gpu:  # after what the GPU computes now
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(stream):
-                for target, source in on_gpu:
-                    target.copy_(source, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(stream)
-        return StagedTensors(staged, on_host, copied, [source for _, source in on_gpu])
-
-    def close(self) -> None:
-        self._places.clear()
-        self._arena.close()
-
-    def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
-        items = ((f"{group}.{name}", value) for group, named in tensors.items() for name, value in named.items())
-        local = ((name, local_tensor(value.detach())) for name, value in items)
-        placed = {name: signature for name, (signature, *_) in self._places.items()}
-        return [(name, x) for name, x in local if x.nbytes and placed.get(name) != _signature(x)]
-
-
-def _signature(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.dtype, x.stride()
+from longspan.plain_text import LogLine, bytes_text, excerpt
 
 
 @dataclass(eq=False)
@@ -193,10 +68,11 @@ class RunningSave:
 
     @property
     def failure_text(self) -> str:
+        """What went wrong on this rank; "" if nothing did."""
         if self.failure is None:
             return ""
-        known = isinstance(self.failure, (CheckpointException, LongspanError))
-        return first_failure_text(self.failure) if known else f"{type(self.failure).__name__}: {self.failure}"
+        has_text = isinstance(self.failure, (CheckpointException, LongspanError))
+        return first_failure_text(self.failure) if has_text else f"{type(self.failure).__name__}: {self.failure}"
 
     def run(self, group: ProcessGroup, planner: DefaultSavePlanner, *, best: Callable[[], int]) -> None:
         """Copy, write and publish the checkpoint, and remove older ones, in the threads of all ranks of a group.
@@ -222,7 +98,10 @@ class RunningSave:
     def _write_on_all_ranks(
         self, folder: Path, collectives: _DistWrapper, group: ProcessGroup, planner: DefaultSavePlanner
     ) -> None:
-        """A failure of any rank in a step is raised on all, so that nothing is published that is not whole."""
+        """Take the copies, write this rank's file, and publish the checkpoint on the first rank; `phase` follows.
+
+        A failure of any rank in a step is raised on all, so that nothing is published that is not whole.
+        """
 
         def finish_copies() -> None:
             self.staging.finish()
@@ -317,7 +196,6 @@ class CheckpointSaver:
         self._log = log if is_first_rank(world) else lambda _: None
         self._background = background
         self._running: RunningSave | None = None
-        self._stage = HostCopies(world.device)
         self._planner = make_save_planner()
         self._preparing: threading.Thread | None = None
         if background:
@@ -333,6 +211,10 @@ class CheckpointSaver:
                 collectives.reduce_scatter("connecting", str, list)
             world.watch.background = self.activity
             world.on_leaving(self.close)
+
+    @cached_property
+    def _stage(self) -> HostCopies:
+        return HostCopies(self._world.device)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Begin to take the host's memory for the copies, after the optimizer's first step, which makes the moments.
@@ -417,17 +299,23 @@ class CheckpointSaver:
             self._log(
                 "the next checkpoints are written while training waits: the threads of this one have not ended"
             )
-        if failures:  # an error of the first rank, which publishes, stands without a number
-            reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
-        else:
-            ranks_in: dict[str, list[int]] = {}
-            for rank, (phase, _, _) in zip(self._world.home.ranks, reports, strict=True):
-                ranks_in.setdefault(phase, []).append(rank)
-            # Likely causes come first: ranks still writing, then phases of few ranks.
-            items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
-            phases = "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
-            reason = f"it has not ended in {self.timeout:g} s: {phases}; check the storage"
+        # an error of the first rank, which publishes, stands without a number
+        first_rank = f" (on rank {self._world.home.ranks[0]})"
+        phases = [phase for phase, _, _ in reports]
+        reason = failures[0].removesuffix(first_rank) if failures else self._over_limit_text(phases)
         raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
+
+    def _over_limit_text(self, phases: Sequence[str]) -> str:
+        """Say that a save is over its limit, and which ranks are in which of the `phases` (one a rank).
+
+        Likely causes come first: ranks that are still writing, then phases of few ranks.
+        """
+        ranks_in: dict[str, list[int]] = {}
+        for rank, phase in zip(self._world.home.ranks, phases, strict=True):
+            ranks_in.setdefault(phase, []).append(rank)
+        items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
+        phases_text = "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
+        return f"it has not ended in {self.timeout:g} s: {phases_text}; check the storage"
 
     def wait(self) -> None:
         """Return when the save in progress is published. Raises CheckpointError, on every rank, if any could not write.
@@ -447,13 +335,13 @@ class CheckpointSaver:
         self.raise_failure()
         save.shown += time.monotonic() - started
         self._running = None
-        self._take_figures(save)
+        self._note_figures(save)
 
     def take_figures(self) -> SaveFigures | None:
         """Return what the last save took, once, after it is published; None before and after."""
         save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
-            self._take_figures(save)
+            self._note_figures(save)
         figures = self.figures
         self.figures = None
         return figures
@@ -483,7 +371,12 @@ class CheckpointSaver:
         self._stage.close()
 
     def _hosts_have_room(self, size: int) -> bool:
-        """`size` bytes are for this rank. Without room training waits for this and all later saves."""
+        """Return whether every host has room for its ranks' copies, of which `size` bytes are this rank's; all ranks
+        agree.
+
+        Without room training waits for this and all later saves (`_background` is off).
+
+        """
         reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
         for host in dict.fromkeys(name for name, _, _ in reports):
             total = sum(needed for name, needed, _ in reports if name == host)
@@ -498,6 +391,7 @@ class CheckpointSaver:
         return True
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
+        """Run `work` in a thread that does not keep the process alive, with this rank's GPU as its device."""
         device = self._world.device
 
         def run() -> None:
@@ -510,9 +404,11 @@ class CheckpointSaver:
         return thread
 
     def _is_over_time_limit(self, save: RunningSave) -> bool:
+        """Return whether a save that has not ended began more than `timeout` seconds ago."""
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
-    def _take_figures(self, save: RunningSave) -> None:
+    def _note_figures(self, save: RunningSave) -> None:
+        """Keep what a published save took as `figures`, once a save."""
         if not save.has_figures:
             save.has_figures = True
             self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)

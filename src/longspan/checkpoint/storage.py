@@ -8,7 +8,6 @@ and read. torch's reader reads these files, and torch's files are read here.
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -37,9 +36,9 @@ from longspan.files import name_file_in_errors, os_error_text, parse_json
 
 SUFFIX = ".safetensors"
 DTYPES = {  # by their names in safetensors files
-    **{f"F{8 * x.itemsize}": x for x in (torch.float64, torch.float32, torch.float16)},
-    **{f"I{8 * x.itemsize}": x for x in (torch.int64, torch.int32, torch.int16, torch.int8)},
-    **{f"U{8 * x.itemsize}": x for x in (torch.uint64, torch.uint32, torch.uint16, torch.uint8)},
+    **{f"F{8 * dtype.itemsize}": dtype for dtype in (torch.float64, torch.float32, torch.float16)},
+    **{f"I{8 * dtype.itemsize}": dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)},
+    **{f"U{8 * dtype.itemsize}": dtype for dtype in (torch.uint64, torch.uint32, torch.uint16, torch.uint8)},
     "BF16": torch.bfloat16,
     "BOOL": torch.bool,
     "C64": torch.complex64,
@@ -89,7 +88,8 @@ def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Te
     end = 0
     for chunk in ordered:
         entry = {"dtype": _DTYPE_NAMES[chunk.dtype], "shape": chunk.sizes, "data_offsets": (end, end + chunk.bytes)}
-        header[chunk.name], end = entry, end + chunk.bytes
+        header[chunk.name] = entry
+        end += chunk.bytes
     if len(header) < len(ordered):
         raise CheckpointError(f"{path}: a rank holds two parts of one tensor, and a file has one place for each")
     offsets = json.dumps({chunk.name: {_OFFSET: chunk.offsets} for chunk in ordered})
@@ -156,6 +156,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """Write the file of this rank, as torch calls it, and set `digests`."""
         items = {item.index.fqn: item for item in plan.items}
         resolve = cast(Any, planner.resolve_data)
         chunks = list[Chunk]()
@@ -186,7 +187,7 @@ class SafetensorsReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """An OSError has the file's name."""
+        """Read the plan's tensors into those of the planner, as torch calls it; an OSError has the file's name."""
         items_of = dict[str, list[ReadItem]]()
         for item in plan.items:
             items_of.setdefault(self.storage_data[item.storage_index].file, []).append(item)
@@ -203,8 +204,11 @@ class SafetensorsReader(FileSystemReader):
 
 
 def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
-    """Of a chunk's rows (first dim) no others are read than the item names."""
-    (_, dtype, _, sizes), lengths = place.chunk, list(item.lengths)
+    """Read the part of a chunk that the item names, from the open `file` of the chunk; of its rows (first dim) no
+    others.
+    """
+    _, dtype, _, sizes = place.chunk
+    lengths = list(item.lengths)
     rows, first = (lengths[0], item.storage_offsets[0]) if sizes else (1, 0)
     row_bytes = prod(sizes[1:]) * dtype.itemsize
     data = torch.empty(rows * row_bytes, dtype=torch.uint8)
@@ -218,6 +222,9 @@ def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
 
 
 def _read_stored_chunks(file: Path) -> list[StoredChunk]:
+    """Read the places of the tensors in a safetensors file from its header. Raises CheckpointError for a
+    damaged one.
+    """
     try:
         with name_file_in_errors(file), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -227,7 +234,7 @@ def _read_stored_chunks(file: Path) -> list[StoredChunk]:
             header = parse_json(stream.read(length))
         metadata = header.pop("__metadata__", {})
         offsets = parse_json(metadata[_OFFSETS]) if _OFFSETS in metadata else {}
-        places = list[StoredChunk]()
+        chunks = list[StoredChunk]()
         for name, entry in header.items():
             sizes = entry["shape"]
             first, end = entry["data_offsets"]
@@ -239,22 +246,12 @@ def _read_stored_chunks(file: Path) -> list[StoredChunk]:
             chunk = Chunk(name, DTYPES[entry["dtype"]], tuple(begins), tuple(sizes))
             if len(begins) != len(sizes) or end - first != chunk.bytes or end > data:
                 raise ValueError(f"{name} of {sizes} at {begins} has bytes {first} to {end} of {data}")
-            places.append(StoredChunk(chunk, file.name, 8 + length + first))
+            chunks.append(StoredChunk(chunk, file.name, 8 + length + first))
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # a damaged header raises any of these
         raise CheckpointError(
             f"checkpoint {file.parent}: {file.name} is damaged ({type(error).__name__}: {error}); {_AGAIN}"
         ) from error
-    return places
-
-
-def unreadable_data_text(file: Path, error: Exception) -> str:
-    """Why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
-    reason = f"holds something else than tensors and plain values, or is damaged ({type(error).__name__})"
-    if match := re.search(r"GLOBAL (\S+)", " ".join(str(error).split())):
-        reason = f"names {match[1]}, which is neither a tensor nor a plain value and may be code"
-    return (
-        f"{file} {reason}; nothing of it was run. Copy it again from where it was saved, or use another checkpoint"
-    )
+    return chunks
 
 
 def first_failure_text(error: BaseException) -> str:

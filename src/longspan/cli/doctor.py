@@ -48,8 +48,6 @@ class DoctorFlags:
     frozen: Literal["", "nf4"] = ""
     """Of --model: its small copy has an adapter over weights in 4 bits (model.frozen), and is compared with the stock
     one over the values that they stand for."""
-    head_size: Literal["auto", "true", "small"] = "auto"
-    """Of --model: heads of the small copy as large as the model's, on which kernels depend; auto: true on GPUs."""
 
     world: int = 0
     """Local processes of the comparison; 0: one for each GPU up to 4 where there are several, else 4 on the CPU."""
@@ -85,7 +83,6 @@ def main(argv: Sequence[str]) -> int:
             flags.model,
             flags.cases,
             frozen=flags.frozen,
-            head_size=flags.head_size,
             world=flags.world,
             backend=flags.backend,
             timeout=flags.timeout_seconds,
@@ -120,7 +117,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def version_checks(installed: dict[str, str]) -> Iterator[Check]:
-    """A version is good between the bounds of `SUPPORTED`: the least that longspan is tested with, and the first that
+    """Yield a check for each version, by package, and for each package that is missing.
+
+    A version is good between the bounds of `SUPPORTED`: the least that longspan is tested with, and the first that
     it is not (None: no bound). Only the first two numbers are compared. A package without bounds has no verdict; one
     that longspan cannot run without, and that is not installed, fails.
     """
@@ -140,7 +139,7 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
 
 
 def device_checks() -> Iterator[Check]:
-    """Only several GPUs need NCCL."""
+    """Yield checks of the host, its GPUs and both backends. NCCL must be there only for several GPUs."""
     import torch
     import torch.distributed as dist
 
@@ -158,8 +157,8 @@ def device_checks() -> Iterator[Check]:
 
 
 def kernel_checks() -> Iterator[Check]:
-    """Which attention kernel runs a call of one head of size 128 over one packed document, for each device and dtype,
-    and why the others do not run here.
+    """Yield the kernels that run a call of one head of size 128 over one packed document, for each device and dtype,
+    the chosen one first; and for each kernel that runs nothing here, why.
     """
     import torch
 
@@ -183,7 +182,10 @@ def kernel_checks() -> Iterator[Check]:
 
 
 def proof_checks(proof: "Proof") -> Iterator[Check]:
-    """A check for each process group that was made, and for each comparison with the stock model."""
+    """Yield a check for each process group that was made, and for each comparison with the stock model.
+
+    The groups are those of the first world: `proof` has one, as all its cases share a home.
+    """
     from longspan.doctor.proof import outcome_text
 
     world = proof.worlds[0]

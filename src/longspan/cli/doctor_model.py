@@ -26,7 +26,7 @@ from longspan.doctor.cases import (
     list_image_cases,
     list_type_cases,
 )
-from longspan.doctor.proof import InWorld, Proof, ProofRanks, proof_json, proof_text, run_proof
+from longspan.doctor.proof import Proof, ProofRanks, WorldOutcomes, proof_json, proof_text, run_proof
 from longspan.doctor.stock import no_video_reason
 from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, plural
@@ -49,7 +49,6 @@ def prove_model(
     case_set: CaseSet,
     *,
     frozen: str = "",
-    head_size: Literal["auto", "true", "small"],
     world: int,
     backend: Backend,
     timeout: float,
@@ -65,7 +64,7 @@ def prove_model(
     proofs = list[Proof]()
     models = list[dict[str, Any]]()  # one for each choice of processes
     for processes in _list_proof_processes(world, backend):
-        true_heads = head_size == "true" or (head_size == "auto" and processes.backend == "nccl")
+        true_heads = processes.backend == "nccl"  # on whose sizes kernels of GPUs depend
         small_config = shrink_configuration(config, true_heads=true_heads, images=reads_images(config))
         cases = _choose_cases(case_set, processes, config)
         if frozen:
@@ -85,10 +84,10 @@ def prove_model(
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
         else:
             copies = (
-                f"{of['model_type']}, a small copy ({of['layers']} layers, hidden size {of['hidden_size']}) on "
-                f"{plural(of['ranks'], 'rank')} ({of['backend']})"
+                f"{copy['model_type']}, a small copy ({copy['layers']} layers, hidden size {copy['hidden_size']}) on "
+                f"{plural(copy['ranks'], 'rank')} ({copy['backend']})"
                 f"{f', with an adapter over weights in {frozen}' if frozen else ''}"
-                for of in models
+                for copy in models
             )
             print(proof_text(proof, [*copies, *filter(None, [models[-1]["videos"]])], seconds))
     return 0 if proof.good else 1
@@ -109,7 +108,11 @@ def compare_preset(world: int, backend: Backend, timeout: float) -> Proof:
 
 
 def _list_proof_processes(world: int, backend: Backend) -> Iterator[Processes]:
-    """CPUs are first if there is no GPU, or one, which has no degrees to compare; GPUs follow if they are wanted."""
+    """Yield the processes that a proof runs on, one after another: CPUs, GPUs, or first CPUs and then a single GPU.
+
+    One GPU has no degrees to compare, so that CPUs are asked too where nobody says on what. Raises ConfigError for
+    GPUs that are asked for and not there.
+    """
     gpus = usable_gpus()
     cpus_too = gpus == 1 and backend == "auto" and not world and not has_torchrun()
     if gpus == 0 or cpus_too or backend == "gloo":
@@ -121,6 +124,11 @@ def _list_proof_processes(world: int, backend: Backend) -> Iterator[Processes]:
 
 
 def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedConfig) -> list[Case]:
+    """Choose the cases of a model: the named set in one dtype, and the basic set in the other.
+
+    The first dtype is the exact one on CPUs, and on GPUs bfloat16, in which models are trained there. Of a model whose
+    only class takes images, texts alone are compared by the basic set.
+    """
     first = _EXACT[processes.backend]
     second = _ROUNDED[processes.backend]
     if processes.backend == "nccl":
@@ -138,16 +146,20 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 def _prove_cases(
     config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float, frozen: str = ""
 ) -> Proof:
-    show = (1 if sys.stderr.isatty() else SHOWN_IN_FILES) * prints_results()
+    """Run the cases on these processes: torchrun's, or local ones that are started for each home."""
+    shown_of = 1 if sys.stderr.isatty() else SHOWN_IN_FILES
+    if not prints_results():
+        shown_of = 0
 
-    def launch(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
+    def launch(fn: Any, task: Any, count: int, seconds: float) -> WorldOutcomes:
         return run_on_ranks(fn, (task,), count, seconds)
 
-    ranks = ProofRanks(processes.ranks, processes.backend, timeout, show, launch if has_torchrun() else None)
+    ranks = ProofRanks(processes.ranks, processes.backend, timeout, shown_of, launch if has_torchrun() else None)
     return run_proof(config, cases, ranks, frozen)
 
 
 def _proof_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
+    """Return what the record of a proof says of a small copy, of its ranks, and whether documents have videos."""
     text = small.get_text_config()
     videos = ""
     if reads_images(small) and isinstance(getattr(small, "video_token_id", None), int):

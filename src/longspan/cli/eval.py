@@ -43,25 +43,24 @@ from longspan.config.sections import (
     ParallelConfig,
     RunConfig,
 )
-from longspan.corpus.files import find_root
+from longspan.corpus.sources.find_files import find_root
 from longspan.errors import ConfigError, plural
+from longspan.evaluation.fit_layout import HOME, fit_evaluation_plans, fit_home_to_ranks, layout_changes
 from longspan.evaluation.request import (
-    HOME,
-    Difference,
     EvalRequest,
     SavedWeights,
     Subject,
+    find_saved_weights,
+    parse_named_paths,
+)
+from longspan.evaluation.result import HELD_OUT, evaluation_table
+from longspan.evaluation.saved_results import (
+    Difference,
     SubjectResult,
     differences_by_set,
     document_rows,
-    find_saved_weights,
-    fit_evaluation_plans,
-    fit_home_to_ranks,
-    layout_changes,
-    parse_named_paths,
     results_record,
 )
-from longspan.evaluation.result import HELD_OUT, evaluation_table
 from longspan.files import as_json, json_safe_values, os_error_text, read_json
 from longspan.hub import find_local_path
 from longspan.launch.output import outlive_output
@@ -73,7 +72,8 @@ from longspan.resolve.choice import home_of
 from longspan.run.checks import check_config
 from longspan.run.facts import RunFacts
 from longspan.run.progress import ProgressDisplay
-from longspan.train.starts import Starts, begin_gpu_imports
+from longspan.train.start.gpu_imports import begin_gpu_imports
+from longspan.train.start.start_times import Starts
 
 PROG = "longspan eval"
 TARGET = "a run's folder, a checkpoint or a Hugging Face folder"
@@ -167,6 +167,9 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
 def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
     """Make the request of an evaluation on this number of ranks from its flags. The weights to compare with, if any,
     are a second subject, in the layout of the first.
+
+    `flags` are those of `argv`, which is read once more over the configuration of each run that is named. Raises
+    ConfigError for flags that contradict each other or are keys of training, and for weights that are not there.
     """
     check_flags_at_least(flags, max_document_tokens=NOT_GIVEN)
     if flags.split and not flags.data:
@@ -191,8 +194,8 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     if flags.compare:
         weights = find_saved_weights(flags.target if flags.compare == BASE else flags.compare)
         second = _configure_subject(argv, replace(weights, base=flags.compare == BASE), flags, flag_keys)
-        other = replace(_with_layout(second.config, config), evaluation=config.evaluation)
-        subjects.append(replace(second, config=other))
+        second_config = replace(_config_with_layout(second.config, config), evaluation=config.evaluation)
+        subjects.append(replace(second, config=second_config))
     return EvalRequest(
         subjects=tuple(subjects),
         paths=tuple(parse_named_paths(flags.data).items()),
@@ -207,7 +210,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
 
 
 def refuse_training_keys(flag_keys: frozenset[str]) -> None:
-    """Raise ConfigError for keys of training, which would have no effect."""
+    """Raise ConfigError for a key of [context] that only training reads. Keys are written as in "context.mode"."""
     for key in sorted(key.removeprefix("context.") for key in flag_keys if key.startswith("context.")):
         if key in PLAN_KEYS:
             raise ConfigError(f"--context.{key} is a key of training; evaluation reads --evaluation.{key}")
@@ -217,8 +220,8 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
             )
 
 
-def _with_layout(config: RunConfig, layout: EvalFlags | RunConfig) -> RunConfig:
-    """A configuration with the layout and the plans of others."""
+def _config_with_layout(config: RunConfig, layout: EvalFlags | RunConfig) -> RunConfig:
+    """Return a configuration with the layout, the plans of evaluation and the machine of `layout`."""
     return replace(
         config,
         parallel=layout.parallel,
@@ -237,27 +240,32 @@ def _configure_subject(
     """
     if weights.run_dir is not None:
         return _configure_run(argv, weights, weights.run_dir, flag_keys)
-    own = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
-    return Subject(weights, resolve_defaults(_with_flags(own, flags, weights)))
+    defaults = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
+    return Subject(weights, resolve_defaults(_config_with_flags(defaults, flags, weights)))
 
 
 def _configure_run(
     argv: Sequence[str], weights: SavedWeights, run_dir: Path, flag_keys: Collection[str]
 ) -> Subject:
-    """Flags are parsed again, over the run's configuration: keys of the layout that no flag gives are the run's."""
-    own = load_config(run_dir / "config.toml")
-    flags = parse_eval(argv, own)
-    config = _with_flags(own, flags, weights)
+    """Return a run's weights with its configuration, in which the keys that flags give (`flag_keys`) are replaced.
+
+    Flags are parsed again, over the run's configuration: keys of the layout that no flag gives are the run's.
+    """
+    run_config = load_config(run_dir / "config.toml")
+    flags = parse_eval(argv, run_config)
+    config = _config_with_flags(run_config, flags, weights)
     # a degree that a flag gives brings its planner, and "auto" its type
     values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"evaluation.{k}" in flag_keys}
-    evaluation = inherit_keys(PlanSection(**values), own.evaluation, own.context)
+    evaluation = inherit_keys(PlanSection(**values), run_config.evaluation, run_config.context)
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
     return Subject(weights, config.with_keys("evaluation", **evaluation.plan_keys))
 
 
-def _with_flags(own: RunConfig, flags: EvalFlags, weights: SavedWeights) -> RunConfig:
-    """A configuration with the layout and the keys of [model] that flags give, and without evaluation sets; for base
-    weights without adapter and depths. Raises ConfigError for base weights of what trains no adapter.
+def _config_with_flags(own: RunConfig, flags: EvalFlags, weights: SavedWeights) -> RunConfig:
+    """Return a configuration with the layout and the keys of [model] that flags give, and without evaluation sets.
+
+    For base weights it is also without adapter and depths. Raises ConfigError for base weights of what trains no
+    adapter.
     """
     if weights.base and not own.lora.rank:
         raise ConfigError(
@@ -266,7 +274,7 @@ def _with_flags(own: RunConfig, flags: EvalFlags, weights: SavedWeights) -> RunC
         )
     explicit = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name))}
     return replace(
-        _with_layout(own, flags),
+        _config_with_layout(own, flags),
         model=replace(own.model, **explicit),
         lora=LoraSection() if weights.base else own.lora,
         mtp=MtpSection() if weights.base else own.mtp,
@@ -311,6 +319,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ranks_of_run(target: str) -> int:
+    """Return how many ranks a run had on CPUs; 1 for one on GPUs, for a folder, and where run.json does not say."""
     run_dir = find_saved_weights(target).run_dir
     values: Any = None
     with suppress(OSError, ValueError):
@@ -320,6 +329,10 @@ def ranks_of_run(target: str) -> int:
 
 
 def check_request(request: EvalRequest, ranks: int) -> Layout:
+    """Return the home of an evaluation on `ranks` ranks, if the configurations of all its subjects are possible there.
+
+    Raises ConfigError or LayoutError, as `check_config` does.
+    """
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:  # before heads and documents are read
         config = fit_evaluation_plans(subject.config, home, None, 1, request.flag_keys)
@@ -351,8 +364,8 @@ def eval_rank(
 
 
 def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
-    """Yield everything that was found: a line for each difference between the first subject and another, each subject's
-    table, and the tables of the differences.
+    """Yield the parts of what is printed: a line for each difference between the first subject and another, the table
+    of each subject, and the tables of the differences.
     """
     first = results[0]
     pairs = [(difference, other) for other in results[1:] for difference in differences_by_set(first, other)]
@@ -375,6 +388,7 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
 
 
 def _difference_table(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
+    """Return the table of two subjects' losses on one set, by length of document, below a line about all documents."""
     title = f"{difference.name or HELD_OUT}: loss of {other.weights.title} beside {first.weights.title}"
     lower = f"{difference.lower:,} of {plural(difference.documents, 'document')}"
     table = text_table(

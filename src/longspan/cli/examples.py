@@ -12,9 +12,9 @@ from typing import Annotated
 
 import longspan
 from longspan.cli.flags import Word, parse_flags
-from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.files import as_json
+from longspan.plain_text import nearest_hint
 
 ALL = "all"
 _WIDEST = 110  # characters of a line of the list, without the name
@@ -61,7 +61,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examples_folder() -> Path:
-    """In the package, or next to `src` of a checkout."""
+    """Return the folder of the examples, which is in the package, or next to `src` of a checkout.
+
+    Raises ConfigError where neither has it.
+    """
     package = Path(longspan.__file__).parent
     for folder in (package / "_examples", package.parents[1] / "examples"):
         if (folder / "first.toml").is_file():
@@ -89,21 +92,29 @@ def first_sentence(path: Path) -> str:
 
 
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
+    """Choose of `paths` below `root` the file of this name, those of the folder of this name, or all.
+
+    Raises ConfigError, with the nearest names, for a name of none of them.
+    """
     name = name.removeprefix("examples/").rstrip("/")
     choice = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
     if not name or not choice or (root / name) == root:
         names = [path.relative_to(root) for path in paths]
         folders = {parent.as_posix() for path in names for parent in path.parents if parent != Path()}
-        known = [*sorted(folders), *(path.as_posix() for path in names)]
-        hint = nearest_hint(name, [ALL, *known])
+        known_names = [*sorted(folders), *(path.as_posix() for path in names)]
+        hint = nearest_hint(name, [ALL, *known_names])
         if hint.startswith("known: "):
-            nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+            nearest = difflib.get_close_matches(name, known_names, n=3, cutoff=0.0)
             hint = f"the nearest are {', '.join(nearest)}; longspan examples lists all"
         raise ConfigError(f"longspan has no example {name!r}: {hint}")
     return choice
 
 
 def _copy_examples(paths: Sequence[Path], root: Path, folder: Path, *, overwrite: bool) -> list[Path]:
+    """Copy files from below `root` to the same places below `folder`; returns the copies, which may be edited.
+
+    Raises RunFolderError before anything is copied where a copy is there already, unless `overwrite`.
+    """
     copies = [folder / path.relative_to(root) for path in paths]
     if (older := [copy for copy in copies if copy.exists()]) and not overwrite:
         raise RunFolderError(

@@ -7,31 +7,27 @@ flag may have dashes or underscores, and "=" or a space before its value.
 import inspect
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import partial
 from pathlib import Path
 from textwrap import wrap
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from longspan.cli.processes import Device, count_ranks
-from longspan.config.defaults import resolve_defaults, set_local_folders
-from longspan.config.file import kind_text, nearest_hint, read_file, read_words
 from longspan.config.keys import (
     NOT_GIVEN,
-    class_texts,
     key_value,
+    own_texts,
     section_keys,
     section_texts,
     with_key_values,
 )
 from longspan.config.other_names import key_of_other_name
-from longspan.config.reference import OFTEN
 from longspan.config.renamed import renamed_hint, renamed_value
-from longspan.config.sections import RunConfig, section_kinds
+from longspan.config.values import kind_text, read_words
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
+from longspan.plain_text import nearest_hint
 
 Groups = Mapping[str, Sequence[str]]  # titles, and the flags of each: those that --help shows, as SHOWN of a class
 _NAMES = 30  # columns of flags
@@ -49,13 +45,14 @@ class Word:
 
 
 def word_fields(kind: Any) -> dict[str, Word]:
+    """Return the fields of a flags dataclass that are words without a flag, by name, in the order of the words."""
     hints = get_type_hints(kind, include_extras=True)
     marks = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
     return {name: mark for name in marks for mark in marks[name] if isinstance(mark, Word)}
 
 
 def flag_text(flag: str) -> str:
-    """Write a flag as messages and help do."""
+    """Write a flag as messages and help do: with dashes, but a key of the configuration with its underscores."""
     return flag if "." in flag else flag.replace("_", "-")
 
 
@@ -63,7 +60,7 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
     """Write the help of a verb: its text, its examples, and the flags of its `SHOWN`, or (`whole`) all `types`."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     words = word_fields(kind)
-    texts = {name: text for base in reversed(kind.__mro__[:-1]) for name, text in class_texts(base).items()}
+    texts = {name: text for base in reversed(kind.__mro__[:-1]) for name, text in own_texts(base).items()}
     for section, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
             texts |= {f"{section}.{key}": text for key, text in section_texts(hint).items()}
@@ -88,30 +85,33 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
         for flag in flags:
             name = "--data" if flag == "--data.path" else flag_text(flag)  # as in verbs without that section
             text = texts[flag[2:]] + _default_text(kind, flag, texts[flag[2:]])
-            lines += _flag_lines(f"{name} {_value_text(types[flag])}", text, width)
+            lines += _flag_lines(f"{name} {_accepted_values_text(types[flag])}", text, width)
     if shown and not whole:
         lines += ["", f"{prog} --help-all shows all {len(types)} flags."]
     return "\n".join(lines)
 
 
 def _flag_lines(name: str, text: str, width: int) -> Iterator[str]:
+    """Yield the lines of a flag in help, at most `width` wide: its name, a line of its own if it is long, and text."""
     if len(name) > _NAMES - 4:
         yield f"  {name}"
         name = ""
     yield from wrap(text, width, initial_indent=f"  {name:<{_NAMES - 2}}", subsequent_indent=" " * _NAMES)
 
 
-def _value_text(kind: Any) -> str:
+def _accepted_values_text(kind: Any) -> str:
+    """Write what a flag of this type takes, as in "auto|cpu|cuda", "N" for a number or "N …" for several."""
     if get_origin(kind) is Literal:
         return "|".join(str(choice) for choice in get_args(kind) if choice)
     if get_origin(kind) is tuple:
-        return f"{_value_text(get_args(kind)[0])} …"
+        return f"{_accepted_values_text(get_args(kind)[0])} …"
     if kind in _VALUES:
         return _VALUES[kind]
-    return "|".join(map(_value_text, get_args(kind)))  # of several types
+    return "|".join(map(_accepted_values_text, get_args(kind)))  # of several types
 
 
 def _default_text(kind: Any, flag: str, text: str) -> str:
+    """Write the default of a flag behind its text; "" where it is empty, false or a run's, or the text says it."""
     name, _, key = flag[2:].partition(".")
     field = next(field for field in fields(kind) if field.name == name)
     value = field.default if field.default_factory is MISSING else field.default_factory()
@@ -130,10 +130,10 @@ Defaults = Callable[[Sequence[str]], Mapping[str, Any]]
 Repeated = Annotated[tuple[str, ...], "again for more"]  # a flag that is given once for each of its values
 _WHOLE_HELP = {"--help-all", "--help_all"}
 _HELP = {"-h", "--help"} | _WHOLE_HELP
-_SAME = {"--data": "--data.path", "--data.path": "--data"}  # two spellings of one flag
+OTHER_SPELLING = {"--data": "--data.path", "--data.path": "--data"}  # two spellings of one flag
 _FEW = 12  # flags that an error lists
 # Flags of plans, and the keys of training that they stand for where GPUs are named.
-KEYS = {
+KEY_OF_PLAN_FLAG = {
     "--data": "--data.path",
     "--tokens_per_step": "--train.tokens_per_step",
     "--epochs": "--train.epochs",
@@ -152,7 +152,7 @@ KEYS = {
     "--mode": "--context.mode",
     "--node_size": "--context.node_size",
 }
-_SHORT = {key: flag for flag, key in KEYS.items()}
+_PLAN_FLAG_OF_KEY = {key: flag for flag, key in KEY_OF_PLAN_FLAG.items()}
 
 
 def parse_flags(
@@ -175,7 +175,7 @@ def parse_flags(
     words = list[str]()
     values = dict[str, Any]()
     for flag, behind, joined in split_flags(argv):
-        name = flag if flag in types else _SAME.get(flag, flag)
+        name = flag if flag in types else OTHER_SPELLING.get(flag, flag)
         if not name:
             words += behind
             continue
@@ -193,6 +193,10 @@ def make_flags(
     prog: str,
     defaults: Defaults | Mapping[str, Any],
 ) -> Flags:
+    """Make a flags dataclass of the words without flags and of the values by flag ("--tp" or "--parallel.tp").
+
+    `prog` and `defaults` as of `parse_flags`. Raises ConfigError for words that are missing or too many.
+    """
     places = word_fields(kind)
     if len(words) > len(places):
         takes = f"it takes {' and '.join(place.metavar for place in places.values())}, and" if places else "its"
@@ -202,7 +206,7 @@ def make_flags(
     if missing := [places[name] for name in required if name not in arguments]:
         example = " ".join([prog, *(place.example for place in places.values() if place.example)])
         raise ConfigError(f"{prog} needs {' and '.join(place.what for place in missing)}: {example}")
-    sections = dict[str, dict[str, Any]]()
+    sections = dict[str, dict[str, Any]]()  # keys and values of those fields that are sections of a configuration
     for name, value in values.items():
         section, dot, key = name[2:].partition(".")
         if dot:
@@ -217,12 +221,14 @@ def make_flags(
 
 
 def check_flags_at_least(flags: Any, **least: int) -> None:
+    """Raise ConfigError for a flag whose value is below its least one, which is given by the name of its field."""
     for name, number in least.items():
         if (value := getattr(flags, name)) < number:
             raise ConfigError(f"{flag_text(f'--{name}')} is {value}; give an integer of at least {number}")
 
 
 def write_text_file(path: str | Path, text: str) -> None:
+    """Write a file that a flag names. Raises ConfigError for what the disk refuses."""
     try:
         with name_file_in_errors(Path(path)):
             Path(path).write_text(text, encoding="utf-8")
@@ -265,7 +271,11 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
 
 
 def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> tuple[Any, Sequence[str]]:
-    # A list takes all words up to the next flag, or the one behind "="; lists of numbers may be written 2,2 or [2, 2].
+    """Read a flag's value of this type from the words behind it, the first of them `joined` to it by "=".
+
+    Returns it, and the words that are left. A list takes all words up to the next flag, or the one behind "="; lists
+    of numbers may be written 2,2 or [2, 2]. Raises ConfigError for words that are no such value.
+    """
     if kind is bool and not joined and (not words or words[0].lower() not in ("true", "false")):
         return True, words
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
@@ -288,7 +298,7 @@ def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -
     unknown = {
         flag: values
         for flag, values, _ in split_flags(argv)
-        if flag and flag not in types and _SAME.get(flag) not in types
+        if flag and flag not in types and OTHER_SPELLING.get(flag) not in types
     }
     texts = [f"{flag_text(flag)}: {_flag_hint(flag, values, types, prog)}" for flag, values in unknown.items()]
     if texts:
@@ -296,80 +306,22 @@ def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -
 
 
 def _flag_hint(flag: str, values: Sequence[str], types: Mapping[str, Any], prog: str) -> str:
-    def flags_of(keys: Iterable[str]) -> list[str]:  # in this verb: a key itself, or its short flag
-        return [flag_text(name) for key in keys for name in (key, _SHORT.get(key, key)) if name in types]
+    """Say what to write in place of a flag that a verb does not have, with these `values` behind it."""
+
+    def flags_of_keys(keys: Iterable[str]) -> list[str]:  # in this verb: a key itself, or its flag of plans
+        return [flag_text(name) for key in keys for name in (key, _PLAN_FLAG_OF_KEY.get(key, key)) if name in types]
 
     if hint := renamed_hint(flag[2:], " ".join(values), flag=True):
         return hint
     other, space, words = key_of_other_name(flag[2:]).partition(" ")
     if other == "leave":
         return f"leave {words}"
-    if flags := flags_of([f"--{other}"]):
+    if flags := flags_of_keys([f"--{other}"]):
         return f"here it is {flags[0]}{space}{words}"
     # --train.steps for --steps
-    if flags := flags_of(key for key in (*types, *_SHORT) if key.endswith("." + flag[2:])):
+    if flags := flags_of_keys(key for key in (*types, *_PLAN_FLAG_OF_KEY) if key.endswith("." + flag[2:])):
         return f"did you mean {flags[0]!r}?"
     hint = nearest_hint(flag_text(flag), map(flag_text, types), prefix="--")
     return (
         f"{prog} --help-all lists those that it has" if hint.startswith("known: ") and len(types) > _FEW else hint
     )
-
-
-@dataclass(frozen=True)
-class TrainFlags(RunConfig):
-    """Train a model. Values come from the defaults, then from CONFIG.toml, then from flags.
-
-    Without --world it starts a process for each GPU of this machine, or one where there are none. With --world N it
-    starts N processes; under torchrun it uses those of torchrun. Each has a GPU where there are any. The configuration,
-    metrics, checkpoints, plans and report.html are written to the run's folder. If the folder holds a run already, that
-    run continues from its newest checkpoint.
-
-    longspan train --world 2                     the demo: a tiny model, on 2 CPU processes
-
-    longspan train run.toml --dry-run            what a run would hold, and how long it takes
-
-    longspan train --model.path Qwen3-0.6B --data chats.jsonl --train.epochs 1 --lora.rank 16
-    """
-
-    SHOWN: ClassVar[Groups] = {
-        "keys that most runs set": tuple(f"--{key}" for key in OFTEN),
-        "how it is started": ("--world", "--dry_run", "--show"),
-    }
-    config: Annotated[str, Word("[CONFIG.toml]")] = ""
-    """Configuration file; without one, the demo of `make train`."""
-    world: int = 0
-    """Processes to start on this machine; 0: one for each GPU (CUDA_VISIBLE_DEVICES), one without GPUs, or those of
-    torchrun."""
-    device: Device = "auto"
-    """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
-    json: bool = False
-    """Print the result as one JSON object on standard output; progress goes to standard error."""
-    show: int = 0
-    """Train nothing: print the first so many rows of each source as tokens, with the targets marked."""
-    dry_run: bool = False
-    """Train nothing: print what the run would hold on each GPU, with which measures, its steps and hours."""
-
-
-def _file_sections(flag_names: Collection[str], words: Sequence[str]) -> Mapping[str, Any]:
-    """The sections of the file that the words name; flags win over them, and their steps over the file's epochs."""
-    if not words:
-        return {}
-    file = read_file(words[0])
-    if "--train.steps" in flag_names and "--train.epochs" not in flag_names:
-        file = file.with_keys("train", epochs=0.0, epochs_of="")
-    return vars(file)
-
-
-def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
-    """Parse the flags of `train`, and the configuration that file, flags and the number of ranks make together."""
-    names = {flag for flag, _, _ in split_flags(argv)}
-    for flag, paths, _ in split_flags(argv):
-        if flag in _SAME and len(paths) > 1 and not paths[1].endswith(".toml"):
-            raise ConfigError(
-                f"{flag} takes one path, and got {' '.join(paths)}; name several in CONFIG.toml, each as path = ... "
-                "below a line [[data.sources]], or put the files into one folder"
-            )
-    flags = parse_flags(TrainFlags, argv, "longspan train", partial(_file_sections, names))
-    config = RunConfig(**{section: getattr(flags, section) for section in section_kinds()})
-    config = set_local_folders(config, weights=not (flags.dry_run or flags.show))
-    return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

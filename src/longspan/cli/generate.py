@@ -10,7 +10,8 @@ from longspan.cli.eval import check_request, make_request, parse_eval, ranks_of_
 from longspan.cli.flags import Groups, Repeated, Word, check_flags_at_least, parse_flags
 from longspan.cli.processes import Device, choose_processes, print_note, prints_results, run_on_ranks
 from longspan.errors import ConfigError, DataError
-from longspan.evaluation.request import EvalRequest, fit_evaluation_plans
+from longspan.evaluation.fit_layout import fit_evaluation_plans
+from longspan.evaluation.request import EvalRequest
 from longspan.files import as_json
 from longspan.launch.output import outlive_output
 from longspan.launch.stop_signals import block_signals
@@ -94,14 +95,16 @@ def main(argv: Sequence[str]) -> int:
 def _generate_on_rank(
     rank: int, request: EvalRequest, flags: GenerateFlags, ranks: int, backend: str
 ) -> "Completions":
+    """Complete the prompts that flags name on one rank, with the weights of the request; torch is imported here."""
     outlive_output(None, ["stderr"])
     with block_signals():  # some of these imports catch every exception, and that of a signal with them
         from longspan.comm import World
-        from longspan.comm.all_ranks import StopSignal, run_on_every_rank
+        from longspan.comm.all_ranks import run_on_every_rank
+        from longspan.comm.received_signals import StopSignal
         from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
         from longspan.corpus.rows.sample import Row
         from longspan.evaluation.completions import CompletionSettings, complete_prompts
-        from longspan.evaluation.evaluate_saved import check_saved_weights, load_saved_model
+        from longspan.evaluation.load_saved import check_saved_weights, load_saved_model
         from longspan.plan.shape.positions import position_limit
 
     (subject,) = request.subjects

@@ -39,8 +39,10 @@ NO_GPUS = LocalGpus(0, (0, 0))
 
 
 def find_gpus() -> LocalGpus:
-    """On Linux CUDA's driver counts GPUs for a build of torch for CUDA, and a build for CPUs can use none. For a build
-    for AMD, and on other systems, torch itself is imported to count them.
+    """Return the GPUs that torch can use here.
+
+    On Linux CUDA's driver counts them for a build of torch for CUDA, and a build for CPUs can use none. For a build for
+    AMD, and on other systems, torch itself is imported to count them.
     """
     if sys.platform == "linux" and not _torch_is_built_for("hip"):
         return _count_gpus_by_driver() if _torch_is_built_for("cuda") else NO_GPUS
@@ -73,11 +75,11 @@ def _count_gpus_by_driver() -> LocalGpus:
 
 
 @cache
-def _torch_is_built_for(platform: Literal["cuda", "hip"]) -> bool:
+def _torch_is_built_for(toolkit: Literal["cuda", "hip"]) -> bool:
     """Read torch's version.py by itself: a launcher may not import torch, which takes seconds, to learn this."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is not installed"
-    return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(platform) is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(toolkit) is not None
 
 
 # torch 2.9 and later read the first before the second
@@ -85,14 +87,16 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def allocator_environment() -> dict[str, str]:
-    """The variable that lets segments of GPUs' memory grow; none where the user has set one."""
+    """Return the variable, with its value, that lets segments of GPUs' memory grow; {} where the user has set one."""
     return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def set_gpu_environment() -> None:
     """Set the variables that keep compiled kernels across runs and let segments of GPU memory grow; none without GPUs.
+
     Kernels are kept in longspan/kernels of the user's cache (XDG_CACHE_HOME). In growing segments micro-batches of
-    different sizes leave no gaps; gaps would make the allocator free memory and ask for it again.
+    different sizes leave no gaps; gaps would make the allocator free memory and ask for it again. Raises ConfigError
+    where kernels cannot be kept.
     """
     gpus = find_gpus()
     if not gpus.count:
@@ -121,6 +125,7 @@ def set_gpu_environment() -> None:
 
 
 def machine_facts() -> dict[str, Any]:
+    """Return the processor, cores, bytes of memory and system, and of GPUs their names, bytes and libraries."""
     import torch
     from torch.cuda import nccl
 
@@ -149,6 +154,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def machine_text(facts: dict[str, Any]) -> str:
+    """Write the facts of `machine_facts` on one line."""
     gpus = facts.get("gpus", [])
     memory = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
     host = f"{facts['cores']} cores of {facts['processor']}, {memory}"

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        with raise_on_stop_signals(), _importing_ahead(words) if argv is None else nullcontext():
+        with raise_on_stop_signals(), _imports_ahead(words) if argv is None else nullcontext():
             return _run_verb(words)
     except LongspanError as error:
         return _print_error(error, debug=debug)
@@ -60,8 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _importing_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
-    # Under torchrun (RANK is set) the process is a rank itself, and starts none.
+def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
+    """Return a context in which another process imports what ranks need, if the words of a command start ranks here.
+
+    Under torchrun (RANK is set) this process is a rank itself, and starts none.
+    """
     starts_ranks = bool(words) and words[0] in _RANK_VERBS and not _WITHOUT_RANKS.intersection(words)
     if not starts_ranks or "RANK" in os.environ:
         return nullcontext()
@@ -72,6 +75,7 @@ def _importing_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
 
 
 def _print_error(error: LongspanError, *, debug: bool) -> int:
+    """Print an error, with `debug` its traceback too, and return the exit code of the command."""
     if debug:
         traceback.print_exception(error)
     print(error_lines(error), file=sys.stderr, flush=True)
@@ -79,7 +83,10 @@ def _print_error(error: LongspanError, *, debug: bool) -> int:
 
 
 def _find_rank_loss(error: BaseException) -> RankLostError | None:
-    # A rank that is lost makes torchrun send a signal to the others: the loss is the news, not the signal.
+    """Find the loss of a rank that was being handled when `error` came; None if there was none.
+
+    A rank that is lost makes torchrun send a signal to the others: the loss is the news, not the signal.
+    """
     earlier_error = error.__context__
     while earlier_error is not None and not isinstance(earlier_error, RankLostError):
         earlier_error = earlier_error.__context__
@@ -87,7 +94,10 @@ def _find_rank_loss(error: BaseException) -> RankLostError | None:
 
 
 def error_lines(error: LongspanError) -> str:
-    """One line for the error, and one for each note that does not repeat it; under torchrun it begins with the rank."""
+    """Return what is printed of an error: a line for it, and one for each note that does not repeat it.
+
+    Under torchrun the first line begins with the rank.
+    """
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
@@ -99,10 +109,12 @@ def error_lines(error: LongspanError) -> str:
 
 
 def _escape_controls(text: str) -> str:
+    """Escape what would steer a terminal: an error may quote a file of somebody else's."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _run_verb(words: list[str]) -> int:
+    """Run the verb that the first word names, or print the list of verbs or the version; returns the exit code."""
     if not words or words[0] in ("-h", "--help", "--help-all", "help"):
         verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
         print(
@@ -118,7 +130,7 @@ def _run_verb(words: list[str]) -> int:
         return 0
     verb, *arguments = words
     if verb not in VERBS:
-        from longspan.config.file import nearest_hint
+        from longspan.plain_text import nearest_hint
 
         raise ConfigError(f"longspan has no verb {verb!r}: {nearest_hint(verb, VERBS)}")
     return import_module(_MODULES.get(verb, f"longspan.cli.{verb}")).main(arguments)

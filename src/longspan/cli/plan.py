@@ -114,13 +114,14 @@ def main(argv: Sequence[str]) -> int:
     if flags.planner not in ("auto", *PLANNERS):
         check_planner_exists(flags.planner, "--planner")
     try:
-        return _compare_degrees(flags) if asks_for_degree else _plan_step(flags)
+        return _answer_eval_degree(flags) if asks_for_degree else _plan_one_step(flags)
     except PlanError as error:
         flag_names = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "cp"}  # "cp 4" is a degree
         raise PlanError(replace_argument_names(str(error), flag_names)) from error
 
 
-def _plan_step(flags: PlanFlags) -> int:
+def _plan_one_step(flags: PlanFlags) -> int:
+    """Plan a step of the documents that flags name, print the plan and draw it; returns the exit code."""
     for path in flags.plot:
         if Path(path).suffix.lower() not in (".html", ".svg", ".png"):
             raise ConfigError(f"--plot {path}: a plan is drawn as .html, .svg or .png; give a name that ends so")
@@ -128,7 +129,7 @@ def _plan_step(flags: PlanFlags) -> int:
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
     home, lengths, source, options = _read_request(flags)
     began = time.perf_counter()
-    plan, reason = make_plan(flags, lengths, home, options)
+    plan, reason = plan_by_flags(flags, lengths, home, options)
     seconds = time.perf_counter() - began
     if flags.plot:
         from longspan.report import plan_document, plan_page, write_png
@@ -156,7 +157,11 @@ def _plan_step(flags: PlanFlags) -> int:
     return 0
 
 
-def _compare_degrees(flags: PlanFlags) -> int:
+def _answer_eval_degree(flags: PlanFlags) -> int:
+    """Print at which degree an evaluation of the documents is fastest; returns the exit code.
+
+    Raises ConfigError for flags that such a question does not read.
+    """
     for name in (field.name for field in fields(flags) if getattr(flags, field.name) != field.default):
         if name not in READ_BY_DEGREES:
             raise ConfigError(f"--which-eval-degree does not take {flag_text('--' + name)}; leave it out")
@@ -221,8 +226,11 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
     return home, lengths, source, replace(options, max_tokens_per_slot=rows or None)
 
 
-def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: PlanOptions) -> tuple[Plan, str]:
-    """Make the plan; also returns why the rows of a hybrid are dealt out as they are ("" for others)."""
+def plan_by_flags(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: PlanOptions) -> tuple[Plan, str]:
+    """Plan these documents by the planner and degrees of flags, under `options`.
+
+    Also returns why the rows of a hybrid are dealt out as they are ("" for others).
+    """
     if flags.planner == "dynamic" and flags.cp:
         raise ConfigError(
             "--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed"
@@ -241,5 +249,5 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: P
         return make_with_options(
             replace(options, partition="zigzag" if flags.partition == AUTO else flags.partition)
         ), ""
-    found = compare_partitions(lambda way: make_with_options(way).predicted_seconds, options, flags.partition)
-    return make_with_options(found.options), f"rows {found.reason}"
+    comparison = compare_partitions(lambda way: make_with_options(way).predicted_seconds, options, flags.partition)
+    return make_with_options(comparison.options), f"rows {comparison.reason}"

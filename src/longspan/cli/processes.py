@@ -27,7 +27,7 @@ class Processes:
 
     @contextmanager
     def add_note_to_errors(self) -> Iterator[None]:
-        """Of processes on GPUs, whose number the user never gave."""
+        """Add the note to an error that is raised inside, of processes on GPUs: nobody may have given their number."""
         try:
             yield
         except LongspanError as error:
@@ -76,6 +76,7 @@ def choose_processes(
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
+    """Say how many of this host's GPUs its `ranks` use, and which flag would use all; "" for torchrun using all."""
     if has_torchrun():
         advice = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {advice}" if ranks < gpus else ""
@@ -90,7 +91,7 @@ def usable_gpus() -> int:
 
 
 def count_ranks(world: int, device: Device) -> int:
-    """`world`, or where it is 0 torchrun's ranks, else one for each GPU here, else one."""
+    """Return `world`, or where it is 0 torchrun's ranks, else one for each GPU here, else one; nothing is checked."""
     if has_torchrun() and not world:
         return int(os.environ["WORLD_SIZE"])
     return world or (0 if device == "cpu" else usable_gpus()) or 1
@@ -111,6 +112,7 @@ def prints_results() -> bool:
 
 
 def print_note(note: str, stream: TextIO) -> None:
+    """Print a note, unless it is empty, in the process that prints results."""
     if note and prints_results():
         print(note, file=stream, flush=True)
 
@@ -141,7 +143,7 @@ def compile_attention_ahead(
     """
     if processes.backend != "nccl" or os.environ.get("LOCAL_RANK", "0") != "0":
         return nullcontext()
-    from longspan.train.kernels_ahead import compile_kernels_ahead
+    from longspan.train.start.kernels_ahead import compile_kernels_ahead
 
     gpus = find_gpus()
     slots = home_of(config.parallel, processes.ranks).slots

@@ -38,6 +38,7 @@ class ReportFlags:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the verb; returns 0."""
     flags = parse_flags(ReportFlags, argv, "longspan report")
     target = Path(flags.target)
     if flags.follow:
@@ -60,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
+    """Serve the page of a run until the run has ended, or Ctrl-C; another signal is raised. Returns the exit code."""
     if run_dir.is_file() or flags.out:
         raise ConfigError(
             f"--follow takes the folder of a run, and no --out; {run_dir} as a plan: leave --follow out"

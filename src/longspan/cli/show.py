@@ -13,11 +13,12 @@ from tokenizers.decoders import DecodeStream
 
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
-from longspan.corpus.build import load_configured_tokenizer
-from longspan.corpus.files import rows_of_file, texts_for_tokenizer
 from longspan.corpus.lines import row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
-from longspan.corpus.rows.sample import BadRow, Sample, rename_columns
+from longspan.corpus.rows.kinds import rename_columns
+from longspan.corpus.rows.sample import BadRow, Sample
+from longspan.corpus.run_corpus import load_configured_tokenizer
+from longspan.corpus.sources.first_rows import rows_of_file, texts_for_tokenizer
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.document import NO_TARGET, Document
 from longspan.data.shared_prefixes import find_families
@@ -82,11 +83,12 @@ def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
 
 
 def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:
+    """Write a row's numbers of tokens and targets, and its tokens; `marks` stand around each run of targets."""
     targets = np.ones(len(sample.ids), dtype=bool) if sample.labels is None else sample.labels != NO_TARGET
     # nothing predicts the first token, or what is scored
     targets[: len(targets) if sample.labels is None and sample.stops else 1] = False
-    what = f"label or margin {', '.join(f'{x:g}' for x in sample.numbers)}" if sample.numbers else ""
-    runs = [f"{plural(len(sample.ids), 'token')}, {what or plural(int(targets.sum()), 'target')}\n"]
+    scored_text = f"label or margin {', '.join(f'{x:g}' for x in sample.numbers)}" if sample.numbers else ""
+    runs = [f"{plural(len(sample.ids), 'token')}, {scored_text or plural(int(targets.sum()), 'target')}\n"]
     for is_target, tokens in groupby(
         _token_texts(sample.ids.tolist(), targets.tolist(), engine), key=itemgetter(0)
     ):
@@ -96,7 +98,10 @@ def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence
 
 
 def _token_texts(ids: Sequence[int], targets: Sequence[bool], engine: Tokenizer) -> Iterator[tuple[bool, str]]:
-    # Tokens that are parts of one character are one text.
+    """Yield whether it is a target, and text, for each token; tokens that are parts of one character are one text.
+
+    Of a row of more than _SHOWN_TOKENS the middle is one text that says how many are left out.
+    """
     half = _SHOWN_TOKENS // 2
     stream = DecodeStream(skip_special_tokens=False)
     hidden = range(half, len(ids) - half)

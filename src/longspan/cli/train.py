@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspan.cli.flags import check_flags_at_least, parse_train
+from longspan.cli.flags import check_flags_at_least
 from longspan.cli.processes import (
     choose_processes,
     compile_attention_ahead,
@@ -20,6 +20,7 @@ from longspan.cli.processes import (
     prints_results,
     run_on_ranks,
 )
+from longspan.cli.train_flags import parse_train
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
@@ -28,7 +29,8 @@ from longspan.launch.stop_signals import NOTICES, Interrupted, block_signals, ig
 from longspan.resolve.choice import home_of
 from longspan.run.checks import check_config, check_data, check_paths_exist
 from longspan.run.loggers import check_wandb_login
-from longspan.train.starts import Starts, begin_gpu_imports
+from longspan.train.start.gpu_imports import begin_gpu_imports
+from longspan.train.start.start_times import Starts
 
 if TYPE_CHECKING:
     from longspan.run.facts import TrainResult
@@ -124,6 +126,7 @@ def train_rank(
 
 
 def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -> None:
+    """Write the page of a run, and print its result and where everything is; JSON is alone on standard output."""
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout

@@ -75,10 +75,12 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
         return text, []
     if names := [name for name, table in tables.items() if name != OLD_SETS and not isinstance(table, Mapping)]:
         raise ConfigError(f"{names[0]} is {tables[names[0]]!r}; give a table, with its keys below [{names[0]}]")
-    given = {f"{section}.{key}" for section, table in tables.items() if isinstance(table, Mapping) for key in table}
-    given |= {OLD_SETS} & tables.keys()
+    given_keys = {
+        f"{section}.{key}" for section, table in tables.items() if isinstance(table, Mapping) for key in table
+    }
+    given_keys |= {OLD_SETS} & tables.keys()
     renamed = {OLD_SETS: SETS} | RENAMED
-    if twice := [f"{old} and {renamed[old]}" for old in renamed if {old, renamed[old]} <= given]:
+    if twice := [f"{old} and {renamed[old]}" for old in renamed if {old, renamed[old]} <= given_keys]:
         raise ConfigError(f"the file gives a key by its old and its new name: {', '.join(twice)}; leave one out")
     document = tomlkit.parse(text)
     moved: dict[str, Any] = {}
@@ -110,6 +112,7 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
 
 
 def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each key of a file that has another name or value now, or is gone."""
     for section, table in tables.items():
         for key, value in table.items() if isinstance(table, Mapping) else ():
             old = f"{section}.{key}"
@@ -127,8 +130,9 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
-    """Make a section anew; what belongs to other sections, with the comments right above it, is put into those of
-    `moved`.
+    """Replace a section of a tomlkit document by one with the keys of now; an empty one is removed.
+
+    What belongs to other sections, with the comments right above it, is added to `moved`, tables by section.
     """
     import tomlkit
     from tomlkit.items import Comment
@@ -147,7 +151,7 @@ def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
             if new in GONE:
                 continue
             new_section, _, name = new.partition(".")
-            item = _with_new_value(f"{new_section}.{name}", item)
+            item = _item_of_now(f"{new_section}.{name}", item)
         place = table if new_section == section else moved.setdefault(new_section, tomlkit.table())
         for comment in comments:
             place.add(comment)
@@ -161,14 +165,15 @@ def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
         document.remove(section)
 
 
-def _with_new_value(key: str, item: Any) -> Any:
+def _item_of_now(key: str, item: Any) -> Any:
+    """Return a tomlkit item with the value that the key has now, and the item's comment; the item where it stays."""
     import tomlkit
 
     value = item.unwrap()
     new_value = renamed_value(key, value)
     if new_value == value:
         return item
-    result = tomlkit.item(new_value)
-    result.trivia.comment_ws = item.trivia.comment_ws
-    result.trivia.comment = item.trivia.comment
-    return result
+    new_item = tomlkit.item(new_value)
+    new_item.trivia.comment_ws = item.trivia.comment_ws
+    new_item.trivia.comment = item.trivia.comment
+    return new_item

@@ -15,18 +15,14 @@ if TYPE_CHECKING:
         result_or_first_error as result_or_first_error,
     )
     from longspan.comm.channel import Channel as Channel, Handle as Handle
+    from longspan.comm.device import to_device as to_device
     from longspan.comm.ring import (
         Addend as Addend,
         GradientRing as GradientRing,
         RingBlocks as RingBlocks,
         split_columns as split_columns,
     )
-    from longspan.comm.shard import (
-        SequenceShard as SequenceShard,
-        ShardPart as ShardPart,
-        bind as bind,
-        to_device as to_device,
-    )
+    from longspan.comm.shard import SequenceShard as SequenceShard, ShardPart as ShardPart, bind as bind
     from longspan.comm.world import World as World, world_of as world_of
     from longspan.launch.launch import run_local as run_local
 

@@ -5,26 +5,21 @@ for each other as long as each of them still answers (`leave_together`). It must
 """
 
 import re
-import signal
-import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import Event, Thread
-from types import FrameType
 from typing import Any, TypeVar
 
 from longspan.comm.world import World
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
-from longspan.launch.launcher_watch import launcher_is_gone
-from longspan.launch.stop_signals import SAME_PRESS, Interrupted, signals_that_stop
+from longspan.plain_text import LogLine as LogLine
 
 Result = TypeVar("Result")
 LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
 
-LAUNCHER_END = "the end of its launcher"  # in place of a signal's name
 _BEAT = 10.0  # seconds between two signs of life, at most
 
 
@@ -99,11 +94,8 @@ def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:
     return error
 
 
-LogLine = Callable[[str], None]
-
-
 def is_first_rank(world: World) -> bool:
-    """This rank writes and prints."""
+    """Whether this is the home's first rank, the one that writes and prints."""
     return world.rank == world.home.ranks[0]
 
 
@@ -139,69 +131,11 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
 
 
 def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
-    """An error that is neither an OSError nor a LongspanError is no caller's mistake: it is raised here."""
+    """Return the error for all ranks: an OSError as `os_error_as`, a LongspanError as it is; raise any other here, as
+    it is no caller's mistake.
+    """
     if isinstance(error, OSError):
         return os_error_as(os_error_text(error))
     if isinstance(error, LongspanError):
         return error
     raise error
-
-
-class StopSignal:
-    """While open, remembers the name of the first signal that stops instead of letting it end the process.
-
-    >>> with StopSignal(save_on=["SIGUSR1"]) as stop:
-    ...     while not stop.received:
-    ...         work()
-
-    These are SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, without those of `save_on`, which ask for a save:
-    `save_asked` is the name of the last one until `forget_save_request`. A second one that stops, more than a second
-    later, raises Interrupted. Open it in the main thread.
-    """
-
-    def __init__(self, save_on: Collection[str] = ()) -> None:
-        self.received = self.save_asked = ""
-        self._save_on = {signal.Signals[name] for name in save_on}
-        self._received_at = self._save_at = -SAME_PRESS  # so long ago that the next signal is another press
-        self._old_handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        numbers = self._save_on | set(signals_that_stop())
-        self._old_handlers = {number: signal.signal(number, self._remember_signal) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
-
-    def stop_reason(self) -> str:
-        """Why this rank would stop work that takes long, in words; "" where no signal to stop has come."""
-        if not self.received:
-            return ""
-        return "its launcher is gone" if self.received == LAUNCHER_END else f"{self.received} was received"
-
-    def forget_save_request(self) -> None:
-        """Forget the signals that asked for a save until now, as that save is under way."""
-        self.save_asked = ""
-
-    def _remember_signal(self, number: int, _: FrameType | None) -> None:
-        """One press of Ctrl-C may arrive twice. A terminal that closed takes no output any more."""
-        now = time.monotonic()
-        name = signal.Signals(number).name
-        if number == signal.SIGTERM and launcher_is_gone():  # this process sent it to itself
-            name = LAUNCHER_END
-        if number in self._save_on:
-            if now - self._save_at > SAME_PRESS:
-                self.save_asked: str = name
-                self._save_at = now
-        elif not self.received:
-            self.received: str = name
-            self._received_at = now
-        elif now - self._received_at > SAME_PRESS:
-            raise Interrupted(number)
-
-
-def signal_of_any_rank(world: World, name: str) -> str:
-    """Return the signal of this `name` (as `stop.received`) that any rank received, else ""; entered by all ranks."""
-    first = world.control.first_object(name or None, "gather of host values")
-    return "" if first is None else first[1]

@@ -32,9 +32,9 @@ EVENT_BYTES = 64 << 20
 class Handle:
     """A started exchange. `wait()` returns its result once its tensors may be used; a second call returns it again.
 
-    On a GPU, waiting orders the current stream behind the exchange and does not stop the host. `keep` is kept alive
-    until then, `finish` makes the result, `work_bytes` are the bytes that the works themselves hold on to. With
-    `on_host` the works are gloo's.
+    On a GPU, waiting orders the current stream behind the exchange and does not stop the host. `keep`, what the works
+    read or write, is referred to until then; `finish` makes the result, `work_bytes` are the bytes that the works
+    themselves hold on to. With `on_host` the works are gloo's.
     """
 
     __slots__ = ("_finish", "_keep", "_on_host", "_operation", "_result", "_work_bytes", "_works")
@@ -85,7 +85,7 @@ class Handle:
 
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Channel:
@@ -125,7 +125,7 @@ class Channel:
         self,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
-        what: str,
+        label: str,
         result: Tensor | None = None,
         work_bytes: int = 0,
     ) -> Handle:
@@ -135,13 +135,13 @@ class Channel:
         `result` is what the handle's `wait()` returns; `work_bytes` is that of `Handle`.
         """
         parent = self.group
-        operation = self.watch.enter_operation(what, self.ranks)
+        operation = self.watch.enter_operation(label, self.ranks)
         ops: list[dist.P2POp] = []
         for member, tensor in sends:
             if tensor.numel():
                 ops.append(dist.P2POp(dist.isend, tensor.contiguous(), group=parent, group_peer=self._peer(member)))
         for member, tensor in receives:
-            assert tensor.is_contiguous(), f"{what}: a receive buffer must be contiguous"
+            assert tensor.is_contiguous(), f"{label}: a receive buffer must be contiguous"
             if tensor.numel():
                 ops.append(dist.P2POp(dist.irecv, tensor, group=parent, group_peer=self._peer(member)))
         works: Sequence[Work] = ()
@@ -153,9 +153,10 @@ class Channel:
     def _make_handle(
         self, operation: Operation, works: Sequence[Work], keep: object, finish: Callable[[], Any], work_bytes: int
     ) -> Handle:
+        """Return a handle for works that have started on this channel's device; see `Handle` for the arguments."""
         return Handle(operation, works, keep, finish, work_bytes, on_host=self.device.type == "cpu")
 
-    def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], what: str) -> Handle:
+    def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], label: str) -> Handle:
         """Start sending runs of rows of x (sum of sends, …), `sends[m]` to member m, one after another.
 
         `wait()` returns the rows that arrive, `receives[m]` from member m: (sum of receives, …). What a member sends
@@ -163,19 +164,19 @@ class Channel:
         """
         into = x.new_empty((sum(receives), *x.shape[1:]))
         assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (
-            what,
+            label,
             x.shape,
             sends,
             receives,
         )
         communicator = self._groups.communicator(self.ranks)
         if communicator is not None:
-            return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), what)
+            return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), label)
         into.split(list(receives))[self.index].copy_(x.split(list(sends))[self.index])
-        return self.exchange_runs(x, sends, into, receives, what)
+        return self.exchange_runs(x, sends, into, receives, label)
 
     def exchange_runs(
-        self, x: Tensor, sends: Sequence[int], into: Tensor, receives: Sequence[int], what: str
+        self, x: Tensor, sends: Sequence[int], into: Tensor, receives: Sequence[int], label: str
     ) -> Handle:
         """Start sending runs of rows of x, `sends[m]` to member m, one after another, and receiving runs in `into`.
 
@@ -188,20 +189,20 @@ class Channel:
         peers = self._other_members()
         sent = [(m, leaving[m]) for m in peers]
         received = [(m, arriving[m]) for m in peers]
-        return self.exchange(sent, received, what, into, into.nbytes)
+        return self.exchange(sent, received, label, into, into.nbytes)
 
-    def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
+    def shift(self, x: Tensor, into: Tensor, label: str) -> Handle:
         """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""
         next_member = (self.index + 1) % self.degree
         previous_member = (self.index - 1) % self.degree
         communicator = self._groups.communicator(self.ranks)
         if communicator is None:
-            return self.exchange([(next_member, x)], [(previous_member, into)], what)
+            return self.exchange([(next_member, x)], [(previous_member, into)], label)
         sends = [0] * self.degree
         receives = [0] * self.degree
         sends[next_member] = x.shape[0]
         receives[previous_member] = into.shape[0]
-        return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), what)
+        return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), label)
 
     def _all_to_all(
         self,
@@ -209,25 +210,28 @@ class Channel:
         x: Tensor,
         into: Tensor,
         counts: tuple[Sequence[int], Sequence[int]],
-        what: str,
+        label: str,
     ) -> Handle:
+        """Start one call of the members' own communicator: runs of rows of x, by counts of (sends, receives), into
+        `into`, which `wait()` returns.
+        """
         sends, receives = map(list, counts)
-        with self.watch.enter_operation(what, self.ranks) as operation:
+        with self.watch.enter_operation(label, self.ranks) as operation:
             work = communicator.alltoall_base(into, x, receives, sends)
         return self._make_handle(operation, (work,), x, lambda: into, into.nbytes)
 
-    def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+    def all_gather(self, x: Tensor, counts: Sequence[int], label: str) -> Handle:
         """Start gathering every member's rows; `wait()` returns (counts[m], …) tensors, views of one buffer. `x` is
         (counts[index], …).
         """
         bounds = [(start, start + count) for start, count in zip(self.starts(counts), counts, strict=True)]
-        return self.all_gather_rows(x, counts, what).then(
+        return self.all_gather_rows(x, counts, label).then(
             lambda buffer: [buffer[start:stop] for start, stop in bounds]
         )
 
-    def all_gather_rows(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+    def all_gather_rows(self, x: Tensor, counts: Sequence[int], label: str) -> Handle:
         """Start `all_gather` so that `wait()` returns the buffer: member m's rows begin at `starts(counts)[m]`."""
-        assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
+        assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (label, x.shape, counts, self.index)
         communicator = self._communicator_to_gather(counts)
         if communicator is not None:
             padded = x.contiguous()
@@ -235,8 +239,8 @@ class Channel:
                 padded = x.new_zeros((max(counts), *x.shape[1:]))
                 padded[: len(x)].copy_(x)
             buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
-            with self.watch.enter_operation(what, self.ranks) as operation:
-                work = _all_gather_single(buffer, padded, group=communicator, async_op=True)
+            with self.watch.enter_operation(label, self.ranks) as operation:
+                work = all_gather_single(buffer, padded, group=communicator, async_op=True)
             return self._make_handle(operation, (work,), padded, lambda: buffer, buffer.nbytes)
         buffer = x.new_empty((sum(counts), *x.shape[1:]))
         parts = buffer.split(list(counts))
@@ -244,9 +248,10 @@ class Channel:
         peers = self._other_members()
         sends = [(m, parts[self.index]) for m in peers]
         receives = [(m, parts[m]) for m in peers]
-        return self.exchange(sends, receives, what, buffer, buffer.nbytes)
+        return self.exchange(sends, receives, label, buffer, buffer.nbytes)
 
     def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Return where each member's rows begin in what `all_gather_rows` gives for these counts."""
         communicator = self._communicator_to_gather(counts)
         if communicator is None:
             return tuple(accumulate(counts[:-1], initial=0))
@@ -254,9 +259,10 @@ class Channel:
         return tuple(member * max(counts) for member in range(self.degree))
 
     def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:
+        """Return the members' own communicator where they gather by it, each as many rows as the longest; else None."""
         return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
 
-    def reduce_scatter(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], label: str) -> Handle:
         """Start sending runs of rows of x (sum of counts, …), `counts[m]` to member m, one after another.
 
         `wait()` returns the sum (counts[index], …) of what the members sent here, in the dtype of x. It is taken in
@@ -264,22 +270,21 @@ class Channel:
         dtype), so that its error does not grow with the number of members.
         """
         rows = counts[self.index]
-        arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, what)
+        arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, label)
         return arriving.then(lambda parts: sum_parts(parts.split(rows or 1)))  # split refuses 0
 
     @property
     def watch(self) -> Watch:
+        """The world's watch, which every operation of this channel enters."""
         return self._groups.watch
 
     def _other_members(self) -> list[int]:
         return [member for member in range(self.degree) if member != self.index]
 
     def _peer(self, member: int) -> int:
+        """Return a member's rank in the parent group."""
         assert member != self.index, "a member does not send to itself"
         return self._peers[member]
-
-    def __repr__(self) -> str:
-        return f"Channel(ranks {excerpt(self.ranks)}, index {self.index})"
 
 
 def widen_half_precision(x: Tensor) -> Tensor:
@@ -311,7 +316,9 @@ class CommunicatorChoice:
         self._load: Counter[int] = Counter()  # communicators per slot
 
     def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
-        """Return the slots that get communicators now, in plan order."""
+        """Return the slots of this plan's groups that get communicators now, in plan order, and remember all that its
+        groups were.
+        """
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1
         candidates = [group.slots for group in groups if self._may_get_communicator(group.slots)]
@@ -326,7 +333,9 @@ class CommunicatorChoice:
         return chosen_groups
 
     def _may_get_communicator(self, slots: tuple[int, ...]) -> bool:
-        """A communicator is never given up."""
+        """Whether all these slots have room for one more communicator, and these have none. A communicator is never
+        given up.
+        """
         has_room = all(self._load[slot] < self.max_groups for slot in slots)
         return has_room and slots not in self._chosen and slots == tuple(sorted(slots))
 
@@ -453,16 +462,20 @@ class Channels:
             self._exchange_numbers(channel, [next_member], [previous_member], "warming point-to-point")
 
     def _exchange_numbers(
-        self, channel: Channel, targets: Sequence[int], sources: Sequence[int], what: str
+        self, channel: Channel, targets: Sequence[int], sources: Sequence[int], label: str
     ) -> None:
-        """Send a number to some members and receive one from others; on CPUs nothing is sent."""
+        """Send a number to the members at indices `targets` and receive one from those at `sources`; on CPUs nothing is
+        sent.
+        """
         if self._device.type == "cuda" and targets:
             x = torch.zeros(1, device=self._device)
-            channel.exchange([(m, x) for m in targets], [(m, x.clone()) for m in sources], what).wait()
+            channel.exchange([(m, x) for m in targets], [(m, x.clone()) for m in sources], label).wait()
             torch.cuda.synchronize(self._device)
 
     def _warm_up_group(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
-        """After a group's first collective any of its members may talk point to point."""
+        """Have NCCL make the communicator by a first collective; afterwards any of its members may talk
+        point to point.
+        """
         if self._device.type == "cuda":
             with self._groups.watch.enter_operation("warming a communicator", ranks):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)

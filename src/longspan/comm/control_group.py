@@ -21,7 +21,7 @@ from longspan.plain_text import excerpt
 
 _FLAGS = 2  # of a comparison: all have room for as many, for messages of one size match
 T = TypeVar("T")
-Exchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -> what the member sends
+PairExchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -> what the member sends
 
 
 class PairRounds:
@@ -54,12 +54,12 @@ class PairRounds:
         self._calls = 0
         self._tag = 0  # of the messages of the last call
 
-    def reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
+    def reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], label: str) -> Tensor:
         """Combine all members' tensors of one shape and dtype, in the order of the members; all get the result."""
-        self._begin_call(f"{what} of {x.nbytes} bytes")
+        self._begin_call(f"{label} of {x.nbytes} bytes")
         return self._reduce_in_rounds(x, self._exchange_tensors, combine)
 
-    def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
+    def reduce_object(self, value: T | None, combine: Callable[[T, T], T], label: str) -> T | None:
         """Reduce objects, which are pickled, as `reduce` does tensors; None is no value, and takes 8 bytes a round."""
 
         def combine_values(first: T | None, second: T | None) -> T | None:
@@ -67,17 +67,22 @@ class PairRounds:
                 return second if first is None else first
             return combine(first, second)
 
-        self._begin_call(what)
+        self._begin_call(label)
         return self._reduce_in_rounds(value, self._exchange_objects, combine_values)
 
-    def _begin_call(self, what: str) -> None:
+    def _begin_call(self, label: str) -> None:
+        """Number a call, and make the tag of its messages from the number and the label; members in other calls get
+        another.
+        """
         self._calls += 1
-        self._tag = zlib.crc32(f"{self._calls} {what}".encode()) >> 1  # gloo takes 31 bits
+        self._tag = zlib.crc32(f"{self._calls} {label}".encode()) >> 1  # gloo takes 31 bits
 
-    def _reduce_in_rounds(self, value: Any, exchange: Exchange, combine: Callable[[Any, Any], Any]) -> Any:
-        """Round i is with the member whose place differs in bit i. The value of the lower place is always the first of
-        the two that are combined, so all members get the same result, bit for bit. Second members of a place first give
-        their value to the first one, and get the result from it at the end.
+    def _reduce_in_rounds(self, value: Any, exchange: PairExchange, combine: Callable[[Any, Any], Any]) -> Any:
+        """Combine all members' values by rounds of exchanges; return the result, the same on every member, bit for bit.
+
+        Round i is with the member whose place differs in bit i. The value of the lower place is always the first of the
+        two that are combined. Second members of a place first give their value to the first one, and get the result
+        from it at the end.
         """
         if self._is_second:
             exchange(self._partner, value, receives=False)
@@ -94,12 +99,15 @@ class PairRounds:
         return value
 
     def _exchange_tensors(self, member: int, x: Tensor, *, sends: bool = True, receives: bool = True) -> Tensor:
+        """Exchange tensors of one shape with a member; return its tensor, or without `receives` one's own."""
         into = torch.empty_like(x) if receives else x
         self._send_and_receive(member, x if sends else None, into if receives else None)
         return into
 
     def _exchange_objects(self, member: int, value: object, *, sends: bool = True, receives: bool = True) -> Any:
-        """Sizes go first, and then values that are not None."""
+        """Exchange pickled objects with a member, sizes first, then values that are not None; return its value, None if
+        it sent none.
+        """
         packed = torch.empty(0)
         if sends and value is not None:
             packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -111,6 +119,9 @@ class PairRounds:
         return pickle.loads(into.numpy().tobytes()) if len(into) else None
 
     def _send_and_receive(self, member: int, sent: Tensor | None, into: Tensor | None) -> None:
+        """Send a tensor to a member and fill `into` from it, each if it has elements; wait for both, at most `limit()`
+        seconds.
+        """
         peer = dist.get_group_rank(self._group, self._ranks[member])
         works = [self._group.recv([into], peer, self._tag)] if into is not None and into.numel() else []
         works += [self._group.send([sent], peer, self._tag)] if sent is not None and sent.numel() else []
@@ -119,6 +130,7 @@ class PairRounds:
 
 
 def _as_float64(values: Sequence[float]) -> Tensor:
+    """Return numbers of the host as a float64 tensor, in which they are summed."""
     return torch.tensor(list(values), dtype=torch.float64)
 
 
@@ -177,13 +189,13 @@ class ControlGroup:
             f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {holders}. {hint}"
         )
 
-    def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
+    def gather_objects(self, value: T, label: str = "gather of host values") -> list[T]:
         """Return every rank's value, in the order of the home's ranks; for small host data."""
-        by_rank = self.reduce_object({self._watch.rank: value}, lambda ours, theirs: ours | theirs, what)
+        by_rank = self.reduce_object({self._watch.rank: value}, lambda ours, theirs: ours | theirs, label)
         assert by_rank is not None
         return [by_rank[rank] for rank in self.home.ranks]
 
-    def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
+    def reduce_object(self, value: T | None, combine: Callable[[T, T], T], label: str) -> T | None:
         """Combine all ranks' values, in the order of the home's ranks; return the result on every rank.
 
         For small host data. `combine` gets two values, those of neighbouring runs of ranks. A value None is left out;
@@ -191,24 +203,26 @@ class ControlGroup:
         """
         if self._is_alone:
             return value
-        with self._watch.enter_operation(what, self.home.ranks):
-            return self._rounds.reduce_object(value, combine, what)
+        with self._watch.enter_operation(label, self.home.ranks):
+            return self._rounds.reduce_object(value, combine, label)
 
-    def first_object(self, value: T | None, what: str) -> tuple[int, T] | None:
+    def first_object(self, value: T | None, label: str) -> tuple[int, T] | None:
         """Return the first rank, in the home's order, whose value is not None, and this value; None if all are."""
         pair = None if value is None else (self._watch.rank, value)
-        return self.reduce_object(pair, lambda first, _: first, what)
+        return self.reduce_object(pair, lambda first, _: first, label)
 
-    def broadcast_object(self, value: T, source: int | None = None, what: str = "broadcast of host values") -> T:
+    def broadcast_object(self, value: T, source: int | None = None, label: str = "broadcast of host values") -> T:
         """Return the value of the `source` rank (default: the home's first) on every rank. For small host data."""
         source = self.home.ranks[0] if source is None else source
         sent = value if self._watch.rank == source else None
-        return self.reduce_object(sent, lambda first, _: first, what)  # pyright: ignore[reportReturnType]
+        return self.reduce_object(sent, lambda first, _: first, label)  # pyright: ignore[reportReturnType]
 
-    def barrier(self, what: str = "barrier") -> None:
-        self._reduce(torch.zeros(1), torch.maximum, what)
+    def barrier(self, label: str = "barrier") -> None:
+        """Wait until all ranks are here."""
+        self._reduce(torch.zeros(1), torch.maximum, label)
 
     def any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
         return self.any_ranks(flag)[0]
 
     def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
@@ -216,40 +230,41 @@ class ControlGroup:
         values = self._reduce(torch.tensor(flags, dtype=torch.int64), torch.maximum, "agreement on a flag")
         return tuple(map(bool, values.tolist()))
 
-    def sum_over_slots(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
+    def sum_over_slots(self, values: Sequence[float], label: str = "sum over slots") -> list[float]:
         """Return sums over the slots of this plane, in float64 and in one order: the same bits on every rank."""
-        with self._watch.enter_operation(what, self.plane):
-            return self._rounds_of_plane.reduce(_as_float64(values), torch.add, what).tolist()
+        with self._watch.enter_operation(label, self.plane):
+            return self._rounds_of_plane.reduce(_as_float64(values), torch.add, label).tolist()
 
-    def sum_over_ranks(self, values: Sequence[float], what: str = "sum over ranks") -> list[float]:
+    def sum_over_ranks(self, values: Sequence[float], label: str = "sum over ranks") -> list[float]:
         """Return sums over all ranks of the home, in float64 and in one order: the same bits on every rank."""
-        return self._reduce(_as_float64(values), torch.add, what).tolist()
+        return self._reduce(_as_float64(values), torch.add, label).tolist()
 
-    def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
+    def sum_over_stages(self, values: Sequence[float], label: str = "sum over slots") -> list[float]:
         """Return sums over the slots of all pipeline stages, in float64 and in one order."""
         if self.home.pp == 1:
-            return self.sum_over_slots(values, what)
+            return self.sum_over_slots(values, label)
         is_counted = self.home.coordinates(self._watch.rank).tp == 0  # a slot's tensor-parallel ranks hold the same
-        return self.sum_over_ranks(values if is_counted else [0.0] * len(values), what)
+        return self.sum_over_ranks(values if is_counted else [0.0] * len(values), label)
 
-    def sum_array_over_ranks(self, values: Floats, what: str = "sum of arrays") -> Floats:
+    def sum_array_over_ranks(self, values: Floats, label: str = "sum of arrays") -> Floats:
         """Return the sum of all ranks' arrays, element by element: the same bits on every rank.
 
         Large arrays go around gloo's ring, which sends each byte twice; in rounds each would be sent in every round.
         """
         total = torch.from_numpy(values).clone()
         if total.nbytes < _LARGE:
-            return self._reduce(total, torch.add, what).numpy()
-        with self._watch.enter_operation(what, self.home.ranks):
+            return self._reduce(total, torch.add, label).numpy()
+        with self._watch.enter_operation(label, self.home.ranks):
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.group)
         return total.numpy()
 
-    def largest_over_ranks(self, values: Sequence[float], what: str) -> list[float]:
+    def largest_over_ranks(self, values: Sequence[float], label: str) -> list[float]:
         """Return the largest of all ranks' values at each index of the list."""
-        return self._reduce(_as_float64(values), torch.maximum, what).tolist()
+        return self._reduce(_as_float64(values), torch.maximum, label).tolist()
 
-    def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
+    def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], label: str) -> Tensor:
+        """Combine all ranks' tensors of one shape, in the order of ranks; a rank that is alone gets its own back."""
         if self._is_alone:
             return x
-        with self._watch.enter_operation(what, self.home.ranks):
-            return self._rounds.reduce(x, combine, what)
+        with self._watch.enter_operation(label, self.home.ranks):
+            return self._rounds.reduce(x, combine, label)

@@ -8,72 +8,17 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch.distributed import PrefixStore, Store
 
 from longspan.comm.rendezvous import LimitedStore, clone_store_connection
 from longspan.launch.launcher_watch import has_ended, processes_of_torchrun
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.plain_text import excerpt
-
-_c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
-
-PATIENCE = 2.0  # seconds in which a recorder answers, next to a device that is stuck
-
-
-def last_collective_text() -> str:
-    """Return the first collective that NCCL has not completed, else the last that was started; "" for none.
-
-    torch's flight recorder keeps the last 2,000 of each process (TORCH_FR_BUFFER_SIZE, 0 turns it off; torch 2.11 to
-    2.15 have it on). Nothing is raised here: a report without this is a report still. Behind a stuck device a recorder
-    may never answer, and then only a thread of its own waits for it.
-
-    >>> last_collective_text()
-    'gloo:all_reduce number 4 of the group "control", [8] Float'
-    """
-    results = list[str]()
-
-    def read() -> None:
-        with suppress(Exception):
-            results.append(_read_last_collective_text())
-
-    thread = threading.Thread(target=read, name="longspan recorder", daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return results[0] if results else ""
-
-
-def _read_last_collective_text() -> str:
-    nccl = _entries("_dump_nccl_trace_json")
-    unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
-    if unfinished is not None:
-        return f"{_collective_text(unfinished)}, {unfinished['state']}"
-    entries = sorted(
-        [*nccl[-1:], *_entries("_dump_fr_trace_json")[-1:]], key=lambda entry: entry["time_created_ns"]
-    )
-    return _collective_text(entries[-1]) if entries else ""
-
-
-def _entries(function: str) -> list[dict[str, Any]]:
-    """The oldest come first; none where this torch has no such recorder."""
-    dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
-    return [] if dump is None else json.loads(dump()).get("entries", [])
-
-
-def _collective_text(entry: dict[str, Any]) -> str:
-    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    sizes = ", ".join(
-        f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
-    )
-    return f'{entry["profiling_name"]} number {number} of the group "{entry["process_group"][1]}"' + (
-        f", {sizes}" if sizes else ""
-    )
-
 
 ANSWER_SECONDS = 5.0  # a report waits this long for answers
 NAMED = 6  # ranks named one by one in a message
@@ -159,23 +104,26 @@ class FailureReports:
         self._answering = threading.Lock()  # the main thread answers too, where its own collective fails
 
     def open_own_connection(self) -> None:
+        """Ask over a new connection from now on: an earlier request may still hold the old one."""
         self._connect(clone_store_connection(self._connection))
 
     def _connect(self, root: Store) -> None:
+        """Ask the store of all ranks over this connection; every request has a limit."""
         self._connection = root
         self._root = LimitedStore(root)
         self._store = LimitedStore(PrefixStore(self._prefix, root))
 
     def post_departure(self, error: str, *, echo: bool) -> None:
-        """An echo is an error that reports another rank's failure."""
+        """Tell the others that this rank leaves with an error; an `echo` is one that reports another rank's failure."""
         with suppress(RuntimeError):  # the store is gone: the others will notice by themselves
             self._append_entry("left", {"rank": self._rank, "error": error, "echo": echo})
 
     def has_departure_or_request(self) -> bool:
-        """A rank has left with an error or requested a report, so far; one request to the store."""
+        """Whether a rank has left with an error or requested a report, so far; one request to the store."""
         return self._store.check(["news"])
 
     def has_departures(self) -> bool:
+        """Whether a rank has left with an error, so far."""
         return self._store.check(["left"])
 
     def unanswered_request_number(self) -> int:
@@ -213,7 +161,7 @@ class FailureReports:
         return FailureReport(**lists, **values)
 
     def has_died(self, rank: int) -> bool:
-        """A launcher has posted that a rank died; torchrun and others post nothing."""
+        """Whether a launcher has posted that a rank died; torchrun and others post nothing."""
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
     def _collect_report(self, number: int, operation: str) -> FailureReport:
@@ -237,14 +185,16 @@ class FailureReports:
             time.sleep(0.05)
 
     def server_text(self) -> str:
-        """Who serves the store, and on which node, rank 0's: the cause where it does not answer."""
+        """Return who serves the store, and on which node, rank 0's: the cause where it does not answer."""
         node = (
             "" if self.nodes is None else f" on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])},"
         )
         return f"{self.server}, which serves the store{node or ','} does not answer: killed, cut off or stopped"
 
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
-        """Of ranks on this host that torchrun started it is known by their process ids, of others if their launcher has
+        """Return, for those of the missing ranks that are known to be dead, how they died.
+
+        Of ranks on this host that torchrun started it is known by their process ids, of others if their launcher has
         posted it. There, at most 64 ranks are looked up: each takes a request.
         """
         processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
@@ -257,16 +207,20 @@ class FailureReports:
         return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
     def _entries(self, key: str) -> list[dict[str, Any]]:
+        """Return the entries that ranks have appended under a key, in the order in which they came."""
         if not self._store.check([key]):
             return []
         return [json.loads(line) for line in self._store.get(key).decode().splitlines()]
 
     def _append_entry(self, key: str, entry: dict[str, Any]) -> None:
+        """Append an entry under a key, and tell all ranks that there is news."""
         self._store.append(key, json.dumps(entry) + "\n")
         self._store.set("news", "")
 
     def _wait_for_key(self, key: str, seconds: float) -> str | None:
-        """A blocking read would hold the connection, which the answering thread shares."""
+        """Return a key's value, or None after these seconds. A blocking read would hold the connection, which the
+        answering thread shares.
+        """
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
             if time.monotonic() > deadline:
@@ -275,6 +229,9 @@ class FailureReports:
         return self._store.get(key).decode()
 
     def _cause_lines(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
+        """Return a line for each rank that left with its own error, died or is silent; none where every
+        rank answered.
+        """
         causes = [entry for entry in departures.values() if not entry["echo"]]
         lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
@@ -286,6 +243,7 @@ class FailureReports:
 
 
 def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
+    """Return a line for each rank that is in another collective than `operation`, or that all are in it."""
     texts = [f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation]
     if not texts:
         return ["all ranks are in it: look at the network and the devices between them"]
@@ -294,6 +252,7 @@ def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[s
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
+    """Return what ranks do, NAMED at most: first those that are in another collective than `operation`."""
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
     lines = list[str]()
     for rank in ranks[:NAMED]:

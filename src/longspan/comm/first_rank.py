@@ -34,13 +34,14 @@ class FirstRank:
 
     @property
     def is_working(self) -> bool:
+        """Whether the first rank is in `run_on_first`, on that rank; false on the others."""
         return self._waiting is not None
 
-    def run_on_first(self, work: Callable[[], Result], what: str) -> Result:
+    def run_on_first(self, work: Callable[[], Result], result_name: str) -> Result:
         """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
 
-        The other ranks raise the first's LongspanError too, or CommError with its text and `what`, words for the
-        result.
+        The other ranks raise the first's LongspanError too, or CommError with its text and `result_name`, the
+        result in words.
         """
         if self.is_working:
             return work()
@@ -52,7 +53,7 @@ class FirstRank:
             message = pickle.dumps((_RESULT, result))
         except BaseException as error:
             with suppress(CommError):  # another rank is gone, which is what failed here
-                self._send(pickle.dumps((_ERROR, _make_shared_error(error, what))))
+                self._send(pickle.dumps((_ERROR, _make_shared_error(error, result_name))))
             self._waiting = None
             raise
         self._send(message)
@@ -75,21 +76,26 @@ class FirstRank:
                 self._tell_others_to_wait()
 
     def _tell_others_to_wait(self) -> None:
+        """Let the other ranks wait in `leave_together`, which this rank leaves when it has something to send."""
         self._waiting = ExitStack()
         self._waiting.enter_context(leave_together(self.world))
 
     def _send(self, message: bytes) -> None:
+        """End the wait of the other ranks, and send them a pickled message."""
         waiting = self._waiting
         self._waiting = None
         assert waiting is not None
         waiting.close()
-        self.world.control.broadcast_object(message, what=_MESSAGE)
+        self.world.control.broadcast_object(message, label=_MESSAGE)
 
     def _answer_calls_of_first(self) -> Any:
+        """On another rank: run the calls that the first rank sends, until it sends its result, returned, or its error,
+        raised.
+        """
         while True:
             with leave_together(self.world):  # waits until the first rank leaves, too
                 pass
-            name, value = pickle.loads(self.world.control.broadcast_object(b"", what=_MESSAGE))
+            name, value = pickle.loads(self.world.control.broadcast_object(b"", label=_MESSAGE))
             if name == _RESULT:
                 return value
             if name == _ERROR:
@@ -97,8 +103,9 @@ class FirstRank:
             self.calls[name](*value)  # what `call_on_others` sent: a name and arguments
 
 
-def _make_shared_error(error: BaseException, what: str) -> LongspanError:
+def _make_shared_error(error: BaseException, result_name: str) -> LongspanError:
+    """Return an error for the other ranks: a LongspanError that pickles as it is, else a CommError with its text."""
     if isinstance(error, LongspanError):
         with suppress(Exception):
             return pickle.loads(pickle.dumps(error))
-    return CommError(f"the first rank, which makes {what} for all, failed with {error_in_one_line(error)}")
+    return CommError(f"the first rank, which makes {result_name} for all, failed with {error_in_one_line(error)}")

@@ -1,7 +1,8 @@
-"""The device meshes of a world, over communicators of its ranks along each axis."""
+"""The device meshes of a world, over communicators of its ranks along each axis, and exchanges along an axis."""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from longspan.comm.autograd import apply_with_gradient
 from longspan.comm.process_groups import ProcessGroups
-from longspan.comm.stated_gradients import apply_with_gradient
 from longspan.errors import CommError
 from longspan.layout import Integers, Layout
 from longspan.plain_text import excerpt
@@ -87,7 +88,7 @@ class Meshes:
 
     @cached_property
     def _root_mesh(self) -> DeviceMesh:
-        """(replicate, slots of one replica, tp)"""
+        """The mesh of this stage with axes (replicate, slots of one replica, tp), those of size 1 left out."""
         home = self._home
         width = home.slots // home.dp_replicate
         by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)
@@ -95,7 +96,7 @@ class Meshes:
 
     @cached_property
     def _expert_root_mesh(self) -> DeviceMesh:
-        """(replicate, outer, ep): neighbours along `ep` together hold all experts."""
+        """The mesh of this stage with axes (replicate, outer, ep): neighbours along `ep` together hold all experts."""
         home = self._home
         width = home.slots // home.dp_replicate
         if width % home.ep:
@@ -108,7 +109,11 @@ class Meshes:
         return self._build_mesh((REPLICATE, OUTER, EP), ranks)
 
     def _build_mesh(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
-        """Axes of size 1 are left out, but for those over slots."""
+        """Return the mesh of this rank's stage, over ranks (stages, *axes); its groups are made where they are missing,
+        by all ranks.
+
+        Axes of size 1 are left out, but for those over slots.
+        """
         ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
         dims = [
@@ -145,10 +150,12 @@ class Meshes:
         return ranks
 
     def _slice_root(self, root: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+        """Return the part of a mesh along those of these axes that it has."""
         assert root.mesh_dim_names is not None
         return root[tuple(axis for axis in axes if axis in root.mesh_dim_names)]
 
     def _check_axis(self, axis: str, size: int) -> None:
+        """Raise CommError where the home has a single rank along an axis, and so no mesh of it."""
         if size == 1:
             raise CommError(
                 f"the home has {axis} 1, so it has no {axis} mesh; use Layout(ranks=…, {axis}=2) or more"
@@ -156,7 +163,25 @@ class Meshes:
 
 
 def _forget_shardings() -> None:
+    """Clear what DTensor has remembered, in this thread, of operations and the meshes of their arguments."""
     from torch.distributed.tensor import DTensor  # here: the import takes half a second
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
+def exchange_tensors(
+    tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup
+) -> Generator[None, None, list[Tensor]]:
+    """Send `tensors[m]` to member m of an axis of a mesh; return what each member sends here, of these shapes.
+
+    It yields once, when all is on its way.
+    """
+    sends = [tensor.numel() for tensor in tensors]
+    receives = [math.prod(shape) for shape in shapes]
+    leaving = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    arriving = leaving.new_empty(sum(receives))
+    work = group.alltoall_base(arriving, leaving, receives, sends)
+    yield
+    work.wait()
+    return [part.view(*shape) for part, shape in zip(arriving.split(receives), shapes, strict=True)]

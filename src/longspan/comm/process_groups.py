@@ -1,23 +1,27 @@
-"""The communicators of a world, by rank tuple.
+"""The communicators of a world, by rank tuple: made, shared between worlds, and destroyed.
 
 A bounded number of communicators, made by `World.prepare`, is the fast way for groups that recur (`channel.py` has the
 general one). Worlds that are open inside each other share communicators of the same ranks: on NCCL each costs 485 MiB.
 None is never passed to torch, which would take it for the whole world.
 """
 
+import os
+import resource
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
-from longspan.comm.rendezvous import defer_connections
+from longspan.comm.rendezvous import Place
 from longspan.comm.watch import Watch
-from longspan.errors import CommError
+from longspan.errors import CommError, plural
+from longspan.launch.environment import temporary_variables
 
 ParentName = Literal["plane", "everyone", "pipeline", "tp", "control"]
 
@@ -91,6 +95,9 @@ class ProcessGroups:
         return shareable.group
 
     def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
+        """Make a group of torch, by all ranks of the world together, and note it in `made`; None where this rank is no
+        member.
+        """
         started = time.monotonic()
         timeout = timedelta(seconds=seconds)
         options = None
@@ -112,11 +119,15 @@ class ProcessGroups:
         return group
 
     def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """None where the members talk point to point, as those do whose ranks do not ascend."""
+        """Return the communicator of these ranks in this order; None where they talk point to point, as those do that
+        do not ascend.
+        """
         return self.by_ranks.get(tuple(ranks))
 
     def parent(self, name: ParentName) -> ProcessGroup:
-        """Raises CommError once the world has been left."""
+        """Return the group on which this kind of channel talks point to point. Raises CommError once the world has been
+        left.
+        """
         if name not in self.parents:
             raise CommError("this world has been left; its channels can no longer talk")
         return self.parents[name]
@@ -129,7 +140,9 @@ class ProcessGroups:
                 self.parents[name] = group
 
     def drop_groups(self) -> list[ProcessGroup]:
-        """Drop every reference; returns the groups to destroy, which no world shares."""
+        """Give up all groups, as the world is left; return those that no other world shares, which the
+        caller destroys.
+        """
         for shareable in self._used:
             shareable.users -= 1
         unused = [
@@ -141,3 +154,92 @@ class ProcessGroups:
         self.parents.clear()
         self.by_ranks.clear()
         return unused
+
+
+# Gloo connects every pair of members of a group that carries a CPU's tensors when it makes it: of the plane's group, of
+# three for meshes and all planes, and of four that plans gain. In the default and the control group the first rank may
+# come to talk to all others. A process has some 25 other files open in a bare world.
+CONNECTIONS = 10
+
+
+OTHER_FILES = 256
+
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+def raise_open_file_limit(size: int) -> None:
+    """Raise this process's limit of open files to what a world of `size` ranks opens, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = OTHER_FILES + CONNECTIONS * size
+    if soft != resource.RLIM_INFINITY and soft < need:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard)
+        )
+
+
+_being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds that were left with an error
+
+
+def init_default_group(place: Place, store: Store, backend: str, timeout: float) -> None:
+    """Make torch's default group of all processes of a launch, which have all come; raise CommError where they do not
+    connect.
+    """
+    try:
+        with defer_connections():  # longspan itself sends nothing over it
+            dist.init_process_group(
+                backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout)
+            )
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {place.rank} could not connect to the others of {plural(place.size, 'rank')}, which all came, in "
+            f"{timeout:g} s; check that the hosts reach each other, or name the network in GLOO_SOCKET_IFNAME ({error})"
+        ) from error
+
+
+def defer_connections() -> AbstractContextManager[None]:
+    """Let groups made inside connect two ranks over gloo at their first message, not all with all when they are made.
+
+    A rank that leaves before the first message is not noticed by the other, so groups over which tensors of a CPU
+    travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.15).
+    """
+    return temporary_variables({_LAZY: os.environ.get(_LAZY, "1")})
+
+
+def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:
+    """Destroy these groups, or with `default` everything that a world made.
+
+    Without `patient`, as after an error, it waits a second at most, and the rest goes on in a thread: a group with a
+    collective in flight ends only when that does.
+    """
+
+    def destroy() -> None:
+        if default and dist.is_initialized():
+            dist.destroy_process_group()
+        elif not default:
+            for group in groups:
+                dist.destroy_process_group(group)
+
+    if patient:
+        destroy()
+    else:
+        thread = threading.Thread(target=destroy, name="longspan leaving", daemon=True)
+        thread.start()
+        thread.join(1.0)
+        _being_destroyed[:] = [running for running in (*_being_destroyed, thread) if running.is_alive()]
+
+
+def wait_until_destroyed(timeout: float) -> None:
+    """Wait until groups of worlds that were left with an error are gone: torch would take a new world's for theirs.
+
+    Raises CommError where one is still there after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    for thread in _being_destroyed:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            raise CommError(
+                f"the process groups of a world that was left with an error have not ended in {timeout:g} s, as a "
+                "collective of theirs still runs; open the next world in a new process, or give more time"
+            )
+    _being_destroyed.clear()

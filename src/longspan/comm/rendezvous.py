@@ -1,36 +1,24 @@
-"""The processes of a world: their place, device and open files, the store that they share, the default process group.
+"""How the processes of a launch find each other: the store that they share, and how all of them join a new world.
 
 Which processes these are is decided by `world`, which reads torchrun's variables.
 """
 
-import os
-import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, ProcessGroup, Store
+from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, Store
 
 from longspan.errors import CommError, plural
-from longspan.launch.fork_server import temporary_variables
 from longspan.plain_text import excerpt
 
 T = TypeVar("T")
-BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
-# Gloo connects every pair of members of a group that carries a CPU's tensors when it makes it: of the plane's group, of
-# three for meshes and all planes, and of four that plans gain. In the default and the control group the first rank may
-# come to talk to all others. A process has some 25 other files open in a bare world.
-CONNECTIONS = 10
-OTHER_FILES = 256
-_LAZY = "TORCH_GLOO_LAZY_INIT"
 STORE_SECONDS = 10.0  # in which a store answers
 _NEWEST = "longspan/newest"  # the prefix of the world that rank 0 began last
 _OPENED = "opened"
@@ -49,42 +37,7 @@ class Place:
     store_server: str = "the launcher"  # which serves the store, for messages
 
 
-def raise_open_file_limit(size: int) -> None:
-    """Raise this process's limit of open files to what a world of `size` ranks opens, as far as the system lets it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = OTHER_FILES + CONNECTIONS * size
-    if soft != resource.RLIM_INFINITY and soft < need:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard)
-        )
-
-
-def choose_device(backend: str | None, device: torch.device | str | None, local_rank: int) -> torch.device:
-    """Choose the device of this rank: the requested one, else its GPU, else the CPU; a GPU becomes the current one.
-
-    Raises CommError for a backend that longspan does not use, and where this host has no GPU of the device's index.
-    """
-    if backend not in (None, "gloo", "nccl", BOTH):
-        raise CommError(f"backend {backend!r} is not known; use 'gloo' (CPU), 'nccl' (GPU) or None")
-    if device is None:
-        gpu = torch.cuda.is_available() if backend is None else backend != "gloo"
-        device = f"cuda:{local_rank}" if gpu else "cpu"
-    result = torch.device(device)
-    if result.type == "cuda":
-        count = torch.cuda.device_count()
-        index = local_rank if result.index is None else result.index
-        if index >= count:
-            raise CommError(
-                f"local rank {local_rank} needs cuda:{index}, but this host shows {plural(count, 'CUDA device')}; "
-                f"start at most {plural(count, 'rank')} per host, or use backend='gloo' (--device cpu)"
-            )
-        result = torch.device("cuda", index)
-        torch.cuda.set_device(result)
-    return result
-
-
 _stores: dict[str, Store] = {}  # by address: a process keeps its store, so that it can open worlds in turn
-_being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds that were left with an error
 
 
 def shared_store(place: Place, timeout: float) -> Store:
@@ -117,6 +70,8 @@ def join_world_of_all_ranks(store: Store, place: Place, timeout: float) -> str:
     try again. Raises CommError with the ranks that did not come.
     """
     try:
+        if place.size == 1:  # no other is waited for
+            return f"longspan/world {store.add('longspan/worlds', 1)}"
         begin = _open_world if place.rank == 0 else _join_world
         return LimitedStore(store).ask(partial(begin, store, place, timeout), timeout + STORE_SECONDS)
     except DistError as error:
@@ -179,7 +134,10 @@ def _register_rank(world_store: Store, place: Place) -> bool:
 
 
 def _leave_unopened_world(world_store: Store, place: Place) -> bool:
-    """Where rank 0 decided first, the key that says that it opened the world may follow up to a second later."""
+    """Leave a world that this rank joined, and return True; False where rank 0 has opened it meanwhile.
+
+    Where rank 0 decided first, the key that says that it opened the world may follow up to a second later.
+    """
     if world_store.add(_DECIDED, 1) != 1 and any(
         _is_open(world_store, place.size) for _ in _iterate_pauses(1, 1.0)
     ):
@@ -191,6 +149,7 @@ def _leave_unopened_world(world_store: Store, place: Place) -> bool:
 
 
 def _is_open(world_store: Store, size: int) -> bool:
+    """Whether rank 0 has opened this world, for so many ranks."""
     return world_store.check([_OPENED]) and int(world_store.get(_OPENED)) == size
 
 
@@ -209,6 +168,7 @@ def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
 
 
 def _absence_error(world_store: Store, place: Place, timeout: float) -> CommError:
+    """Return the error that names the ranks that did not come to this world, and those that left it again."""
     peers = [rank for rank in range(place.size) if rank != place.rank]
     absent = [rank for rank in peers if not world_store.check([f"rank/{rank}"])]
     departed = [rank for rank in peers if rank not in absent and world_store.get(f"rank/{rank}") == b"left"]
@@ -218,32 +178,11 @@ def _absence_error(world_store: Store, place: Place, timeout: float) -> CommErro
 
 
 def _incomplete_world_error(place: Place, timeout: float, cause: str) -> CommError:
+    """Return the error of a world that did not open in time, for this cause."""
     return CommError(
         f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: {cause}; start "
         "them all, or give more time"
     )
-
-
-def init_default_group(place: Place, store: Store, backend: str, timeout: float) -> None:
-    try:
-        with defer_connections():  # longspan itself sends nothing over it
-            dist.init_process_group(
-                backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout)
-            )
-    except RuntimeError as error:
-        raise CommError(
-            f"rank {place.rank} could not connect to the others of {plural(place.size, 'rank')}, which all came, in "
-            f"{timeout:g} s; check that the hosts reach each other, or name the network in GLOO_SOCKET_IFNAME ({error})"
-        ) from error
-
-
-def defer_connections() -> AbstractContextManager[None]:
-    """Let groups made inside connect two ranks over gloo at their first message, not all with all when they are made.
-
-    A rank that leaves before the first message is not noticed by the other, so groups over which tensors of a CPU
-    travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.15).
-    """
-    return temporary_variables({_LAZY: os.environ.get(_LAZY, "1")})
 
 
 @dataclass(eq=False)
@@ -273,6 +212,7 @@ class LimitedStore:
 
 
 def _fulfil(future: Future[T], request: Callable[[], T]) -> None:
+    """Set a future to the result of a request, or to its error."""
     try:
         future.set_result(request())
     except BaseException as error:
@@ -280,45 +220,7 @@ def _fulfil(future: Future[T], request: Callable[[], T]) -> None:
 
 
 def clone_store_connection(store: Store) -> Store:
+    """Return another connection to the store, whose reads of keys that are not there fail after STORE_SECONDS."""
     connection: Store = LimitedStore(store).clone()
     connection.set_timeout(timedelta(seconds=STORE_SECONDS))  # for keys that are not there
     return connection
-
-
-def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:
-    """Destroy these groups, or with `default` everything that a world made.
-
-    Without `patient`, as after an error, it waits a second at most, and the rest goes on in a thread: a group with a
-    collective in flight ends only when that does.
-    """
-
-    def destroy() -> None:
-        if default and dist.is_initialized():
-            dist.destroy_process_group()
-        elif not default:
-            for group in groups:
-                dist.destroy_process_group(group)
-
-    if patient:
-        destroy()
-    else:
-        thread = threading.Thread(target=destroy, name="longspan leaving", daemon=True)
-        thread.start()
-        thread.join(1.0)
-        _being_destroyed[:] = [running for running in (*_being_destroyed, thread) if running.is_alive()]
-
-
-def wait_until_destroyed(timeout: float) -> None:
-    """Wait until groups of worlds that were left with an error are gone: torch would take a new world's for theirs.
-
-    Raises CommError where one is still there after `timeout` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    for thread in _being_destroyed:
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            raise CommError(
-                f"the process groups of a world that was left with an error have not ended in {timeout:g} s, as a "
-                "collective of theirs still runs; open the next world in a new process, or give more time"
-            )
-    _being_destroyed.clear()

@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.comm.watch import Watch
 
 Run = Callable[..., list[Any]]
-KEPT = 4  # recordings, the last ones: a micro-batch replays forward in one go, and backward in one go
+MOST_RECORDINGS = 4  # the last ones: a micro-batch replays forward in one go, and backward in one go
 
 
 class Replay:
@@ -36,7 +36,9 @@ class Replay:
         self._results = list[Any]()
 
     def __call__(self, run: Run, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return `run(*tensors)`."""
+        """Return `run(*tensors)`: it runs at the first call, is recorded at the second, and is not called from the
+        third on.
+        """
         self._calls += 1
         if self._calls == 1:
             return run(*tensors)
@@ -47,15 +49,15 @@ class Replay:
                 x for x in self._results if isinstance(x, Tensor) and id(x) not in map(id, self._inputs)
             ]
             _recorded.append(self)
-            forget_replays(KEPT)
+            forget_replays(MOST_RECORDINGS)
         with self._watch.enter_operation("attention, replayed", self._watch.ranks) as operation:
             torch._foreach_copy_(self._inputs, list(tensors))
             self._graph.replay()
             self._watch.watch_stream(operation)
         copies = [torch.empty_like(x) for x in self._written]
         torch._foreach_copy_(copies, self._written)
-        given = dict(zip(map(id, [*self._inputs, *self._written]), [*tensors, *copies], strict=True))
-        return [given.get(id(x), x) for x in self._results]
+        returned = dict(zip(map(id, [*self._inputs, *self._written]), [*tensors, *copies], strict=True))
+        return [returned.get(id(x), x) for x in self._results]
 
     def forget(self) -> None:
         """Give up the recording: the next call runs, the one after it is recorded anew."""
@@ -69,9 +71,13 @@ class Replay:
 _recorded = deque[Replay]()
 
 
-def forget_replays(kept: int = 0) -> None:
-    """Give up recordings but for the last ones; all, before groups are destroyed: NCCL waits for graphs of theirs."""
-    while len(_recorded) > kept:
+def forget_replays(count: int = 0) -> None:
+    """Give up all recordings but the last `count`, the oldest first: such a call runs once more, and is then recorded
+    anew.
+
+    All are given up before groups are destroyed, as NCCL waits for graphs of theirs.
+    """
+    while len(_recorded) > count:
         _recorded.popleft().forget()
 
 
@@ -85,6 +91,7 @@ def record(run: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
 
 
 def _record(run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any) -> tuple[Any, list[Any]]:
+    """Record a call as a graph on this stream, in this pool of memory; an error ends the recording and is raised."""
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -101,7 +108,9 @@ def _record(run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any) 
 
 @cache
 def _recorder(device: int, current_stream: int) -> tuple[torch.cuda.Stream, Any, Any]:
-    """A stream to record on, memory, and a graph that is never replayed: the memory stays while any graph has it."""
+    """Return a stream to record on, memory, and a graph that is never replayed: the memory stays while any graph has
+    it.
+    """
     stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()
     graph, _ = _record(lambda: [torch.zeros(1, device=device)], stream, pool)

@@ -6,6 +6,7 @@ message. Order of posting, the same on every rank and so free of deadlock on one
 gradients of step s, blocks of step s + 1. Members without rows send nothing: both sides have the counts from the plan.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,10 +29,10 @@ class RingBlocks:
     ...     total = merge(total, block_attention(q, k, v))
     """
 
-    def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
+    def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], label: str) -> None:
         self._channel = channel
         self._counts = tuple(counts)
-        self._label = what
+        self._label = label
         self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)
         self._spare: list[Tensor] = []
@@ -83,14 +84,14 @@ class GradientRing:
         channel: Channel,
         like: Sequence[Tensor],
         counts: Sequence[int],
-        what: str,
+        label: str,
         *,
         add: Callable[..., None],
         dtype: torch.dtype,
     ) -> None:
         self._channel = channel
         self._counts = tuple(counts)
-        self._label = what
+        self._label = label
         self._add = add
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
@@ -112,7 +113,9 @@ class GradientRing:
         return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 
     def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
-        """Before the first message nothing arrives: the buffer is fresh, and the addends fill it."""
+        """Add addends to the sum of this owner's block, which has arrived by then; before the first message the buffer
+        is fresh, and is filled.
+        """
         total = self._buffer(owner)
         fresh = self._handle is None
         if self._handle is not None:
@@ -121,24 +124,11 @@ class GradientRing:
         return total
 
     def _buffer(self, owner: int) -> Tensor:
+        """Return the buffer that the sum of this step is in, cut to the rows of the owner's block."""
         return self._buffers[self._step % 2][: self._counts[owner]]
 
 
 def split_columns(matrix: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Return the columns of a matrix as views (rows, *shape), one for each shape.
-
-    It takes the host a quarter of the time of `split` and `unflatten`, and a ring asks for it at each step.
-    """
-    rows = matrix.shape[0]
-    start = matrix.storage_offset()
-    views = list[Tensor]()
-    row_stride, column_stride = matrix.stride()
-    for shape in shapes:
-        strides = list[int]()
-        stride = column_stride
-        for size in reversed(shape):
-            strides.append(stride)
-            stride *= size
-        views.append(matrix.as_strided((rows, *shape), (row_stride, *reversed(strides)), start))
-        start += stride  # by now that of the whole shape: its columns
-    return tuple(views)
+    """Return the columns of a matrix as views (rows, *shape), one for each shape, from left to right."""
+    parts = matrix.split(list(map(math.prod, shapes)), 1)
+    return tuple(part.view(len(matrix), *shape) for part, shape in zip(parts, shapes, strict=True))

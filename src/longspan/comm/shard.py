@@ -5,17 +5,16 @@ process group, so that it may be kept, passed through FSDP2 and bound again by a
 group after group in plan order, document after document, in the order of the group's partition.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm.stated_gradients import apply_with_gradient
+from longspan.comm.autograd import apply_with_gradient
+from longspan.comm.device import to_device
 from longspan.comm.world import World, world_of
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments
@@ -30,6 +29,7 @@ class Immutable:
     __slots__ = ("__weakref__",)
 
     def _set(self, **values: object) -> None:
+        """Set attributes, in the constructor or as the one writer that a class names."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -79,7 +79,7 @@ class ShardPart(Immutable):
         return self.group.degree
 
     def segments(self, member: int | None = None) -> Segments:
-        """The rows of one member (default: this rank) as runs of positions inside documents."""
+        """Return the rows of one member (default: this rank) as runs of positions inside documents."""
         return self.group.shares.segments(self.member if member is None else member)
 
     def __repr__(self) -> str:
@@ -88,22 +88,12 @@ class ShardPart(Immutable):
         )
 
 
-def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
-    """Return an array as a tensor on `device`; on a CPU it shares the array's memory.
-
-    To a GPU the array goes through page-locked memory, and the host does not wait. From ordinary memory CUDA would let
-    all queued work end first, so that every micro-batch would begin with an empty queue.
-    """
-    tensor: Any = torch.from_numpy(x)
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def _lay_out_part(part: ShardPart, base: int) -> tuple[Integers, Integers, Integers, Integers]:
-    """Packed row and position of each row, id and number of rows of each document that has one.
+    """Return packed row and position of each row of a part, then id and number of rows of each document that has one
+    here.
 
-    Rows that pad documents out, and those of a part without a group, have the packed row −1.
+    `base` is the group's first packed row. Rows that pad documents out, and those of a part without a group, have the
+    packed row −1. Positions are counted behind the rows of the documents that a document continues.
     """
     segments = part.segments()
     sizes = segments.stop - segments.start
@@ -145,27 +135,6 @@ def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
     return sources
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def break_graphs_around(fn: Function) -> Function:
-    """Make torch.compile end its graph before a call of this function and begin another after it.
-
-    Where no compiled code runs, the function is called directly: torch's switch costs the host ten more calls.
-    """
-    disabled = torch.compiler.disable(fn)
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback  # None where nothing that is compiled runs
-    from torch._dynamo.eval_frame import skip_code
-
-    @wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
-
-    skip_code(cast(Any, run).__code__)  # so that dynamo compiles no frame of `run` itself
-    vars(run).update(vars(disabled) | {"_torchdynamo_wrapper_id": id(run)})  # by which dynamo knows the switch
-    return cast(Function, run)
-
-
 RowsAt = tuple[tuple[Tensor, Tensor], ...]  # local rows (n,) and rows (n, D) for them, of every modality
 
 
@@ -200,10 +169,10 @@ class Derived(Immutable):
             leaves=(),
         )
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name} of a shard has one writer, which Derived names; do not set it")
-
     def add_items(self, leaf: Tensor, spliced: Mapping[int, RowsAt], added: Mapping[int, RowsAt]) -> None:
+        """Add the rows of items of one modality, and the leaf that collects their gradients; called by `train/terms`
+        alone.
+        """
         self._set(
             leaves=(*self.leaves, leaf),
             spliced=_join_rows(self.spliced, spliced),
@@ -212,6 +181,7 @@ class Derived(Immutable):
 
 
 def _join_rows(first: Mapping[int, RowsAt], second: Mapping[int, RowsAt]) -> Mapping[int, RowsAt]:
+    """Return both mappings as one, with the entries of `first` first where both have a key."""
     keys = {**first, **second}
     return MappingProxyType({key: (*first.get(key, ()), *second.get(key, ())) for key in keys})
 
@@ -332,8 +302,8 @@ class SequenceShard(Immutable):
             counts = list[Integers]()
             for part in self.parts:
                 segments = part.segments()
-                of_documents = np.asarray(part.group.leaf_counts)[segments.document]
-                counts.append(np.repeat(of_documents, segments.stop - segments.start))
+                document_counts = np.asarray(part.group.leaf_counts)[segments.document]
+                counts.append(np.repeat(document_counts, segments.stop - segments.start))
             self.derived._set(row_counts=to_device(np.concatenate(counts)[self.host_rows >= 0], self.device))
         return self.derived.row_counts
 
@@ -368,6 +338,7 @@ class SequenceShard(Immutable):
         )
 
     def _with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
+        """Return a copy with these spans, one value a group, and nothing derived yet."""
         shard = object.__new__(SequenceShard)
         values = {name: getattr(self, name) for name in self.__slots__}
         shard._set(**{**values, "spans": spans, "derived": Derived()})
@@ -375,7 +346,7 @@ class SequenceShard(Immutable):
 
     @property
     def has_spans(self) -> bool:
-        """A row of some document of the micro-batch sees later ones."""
+        """Whether a row of some document of the micro-batch sees later ones."""
         return any(map(len, self.spans or ()))
 
     def spans_of(self, part: ShardPart) -> Spans:
@@ -444,6 +415,7 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
 
 
 def _gather_packed_rows(x_local: Tensor, shard: SequenceShard) -> Tensor:
+    """Gather the rows of all slots of this plane, and lay them in packed order: (S, …)."""
     world = world_of(shard.world_key)
     channel = world.channels.find_channel(range(world.home.slots))
     counts = [0] * world.home.slots
@@ -453,8 +425,8 @@ def _gather_packed_rows(x_local: Tensor, shard: SequenceShard) -> Tensor:
     local = x_local.detach()[: counts[shard.slot]].contiguous()
     rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
     starts = channel.starts(counts)
-    known = shard.derived.packed_order
-    if known is None or known[0] != starts:
-        known = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
-        shard.derived._set(packed_order=known)
-    return rows.index_select(0, known[1])
+    starts_and_order = shard.derived.packed_order
+    if starts_and_order is None or starts_and_order[0] != starts:
+        starts_and_order = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
+        shard.derived._set(packed_order=starts_and_order)
+    return rows.index_select(0, starts_and_order[1])

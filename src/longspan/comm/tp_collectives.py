@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.comm.channel import EVENT_BYTES, Channel, _all_gather_single, widen_half_precision
-from longspan.comm.shard import break_graphs_around
-from longspan.comm.stated_gradients import apply_with_gradient
+from longspan.comm.autograd import apply_with_gradient, break_graphs_around
+from longspan.comm.channel import EVENT_BYTES, Channel, all_gather_single, widen_half_precision
 from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]
@@ -117,9 +116,13 @@ def tp_index_and_degree(world_key: int) -> tuple[int, int]:
     return world.coordinates.tp, world.home.tp
 
 
-def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
-    """Note a collective for failure reports, which fills `received`, and let what is launched next wait for it."""
-    with channel.watch.enter_operation(what, channel.ranks) as operation:
+def _run_collective(channel: Channel, label: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
+    """Start a collective, note it for failure reports, and let what is launched next wait for it.
+
+    `received` is the tensor that it fills; one of EVENT_BYTES or more is watched by an event, as an event takes the
+    host as long as a small collective itself.
+    """
+    with channel.watch.enter_operation(label, channel.ranks) as operation:
         work = start(channel.group)
         work.wait()
         if received.nbytes < EVENT_BYTES:  # an event takes the host as long as the collective itself
@@ -128,15 +131,16 @@ def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup],
             channel.watch.watch_stream(operation)
 
 
-def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:
+def _all_reduce(x: Tensor, world_key: int, label: str) -> Tensor:
+    """Return the sum of x over the slot's tensor-parallel ranks, as a new tensor."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     tp = world_of(world_key).channels.tp
-    _run_collective(tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True), total)
+    _run_collective(tp, label, lambda group: dist.all_reduce(total, group=group, async_op=True), total)
     return total
 
 
-def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
-    """Without a copy if no dim before `dim` is larger than 1."""
+def _all_gather(x: Tensor, world_key: int, dim: int, label: str) -> Tensor:
+    """Return every rank's x joined along `dim`; without a copy if no dim before `dim` is larger than 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1
@@ -145,22 +149,24 @@ def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     )
     into = gathered.view(-1)
     flat = x.view(-1)
-    _run_collective(tp, what, lambda group: _all_gather_single(into, flat, group=group, async_op=True), into)
+    _run_collective(tp, label, lambda group: all_gather_single(into, flat, group=group, async_op=True), into)
     return gathered if in_place else torch.cat(gathered.unbind(), dim)
 
 
-def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
+def _reduce_scatter(x: Tensor, world_key: int, dim: int, label: str) -> Tensor:
+    """Return this rank's slice along `dim` of the sum of x over ranks; dims before `dim` must be of size 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
-    assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
+    assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (label, x.shape, dim, tp.degree)
     sum_slice = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
     flat = x.view(-1)
     into = sum_slice.view(-1)
-    _run_collective(tp, what, lambda group: _reduce_scatter_single(into, flat, group=group, async_op=True), into)
+    _run_collective(tp, label, lambda group: _reduce_scatter_single(into, flat, group=group, async_op=True), into)
     return sum_slice
 
 
 def _slice_of_this_rank(x: Tensor, world_key: int, dim: int) -> Tensor:
+    """Return a contiguous copy of this rank's slice of x along `dim`, which the number of ranks must divide."""
     index, degree = tp_index_and_degree(world_key)
     assert x.shape[dim] % degree == 0, (x.shape, dim, degree)
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)

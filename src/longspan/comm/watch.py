@@ -12,39 +12,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from longspan.comm.failure_reports import (
-    ANSWER_SECONDS,
-    Activity,
-    FailureReport,
-    FailureReports,
-    last_collective_text,
-)
+from longspan.comm.device import is_out_of_memory
+from longspan.comm.failure_reports import ANSWER_SECONDS, Activity, FailureReport, FailureReports
+from longspan.comm.flight_recorder import last_collective_text
 from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.launch.launcher_watch import launcher_is_gone
 from longspan.plain_text import excerpt
 
 
 def is_backend_error(error: BaseException) -> bool:
-    """gloo's errors are plain RuntimeErrors."""
+    """Whether gloo or NCCL raised this error, and not torch or longspan; gloo's errors are plain RuntimeErrors."""
     if not isinstance(error, RuntimeError) or isinstance(error, LongspanError) or is_out_of_memory(error):
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """No memory was left, on a device or on the host."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-
-
 def error_in_one_line(error: BaseException) -> str:
+    """Return the error's type and its text, 300 characters at most, for messages of other ranks."""
     text = " ".join(str(error).split()).partition(" This is typically caused by")[0]
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
@@ -57,20 +49,22 @@ class Operation:
     files inside, and no limit as a whole.
     """
 
-    __slots__ = ("is_work", "limit", "outer", "ranks", "started", "step", "watch", "what")
+    __slots__ = ("is_work", "label", "limit", "outer", "ranks", "started", "step", "watch")
 
     def __init__(
-        self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None, *, is_work: bool = False
+        self, watch: "Watch", label: str, ranks: Sequence[int], step: int | None = None, *, is_work: bool = False
     ) -> None:
         self.watch: Watch = watch
-        self.what: str = what
+        self.label: str = label
         self.ranks: Sequence[int] = ranks
         self.is_work: bool = is_work
         self.started = 0.0
         self.limit: float = watch.timeout  # seconds
         self.step = step  # that errors name; None: the world's
-        if step is None and watch.named is not None:  # inside `naming`, errors name the step that it was given
-            self.step = watch.named.step
+        if (
+            step is None and watch.named_operation is not None
+        ):  # inside `naming`, errors name the step that it was given
+            self.step = watch.named_operation.step
         self.outer: Operation | None = None
 
     def __enter__(self) -> "Operation":
@@ -90,53 +84,57 @@ class Operation:
                 and not is_out_of_memory(error)
             ):
                 raise self.watch.failure_error(self, error) from error
-            self.watch.finished = self.what
+            self.watch.last_label = self.label
         finally:
             self.watch.current = self.outer
 
     def __str__(self) -> str:
         step = self.watch.step if self.step is None else self.step
-        return f"'{self.what}' of step {step} between ranks {excerpt(self.ranks)}"
+        return f"'{self.label}' of step {step} between ranks {excerpt(self.ranks)}"
 
 
+@dataclass(eq=False)
 class Watch:
     """What this rank is doing. `reports` is what ranks exchange when one fails, or None (a single process).
 
     `timeout` is the limit of each collective in seconds. `gpu`: a stuck collective raises nothing in the host.
     """
 
-    def __init__(
-        self, rank: int, ranks: Sequence[int], timeout: float, reports: FailureReports | None, *, gpu: bool = False
-    ) -> None:
-        self.rank: int = rank
-        self.ranks: tuple[int, ...] = tuple(ranks)
-        self.timeout: float = timeout
-        self.reports: FailureReports | None = reports
-        self.step = 0
-        self.current: Operation | None = None
-        self.failed: Operation | None = None  # the last that failed here, and got or gets a report
-        self.finished = "nothing yet"
-        self.notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
-        self.open_watches: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
-        self.named: Operation | None = None  # around collectives that others start
-        self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
-        # The last collective that was waited for, and how to ask whether the device is past it.
-        self.last: tuple[Operation, Callable[[], bool]] | None = None
-        self._passed = torch.cuda.Event() if gpu else None  # recorded by `watch_stream`
+    rank: int
+    ranks: tuple[int, ...]
+    timeout: float
+    reports: FailureReports | None
+    gpu: bool = False
+    step: int = 0
+    current: Operation | None = None
+    last_failed: Operation | None = None  # the last that failed here, and got or gets a report
+    last_label: str = "nothing yet"
+    notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
+    open_watches: "Callable[[], Sequence[Watch]]" = lambda: ()  # of every world that is open on this rank
+    named_operation: Operation | None = None  # around collectives that others start
+    background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
+    # The last collective that was waited for, and how to ask whether the device is past it.
+    last_waited: tuple[Operation, Callable[[], bool]] | None = None
 
-    def enter_operation(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
-        return Operation(self, what, ranks, is_work=is_work)
+    @cached_property
+    def _passed(self) -> torch.cuda.Event | None:
+        """What `watch_stream` records."""
+        return torch.cuda.Event() if self.gpu else None
+
+    def enter_operation(self, label: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
+        """Return a context for one collective with this label between these ranks; see `Operation`."""
+        return Operation(self, label, ranks, is_work=is_work)
 
     @contextmanager
-    def name_collectives(self, what: str, ranks: Sequence[int], step: int | None = None) -> Iterator[None]:
-        """Name collectives in this context that others start, such as FSDP2's: where one fails, the error is of `what`.
+    def name_collectives(self, label: str, ranks: Sequence[int], step: int | None = None) -> Iterator[None]:
+        """Name collectives in this context that others start, such as FSDP2's: an error of one has this label.
 
         `step` is the one that errors inside name (None: the world's). Errors that no backend raised pass as they are.
         """
-        operation = Operation(self, what, ranks, step)
+        operation = Operation(self, label, ranks, step)
         operation.started = time.monotonic()
-        operation.outer = self.named
-        self.named = operation
+        operation.outer = self.named_operation
+        self.named_operation = operation
         try:
             yield
         except RuntimeError as error:
@@ -144,7 +142,7 @@ class Watch:
                 raise self.failure_error(operation, error) from error
             raise
         finally:
-            self.named = operation.outer
+            self.named_operation = operation.outer
 
     def watch_works(self, operation: Operation, works: Sequence[Work]) -> None:
         """Note that the device's stream is now ordered behind these works of a collective, which may still run.
@@ -152,20 +150,20 @@ class Watch:
         A collective that is captured in a CUDA graph is not noted: it does not run now, and has no state to query.
         """
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
-            self.last = operation, lambda: _has_passed(lambda: all(work.is_completed() for work in works))
+            self.last_waited = operation, lambda: _has_passed(lambda: all(work.is_completed() for work in works))
 
     def watch_stream(self, operation: Operation) -> None:
         """Note a collective without keeping its works: it has passed when the device's stream is past this point."""
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._passed.record()
             passed = self._passed
-            self.last = operation, lambda: _has_passed(passed.query)
+            self.last_waited = operation, lambda: _has_passed(passed.query)
 
     def collective_on_device(self) -> Operation | None:
         """Return the last collective that was waited for, if the device is not past it yet."""
-        if self.last is None:
+        if self.last_waited is None:
             return None
-        operation, has_passed = self.last
+        operation, has_passed = self.last_waited
         return None if has_passed() else operation
 
     def report_leaving(self, error: BaseException) -> None:
@@ -182,7 +180,7 @@ class Watch:
         A report that nobody collected (reporter −1) each rank has whole.
         It is a RankLostError unless a rank left with an error of its own, which would come again.
         """
-        self.failed = operation
+        self.last_failed = operation
         seconds = time.monotonic() - operation.started
         outcome = "timed out" if "timed out" in str(error).lower() else "failed"
         report = self._failure_report(operation)
@@ -211,29 +209,32 @@ class Watch:
         operation = self.current or next((watch.current for watch in self.open_watches() if watch.current), None)
         if operation is not None:
             text = f"in {operation} for {time.monotonic() - operation.started:.1f} s"
-            name = operation.what
+            name = operation.label
         elif (operation := self.collective_on_device()) is not None:
             text = (
                 f"past {operation} in its program, its GPU in it for {time.monotonic() - operation.started:.1f} s"
             )
-            name = operation.what
-        elif (operation_of_others := self.named) is None:
-            text = f"computing in step {self.step}, after '{self.finished}'"
+            name = operation.label
+        elif (operation_of_others := self.named_operation) is None:
+            text = f"computing in step {self.step}, after '{self.last_label}'"
             name = ""
         else:  # in a collective of FSDP2 or DTensor, which torch recorded, or after it
             step = self.step if operation_of_others.step is None else operation_of_others.step
-            text = f"computing in step {step}, in '{operation_of_others.what}', after '{self.finished}'"
+            text = f"computing in step {step}, in '{operation_of_others.label}', after '{self.last_label}'"
             name = recorded
         background = self.background()
         return Activity(f"{text}, in the background in {background}" if background else text, name, recorded)
 
     def has_died(self, rank: int) -> bool:
-        """A launcher has posted that the rank is dead."""
+        """Whether a launcher has posted that the rank is dead; false where the store does not answer."""
         with suppress(RuntimeError):  # the store does not answer
             return self.reports is not None and self.reports.has_died(rank)
         return False
 
     def _failure_report(self, operation: Operation) -> FailureReport:
+        """Ask all ranks for a report of this failure; without a store, or where it does not answer, the report says
+        that.
+        """
         if self.reports is None:
             return FailureReport(("this process has no store to ask through",))
         try:
@@ -243,7 +244,9 @@ class Watch:
 
 
 def _has_passed(query: Callable[[], bool]) -> bool:
-    """A device that failed counts as past it: the main thread gets the error at its next call."""
+    """Return whether the device is past a collective; a device that failed counts as past it, as the main thread gets
+    the error.
+    """
     try:
         return query()
     except RuntimeError:
@@ -272,11 +275,16 @@ class AnsweringThread:
         self._thread.start()
 
     def stop(self) -> None:
+        """Stop answering, and wait for the thread, ANSWER_SECONDS at most."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(ANSWER_SECONDS)
 
     def _answer_until_stopped(self) -> None:
+        """Look at stuck collectives and answer requests for reports, every 0.2 to 2 s, until `stop`.
+
+        Where the store has not answered for SILENT_SECONDS, it is asked no more, and the looks go on.
+        """
         # Many ranks share one store: a thousand ranks ask it a thousand times a second, not more.
         interval = min(2.0, max(0.2, len(self.watch.ranks) / 1000))
         reports = self.watch.reports
@@ -305,27 +313,33 @@ class AnsweringThread:
                     )
 
     def _end_with_stuck_device(self) -> None:
-        """NCCL's own watchdog ends the process too, but only after a minute or more of dumping (torch 2.11)."""
+        """End the process where its GPU has not passed the last collective that was waited for within that one's limit.
+
+        NCCL's own watchdog ends the process too, but only after a minute or more of dumping (torch 2.11).
+        """
         watch = self.watch
-        last_collective = self.watch.last
+        last_collective = self.watch.last_waited
         if last_collective is None:
             return
         operation, has_passed = last_collective
         if time.monotonic() - operation.started < operation.limit:
             return
         if has_passed():  # forgotten, unless the main thread has noted another meanwhile
-            watch.last = None if watch.last is last_collective else watch.last
+            watch.last_waited = None if watch.last_waited is last_collective else watch.last_waited
             return
         self._end_process(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
 
     def _end_with_stuck_host(self) -> None:
-        """gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
-        tries for five times the limit that their group was made with (torch 2.13). The process ends at the second look
-        that finds the same collective late. Work is late where the rank that serves the store does not answer.
+        """End the process where its main thread does not get past a collective of gloo, seen late at two looks in a
+        row.
+
+        gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
+        tries for five times the limit that their group was made with (torch 2.13). Work is late only where the rank
+        that serves the store does not answer. A process that stood still gets the time until the second look.
         """
         operation = self.watch.current
         late = self._late
-        if operation is not None and (operation is self.watch.failed or self._may_take_long(operation)):
+        if operation is not None and (operation is self.watch.last_failed or self._may_take_long(operation)):
             operation = None
         if operation is not None and time.monotonic() - operation.started < operation.limit + LATE_SECONDS:
             operation = None
@@ -337,22 +351,30 @@ class AnsweringThread:
             )
 
     def _may_take_long(self, operation: Operation) -> bool:
+        """Whether an operation has computing or files inside, and so no limit; but where rank 0, which serves the
+        store, is silent, it has.
+        """
         served_by_rank = self.watch.reports is not None and self.watch.reports.server == "rank 0"
         silent = served_by_rank and time.monotonic() - self._silent_since > operation.limit
         return operation.is_work and not silent
 
     def _end_waiting_for_lost_rank(self, reports: FailureReports) -> None:
-        """Where connections break, the main thread has raised by then. With NCCL, or where the rank that left lives on
-        and keeps its connections, nothing would happen before the time-out.
+        """End the process where it is still in a collective LEFT_SECONDS after another rank has left with an error.
+
+        Where connections break, the main thread has raised by then. With NCCL, or where the rank that left lives on and
+        keeps its connections, nothing would happen before the time-out.
         """
         if self._left_since is None:
             self._left_since = time.monotonic() if reports.has_departures() else None
         elif time.monotonic() - self._left_since > LEFT_SECONDS:
-            operation = self.watch.current or self.watch.named or self.watch.collective_on_device()
+            operation = self.watch.current or self.watch.named_operation or self.watch.collective_on_device()
             if operation is not None:
                 self._end_process(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
 
     def _end_process(self, operation: Operation, why: str) -> None:
+        """Write the error of this operation with its report, tell the others that this rank leaves, and abort the
+        process.
+        """
         failure = self.watch.failure_error(operation, RuntimeError(why))
         _write_line(str(failure))
         self.watch.report_leaving(failure)
@@ -360,5 +382,6 @@ class AnsweringThread:
 
 
 def _write_line(text: str) -> None:
+    """Write a line of longspan to standard error from a thread; nothing happens where that cannot be written."""
     with suppress(OSError):
         print(f"longspan: {text}", file=sys.stderr, flush=True)

@@ -21,21 +21,18 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from longspan.comm.channel import Channels
 from longspan.comm.control_group import ControlGroup
+from longspan.comm.device import BOTH, choose_device
 from longspan.comm.failure_reports import FailureReports, read_nodes
 from longspan.comm.meshes import Meshes
-from longspan.comm.process_groups import ByRanks, ProcessGroups
-from longspan.comm.rendezvous import (
-    BOTH,
-    Place,
-    choose_device,
-    clone_store_connection,
+from longspan.comm.process_groups import (
+    ByRanks,
+    ProcessGroups,
     destroy_groups,
     init_default_group,
-    join_world_of_all_ranks,
     raise_open_file_limit,
-    shared_store,
     wait_until_destroyed,
 )
+from longspan.comm.rendezvous import Place, clone_store_connection, join_world_of_all_ranks, shared_store
 from longspan.comm.replays import forget_replays
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.errors import CommError, plural
@@ -138,7 +135,9 @@ class World:
         return self
 
     def _set_rank_and_device(self, place: Place) -> None:
-        """Errors here are this rank's: nothing was sent. The machine is an H200 for any GPU."""
+        """Set what this process is in the home, and its device; errors here are this rank's, as nothing was sent. The
+        machine is an H200 for any GPU.
+        """
         backend, device, max_groups = self._arguments
         self.rank: int = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
@@ -151,7 +150,10 @@ class World:
         self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
-        """Keys in the store have this prefix; the step is that of open worlds."""
+        """Make all that an open world talks through, together with all ranks; where that fails, leave it again.
+
+        Keys in the store have this prefix. The step is that of worlds that are open around this one.
+        """
         os.environ.setdefault(
             "NCCL_GRAPH_REGISTER", "0"
         )  # recorded calls meet others that are not, and are short-lived
@@ -209,6 +211,9 @@ class World:
             self._leave_world(error)
 
     def _leave_world(self, error: BaseException | None) -> None:
+        """Take away all that the world talks through, and destroy its groups; without an error it waits for their end,
+        with one it tells the others.
+        """
         if error is not None:
             self.watch.report_leaving(error)
         if self._answering is not None:
@@ -259,6 +264,7 @@ class World:
             self.channels.make_communicators(plan)
 
     def check_open(self) -> None:
+        """Raise CommError unless this world is open."""
         if self.key not in _worlds:
             raise CommError(
                 "this world is not open; use it inside `with World(home) as world:`, or open it: world.open()"
@@ -284,15 +290,18 @@ class World:
 
 
 def open_worlds() -> list[World]:
+    """Return the worlds that are open on this rank, the outermost first."""
     return [world for world in list(_worlds.values()) if "watch" in vars(world)]
 
 
 def _watches_of_open_worlds() -> list[Watch]:
+    """Return the watches of the open worlds, the outermost first."""
     return [world.watch for world in open_worlds()]
 
 
 @atexit.register
 def _leave_open_worlds() -> None:
+    """Leave worlds that the program did not close, at its end, as with an error: without waiting for other ranks."""
     for world in reversed(open_worlds()):
         error = getattr(sys, "last_value", None) or CommError("the program ended before it closed the world")
         with suppress(Exception):
@@ -300,7 +309,7 @@ def _leave_open_worlds() -> None:
 
 
 def _torchrun_place(home: Layout) -> Place:
-    """A home of one rank needs none of torchrun's variables."""
+    """Return this process's place by torchrun's variables. A home of one rank needs none of them."""
     absent = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
     if absent and home.ranks == (0,) and os.environ.get("WORLD_SIZE", "1") == "1":
         return Place(0, 1, 0, "")
@@ -315,7 +324,10 @@ def _torchrun_place(home: Layout) -> Place:
 
 
 def _make_place(home: Layout, rank: int, size: int, address: str = "") -> Place:
-    """Without LOCAL_RANK, all ranks are on a host. A node has torchrun's number, if torchrun started this process."""
+    """Return the place of a process; raise CommError unless the processes that were started are the home's ranks.
+
+    Without LOCAL_RANK, all ranks are on a host. A node has torchrun's number, if torchrun started this process.
+    """
     if sorted(home.ranks) != list(range(size)):
         came = (
             "1 process was started, rank 0"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from hashlib import sha256
 
 from longspan.comm.all_ranks import run_on_every_rank
-from longspan.comm.device_memory import device_name
+from longspan.comm.device import device_name
 from longspan.comm.world import World
 from longspan.errors import ConfigError, plural
 from longspan.plan.cost.machine import Machine

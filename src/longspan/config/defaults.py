@@ -7,23 +7,21 @@ config.toml. `run/checks.py` checks which values are possible. torch is imported
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from longspan.config.keys import AUTO, NOT_GIVEN, Above, AtLeast, key_value, read_arguments, with_key_values
+from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
+from longspan.config.local_folders import STDLIB
 from longspan.config.plan_section import EvalConfig, inherit_keys
-from longspan.config.sections import RANDOM, EncoderSection, ModelConfig, RunConfig, TrainConfig, held_out_set
-from longspan.errors import ConfigError, LongspanError, plural
-from longspan.hub import find_local_path
+from longspan.config.sections import EncoderSection, ModelConfig, RunConfig, held_out_set
+from longspan.errors import LongspanError, plural
 from longspan.model.presets import PRESETS
 from longspan.plan.shape.model_shape import has_mixers
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
-STDLIB = "stdlib"  # as data.path
 TINY = "-tiny"  # how the names of the demo's presets end
 
 # The demo: a model with random weights that learns something in a few minutes on CPUs.
@@ -83,9 +81,9 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     config = _set_partitions(config)
     if config.context.planner in ("", AUTO) and (planner := config.context.planner_of_degrees):
         config = config.with_keys("context", planner=planner)
-    if config.evaluation.planner_of_degrees == "dynamic" and config.evaluation.context_parallel_size == NOT_GIVEN:
+    if config.evaluation.context_parallel_size == NOT_GIVEN and config.evaluation.planner_of_degrees == "dynamic":
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
-    config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
+    config = _set_demo_defaults(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
     train = config.train
     if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
@@ -103,52 +101,11 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     return config.with_sets(sets)
 
 
-def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
-    """Put absolute paths in place of those that exist, and the folder of the local cache in place of a name of the hub.
+def _set_demo_defaults(config: RunConfig, ranks: int) -> RunConfig:
+    """Give the demo's values to the keys that are not given.
 
-    `weights` false: config.json is enough, and paths stay as they are. What is missing is downloaded where
-    model.download says so. Raises ConfigError for a name that is nowhere.
+    Documents are on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part.
     """
-    model = config.model
-    data = config.data
-    find_any = partial(find_local_path, download=model.download, download_key="model.download")
-
-    def find_model(path: str, key: str, **options: Any) -> str:
-        local = find_any(path, key, **options)
-        return absolute_path(local) if weights else local
-
-    find_data = partial(find_model, kind="dataset")
-    sources = [
-        replace(source, path=find_data(source.path, f"data.sources[{number}].path"))
-        for number, source in enumerate(data.sources)
-    ]
-    path, source = find_model(model.path, "model.path", weights=weights), find_model(model.config, "model.config")
-    tokenizer = find_model(data.tokenizer, "data.tokenizer")
-    rows = find_data(data.path, "data.path")
-    prompts = absolute_path(config.evaluation.prompts) if weights else config.evaluation.prompts
-    template = absolute_path(data.chat_template) if weights else data.chat_template
-    return replace(
-        config,
-        train=replace(config.train, epochs_of=find_data(config.train.epochs_of, "train.epochs_of")),
-        model=replace(model, path=path, config=source),
-        evaluation=replace(config.evaluation, prompts=prompts),
-        mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
-        data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, chat_template=template),
-    ).with_sets(
-        replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets
-    )
-
-
-def absolute_path(value: Any) -> Any:
-    """Return a path that exists here as an absolute one, and any other value of a key as it is."""
-    if not isinstance(value, str) or value in ("", STDLIB, AUTO, RANDOM):
-        return value
-    path = Path(value).expanduser()
-    return str(path.absolute()) if path.exists() else value
-
-
-def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
-    """Documents on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part."""
     slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
     degree = 0 if config.context.planner == AUTO else math.gcd(2, slots)
     degrees = {"context": degree, "evaluation": math.gcd(4, slots)}
@@ -160,11 +117,12 @@ def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
+    """Return what of an encoder is trained where encoder.trainable is not given."""
     return "none" if config.lora.rank else "all"
 
 
 def encoder_is_given(config: RunConfig) -> bool:
-    """Whether [encoder] has keys: without, it has its defaults, or `encoder.trainable` as a run resolves it."""
+    """Return whether [encoder] has keys: without, it has its defaults, or `encoder.trainable` as a run resolves it."""
     return config.encoder not in (EncoderSection(), EncoderSection(trainable=encoder_default(config)))
 
 
@@ -177,7 +135,10 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _set_partitions(config: RunConfig) -> RunConfig:
-    """ "auto" for hybrids, whose type and partition are chosen together; elsewhere "auto" is zigzag."""
+    """Give a value to the partition, and of hybrids to the type, which is chosen together with it where it is "auto".
+
+    Elsewhere a partition "auto" is zigzag.
+    """
     if not is_hybrid(config.model):
         partition = "zigzag" if config.context.partition == AUTO else config.context.partition
         return config.with_keys("context", partition=partition)
@@ -195,6 +156,7 @@ def set_steps(config: RunConfig, steps: int) -> RunConfig:
 
 
 def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
+    """Give these values ("section.key") to the keys that are not given; later calls find them given."""
     for name, value in defaults.items():
         section, _, key = name.partition(".")
         values = getattr(config, section)
@@ -218,55 +180,3 @@ def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> N
             'learns less (docs/precision.md); use model.dtype = "float32" with model.compute_dtype = "bfloat16", or '
             "optimizer.stochastic_rounding = true"
         )
-
-
-# The arguments of each train.loss, with TRL's names and defaults; simpo's cpo_alpha is that of SimPO itself.
-LOSS_ARGUMENTS: Mapping[str, Mapping[str, float]] = {
-    "": {"center_rewards_coefficient": 0.0},  # of a model with one score, over pairs
-    "dpo": {"beta": 0.1, "label_smoothing": 0.0},
-    "sigmoid": {"beta": 0.1, "label_smoothing": 0.0},
-    "ipo": {"beta": 0.1},
-    "apo_zero": {"beta": 0.1},
-    "simpo": {"beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 0.0, "label_smoothing": 0.0},
-    "orpo": {"beta": 0.1},
-    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
-}
-
-
-def loss_arguments(train: TrainConfig) -> dict[str, float]:
-    """Return the arguments of train.loss. Raises ConfigError for names and values that it does not take."""
-    defaults = LOSS_ARGUMENTS[train.loss]
-    given = read_arguments("train.loss_arguments", train.loss_arguments)
-    for name, value in given.items():
-        if name not in defaults:
-            whose = f"train.loss {train.loss!r}" if train.loss else "a model with one score, without train.loss,"
-            raise ConfigError(f"train.loss_arguments has {name}, and {whose} takes {', '.join(defaults)}")
-        bound = Above(0) if name == "beta" else AtLeast(0, below=0.5 if name == "label_smoothing" else math.inf)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not bound.allows(value):
-            raise ConfigError(f"train.loss_arguments has {name}={value}; it must be a number {bound}")
-    return {**defaults, **given}
-
-
-def loss_text(train: TrainConfig) -> str:
-    """Describe a loss of preferences.
-
-    >>> loss_text(TrainConfig(loss="dpo", loss_arguments=("beta=0.2",)))
-    'dpo, beta 0.2, label_smoothing 0'
-    """
-    return ", ".join([train.loss, *(f"{name} {value:g}" for name, value in loss_arguments(train).items())])
-
-
-DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
-
-
-def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
-    """Return the dtype of a run's arithmetic; "auto" is bfloat16 on GPUs over float32, else `model.dtype`."""
-    import torch
-
-    return getattr(torch, compute_dtype_name(model, device))
-
-
-def compute_dtype_name(model: ModelConfig, device: str) -> str:
-    if model.compute_dtype != AUTO:
-        return model.compute_dtype
-    return "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype

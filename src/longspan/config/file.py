@@ -1,23 +1,22 @@
 """Configuration files: TOML to a RunConfig and back. Unknown names are refused with the nearest known one."""
 
-import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import section_keys, with_key_values
 from longspan.config.other_names import key_of_other_name
 from longspan.config.plan_section import EvalConfig
-from longspan.config.renamed import OLD_SETS, SETS, VALUES, renamed_hint, renamed_value, upgraded_tables
+from longspan.config.renamed import OLD_SETS, SETS, renamed_hint, upgraded_tables
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
+from longspan.config.values import convert_value
 from longspan.errors import ConfigError
+from longspan.plain_text import nearest_hint
 
 TABLES: dict[str, type[Any]] = {"data.sources": SourceConfig, SETS: EvalConfig}  # tables of an array, not a value
 Value = TypeVar("Value")
@@ -38,7 +37,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
         section, _, name = key.partition(".")
         # no name: the tables [[evaluation.sets]]
         tables[section] = {**tables.get(section, {}), name: value} if name else value
-    config = _set_sections(config, tables, source="the overrides")
+    config = _with_sections(config, tables, source="the overrides")
     return resolve_defaults(config)
 
 
@@ -58,7 +57,7 @@ def read_file(path: str | Path) -> RunConfig:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     if path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "metrics.jsonl")):
         tables = upgraded_tables(tables)  # of a run that version 0.3 began
-    return _set_sections(RunConfig(), tables, source=str(path))
+    return _with_sections(RunConfig(), tables, source=str(path))
 
 
 def config_keys() -> tuple[str, ...]:
@@ -67,16 +66,8 @@ def config_keys() -> tuple[str, ...]:
     return tuple(name for name in names if name not in TABLES)
 
 
-def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """Write the nearest of the known `names`, or all where none is near; a `prefix` of all names is not compared."""
-    names = tuple(names)
-    bare = [known_name.removeprefix(prefix) for known_name in names]
-    matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
-    return f"did you mean {prefix + matches[0]!r}?" if matches else f"known: {', '.join(names)}"
-
-
 def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
-    """Write the configuration as TOML; `load_config` of it gives an equal one back.
+    """Return the configuration as TOML; `load_config` of it gives an equal one back.
 
     Where a run has `chosen` another value for a key that is open, a comment behind the key has it.
     """
@@ -91,6 +82,7 @@ def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
 
 
 def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Return the title and the values of each section, and behind them of each table of an array."""
     values = config.tables()
     arrays = list[tuple[str, dict[str, Any]]]()
     for name in TABLES:
@@ -100,16 +92,21 @@ def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _toml_text(value: Any) -> str:
+    """Return a value of a key as TOML."""
     # JSON of strings, numbers, true and false, and lists of them is TOML too, except DEL, which JSON leaves bare.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _set_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
-    calls = (partial(_read_section, config, section, values, source=source) for section, values in tables.items())
+def _with_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
+    """Return a configuration with the keys of these tables, which errors say are in `source`."""
+    calls = (
+        partial(_section_with_values, config, section, values, source=source) for section, values in tables.items()
+    )
     return replace(config, **dict(zip(tables, _collect_values_or_errors(calls), strict=True)))
 
 
 def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
+    """Return what the calls return. Raises one ConfigError for those of all calls."""
     values = list[Value]()
     problems = list[str]()
     for call in calls:
@@ -122,8 +119,11 @@ def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Val
     return tuple(values)
 
 
-def _read_section(config: RunConfig, section: str, values: object, *, source: str) -> Any:
-    """A key that is written without its section, as a section, gets the key's full name as a hint."""
+def _section_with_values(config: RunConfig, section: str, values: object, *, source: str) -> Any:
+    """Return a section with the keys and tables of `values`. Raises ConfigError for all that are wrong.
+
+    A key that is written without its section, as a section, gets the key's full name as a hint.
+    """
     names = [field.name for field in fields(RunConfig)]
     if section == OLD_SETS:
         raise ConfigError(f"[[{OLD_SETS}]] in {source}: it is [[{SETS}]] now{_upgrade_advice(source)}")
@@ -140,17 +140,19 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
         values = {**values, "rename_columns": pairs}
     keys = {key: value for key, value in values.items() if f"{section}.{key}" not in TABLES}
     arrays = {key: value for key, value in values.items() if key not in keys}
-    calls = [partial(_set_keys, getattr(config, section), section, keys, source)]
+    calls = [partial(_with_keys, getattr(config, section), section, keys, source)]
     calls += [partial(_read_tables, value, f"{section}.{key}", source) for key, value in arrays.items()]
-    result, *tables = _collect_values_or_errors(calls)
-    return replace(result, **dict(zip(arrays, tables, strict=True)))
+    changed, *tables = _collect_values_or_errors(calls)
+    return replace(changed, **dict(zip(arrays, tables, strict=True)))
 
 
 def _upgrade_advice(source: str) -> str:
+    """Return the command that renames the keys of a file; "" for flags."""
     return f" (longspan upgrade {source})" if source.endswith(".toml") else ""
 
 
 def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
+    """Return the tables of an array ([[data.sources]], [[evaluation.sets]]) as their dataclass."""
     is_set = name == SETS
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         content = "name, path and other keys of the set" if is_set else "path and weight"
@@ -165,29 +167,35 @@ def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
     ]
     pairs = zip(labels, tables, strict=True)
     return _collect_values_or_errors(
-        partial(_set_keys, TABLES[name](), label, table, source) for label, table in pairs
+        partial(_with_keys, TABLES[name](), label, table, source) for label, table in pairs
     )
 
 
-def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
+def _with_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
+    """Return a section or table, which errors call `label`, with these values of keys. Raises ConfigError for wrong
+    ones.
+    """
     types = {key.name: key.kind for key in section_keys(type(section))}
 
-    def read(key: str) -> object:
-        if key in types:
-            return _convert_value(f"{label}.{key}", values[key], types[key], source)
+    def refuse(key: str) -> object:
         name = f"{label}.{key}"
         if hint := renamed_hint(f"{OLD_SETS}.{key}" if isinstance(section, EvalConfig) else name, values[key]):
             raise ConfigError(f"{name} in {source}: {hint}{_upgrade_advice(source)}")
         raise ConfigError(f"unknown key {name} in {source}: {_unknown_key_hint(section, label, key, types)}")
 
-    changes = dict(zip(values, _collect_values_or_errors(partial(read, key) for key in values), strict=True))
-    return with_key_values(section, changes)
+    calls = [
+        partial(convert_value, f"{label}.{key}", value, types[key], source)
+        if key in types
+        else partial(refuse, key)
+        for key, value in values.items()
+    ]
+    return with_key_values(section, dict(zip(values, _collect_values_or_errors(calls), strict=True)))
 
 
 def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
-    """An unknown key may be one of another section."""
-    if own := key_of_other_name(key):
-        return own if own.startswith("leave ") else f"here it is {own}"
+    """Suggest what an unknown key may be: another library's name, a key of another section, or a sibling."""
+    if advice := key_of_other_name(key):
+        return advice if advice.startswith("leave ") else f"here it is {advice}"
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
@@ -196,81 +204,3 @@ def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str
         if elsewhere
         else nearest_hint(key, siblings).replace("'", f"'{label}.", 1)
     )
-
-
-def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
-    value = choice_of_bool(value, kind)
-    if value in ([], ()) and get_origin(kind) is tuple:
-        return ()  # not by `_value_if_it_fits`: where a list is one of several types, an empty list fits none
-    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-        fitting = _value_if_it_fits(value, option)
-        if fitting is not None:
-            return fitting
-    if key in VALUES and (new := renamed_value(key, value)) != value:
-        hint = f" ({value} is {str(new).lower()} now)"
-    else:
-        is_choice = get_origin(kind) is Literal and isinstance(value, str)
-        hint = f" ({nearest_hint(str(value), get_args(kind))})" if is_choice else ""
-    raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
-
-
-def choice_of_bool(value: object, kind: Any) -> object:
-    """Return the choice that true ("full" or "layers") or false ("none") stands for; other values are unchanged."""
-    if (
-        get_origin(kind) is not Literal
-        or not isinstance(value, bool | str)
-        or str(value).lower() not in ("true", "false")
-    ):
-        return value
-    words = ("full", "layers") if str(value).lower() == "true" else ("none",)
-    return next((word for word in words if word in get_args(kind)), value)
-
-
-def read_words(words: Sequence[str], kind: Any) -> object | None:
-    """Read the words of a flag as a value of this type, or of one of these types; None where they are none."""
-    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-        if get_origin(option) is tuple:
-            value = _value_if_it_fits([read_words([word], get_args(option)[0]) for word in words], option)
-        else:
-            candidates = [x for word in words for x in _word_values(word, option)] if len(words) == 1 else []
-            fitting = (_value_if_it_fits(candidate, option) for candidate in candidates)
-            value = next((x for x in fitting if x is not None), None)
-        if value is not None:
-            return value
-    return None
-
-
-def _word_values(word: str, kind: Any) -> Iterator[object]:
-    for read in (int, float):
-        with suppress(ValueError):
-            yield read(word)
-    yield {"true": True, "false": False}.get(word.lower())
-    yield choice_of_bool(word, kind)
-
-
-def _value_if_it_fits(value: object, option: Any) -> object | None:
-    if get_origin(option) is Literal:
-        return value if value in get_args(option) else None
-    if get_origin(option) is tuple:
-        items = value if isinstance(value, list | tuple) else ()
-        inner = [_value_if_it_fits(item, get_args(option)[0]) for item in items]
-        return tuple(inner) if inner and None not in inner else None
-    if isinstance(value, bool) is not (option is bool):  # to Python a bool is an int, too
-        return None
-    if option is float and isinstance(value, int):
-        return float(value)
-    return value if isinstance(value, option) else None
-
-
-def kind_text(kind: Any) -> str:
-    """Write the type of a key in words."""
-    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-    if isinstance(kind, UnionType):
-        return " or ".join(kind_text(option) for option in get_args(kind))
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(kind)))
-    if get_origin(kind) is tuple:
-        item = get_args(kind)[0]
-        names = {int: "integers", str: "strings", float: "numbers"}
-        return f"a list of {names[item] if item in names else ', '.join(map(repr, get_args(item)))}"
-    return words[kind]

@@ -5,10 +5,8 @@ No key stands here, nothing is decided, and torch is not imported.
 
 import ast
 import inspect
-import json
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from keyword import iskeyword
@@ -25,7 +23,9 @@ FIRST = ("name", "path")  # keys that begin a table
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The smallest value that a key may have, the largest, and one that it must be below; of a list, each entry."""
+    """The smallest value that a key may have, the largest (`most`), and one that it must be `below`; of lists each
+    entry.
+    """
 
     value: int
     most: float = math.inf
@@ -118,45 +118,8 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
     return tuple(sorted(keys, key=lambda key: FIRST.index(key.name) if key.name in FIRST else len(FIRST)))
 
 
-def read_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Read arguments written as "momentum=0.9", with values as in JSON; a value that is not JSON is a string.
-
-    >>> read_arguments("optimizer.arguments", ("momentum=0.9", "nesterov=true"))
-    {'momentum': 0.9, 'nesterov': True}
-    """
-    arguments = dict[str, Any]()
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f'{name} has {text!r}; write name=value, as in "beta=0.9"')
-        try:
-            arguments[key] = json.loads(value)
-        except ValueError:
-            arguments[key] = value
-    return arguments
-
-
-def word_and_number(name: str, text: str, words: Mapping[str, AtLeast | None]) -> tuple[str, float]:
-    """Read a word, and the number behind its colon where it may have one, by its bound; 0 where none is given.
-
-    >>> word_and_number("optimizer.lr_schedule", "wsd:200", {"cosine": None, "wsd": AtLeast(1)})
-    ('wsd', 200.0)
-    """
-    word, colon, rest = text.partition(":")
-    bound = words.get(word)
-    number = 0.0
-    with suppress(ValueError):  # of what is no number: 0 is outside every bound
-        number = float(rest or 0)
-    if word in words and (not colon or (bound is not None and bound.allows(number))):
-        return word, number
-    forms = ", ".join(
-        repr(known_word) + (f" or '{known_word}:NUMBER' ({number_bound})" if number_bound else "")
-        for known_word, number_bound in words.items()
-    )
-    raise ConfigError(f"{name} is {text!r}; give {forms}")
-
-
 def _attribute(key: str) -> str:
+    """Return the field of a key: a word of Python has a "_" behind it (optimizer.class is `class_`)."""
     return f"{key}_" if iskeyword(key) else key
 
 
@@ -166,8 +129,9 @@ def key_value(section: Any, key: str) -> Any:
 
 
 def check_bound(name: str, value: Any, bound: AtLeast) -> None:
-    """Raise ConfigError for a number, or one of a list, outside the bound of the key `name`; the only word is
-    "auto"."""
+    """Raise ConfigError for a number, or one of a list, outside the bound of the key `name`; "auto" is the
+    only word.
+    """
     if name.endswith("max_document_tokens") and value == 1:
         raise ConfigError(f"{name} is 1; a document of one token predicts nothing: use 2 or more")
     if isinstance(value, str):
@@ -182,7 +146,7 @@ def check_bound(name: str, value: Any, bound: AtLeast) -> None:
 
 
 def with_key_values(section: AnySection, values: Mapping[str, Any]) -> AnySection:
-    """Set other values of keys in a section, as files name the keys."""
+    """Return a section with other values of keys, as files name the keys."""
     return replace(section, **{_attribute(key): value for key, value in values.items()})
 
 
@@ -200,11 +164,11 @@ def section_texts(kind: type[Any]) -> Mapping[str, str]:
     """Return the text of every key of a section or table: the string under it in the source, of the nearest class."""
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
-        texts |= class_texts(base)
+        texts |= own_texts(base)
     return texts
 
 
-def class_texts(kind: type) -> dict[str, str]:
+def own_texts(kind: type) -> dict[str, str]:
     """Read the texts under the keys that one class declares, without those of its bases, from its source file."""
     (section,) = (
         node

@@ -128,6 +128,7 @@ class EvalConfig(PlanSection):
 
     @property
     def prefix(self) -> str:
+        """How messages name the set before a key of it; the set without a name has evaluation's keys."""
         return f"{self.SECTION}.{self.name}." if self.name else "evaluation."
 
 
@@ -203,7 +204,7 @@ def name_of_key(prefix: str, key: str) -> str:
 
 
 def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:
-    """Fill a section of evaluation: each key that is not given takes its parent's value.
+    """Return a section of evaluation in which each key that is not given has its parent's value.
 
     The parent of an evaluation set is [evaluation], whose parent is `training`. A degree 0 and a limit of rows
     "auto" are those of training. Levels that are not given are fitted to the degree, where the planner has only one.
@@ -219,31 +220,38 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     if section.context_parallel_size == AUTO:
         values["cp_comm_type"] = AUTO
     open_keys = {key: value for key, value in values.items() if getattr(section, key) in (NOT_GIVEN, "")}
-    result = replace(section, **open_keys)
-    if result.context_parallel_size == 0:
-        result = replace(result, context_parallel_size=training.context_parallel_size)
-    if result.max_tokens_per_slot == AUTO:
-        result = replace(result, max_tokens_per_slot=training.max_tokens_per_slot)
-    if section.hierarchical_context_parallel_sizes != NOT_GIVEN or result.planner not in ONE_DEGREE:
-        return result
-    return replace(result, hierarchical_context_parallel_sizes=_inherited_levels(result, parent))
+    filled = replace(section, **open_keys)
+    if filled.context_parallel_size == 0:
+        filled = replace(filled, context_parallel_size=training.context_parallel_size)
+    if filled.max_tokens_per_slot == AUTO:
+        filled = replace(filled, max_tokens_per_slot=training.max_tokens_per_slot)
+    if section.hierarchical_context_parallel_sizes != NOT_GIVEN or filled.planner not in ONE_DEGREE:
+        return filled
+    return replace(filled, hierarchical_context_parallel_sizes=_inherited_levels(filled, parent))
 
 
 def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
-    """The parent's a2a and p2p levels, fitted where planner or degree differ; a degree "auto" takes training's."""
+    """Return the parent's a2a and p2p levels, fitted where planner or degree differ.
+
+    A degree "auto" takes training's.
+    """
     planner = section.planner
     degree = section.context_parallel_size
     if isinstance(parent, ContextConfig) and isinstance(degree, str):
         degree = parent.context_parallel_size
     sizes = parent.hierarchical_context_parallel_sizes
-    same = (planner, degree) == (parent.planner, parent.context_parallel_size)
-    if same or not sizes or not degree or isinstance(degree, str):  # a degree 0 or "auto" is chosen later
+    same_plan = (planner, degree) == (parent.planner, parent.context_parallel_size)
+    if same_plan or not sizes or not degree or isinstance(degree, str):  # a degree 0 or "auto" is chosen later
         return sizes
     return fit_level_sizes(sizes, degree)
 
 
 def _default_planner(section: PlanSection, parent: PlanSection) -> str:
-    """The parent's, dynamic with limits; with a degree fixed, unless the parent pads: "auto" compares packed ones."""
+    """Return the planner of a section that gives none.
+
+    That is the parent's, or dynamic with limits; with a degree fixed, unless the parent pads: "auto" compares packed
+    plans.
+    """
     degree = section.context_parallel_size
     if degree in (NOT_GIVEN, 0):
         return section.planner_of_degrees or parent.planner

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from longspan.config.file import TABLES, kind_text
+from longspan.config.file import TABLES
 from longspan.config.keys import Key, section_keys, section_texts
 from longspan.config.sections import section_kinds
+from longspan.config.values import kind_text
 
 # The keys that most runs set, in the order in which one meets them.
 OFTEN = (
@@ -70,7 +71,8 @@ def reference_page() -> str:
     common_rows = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
     shown = (*OFTEN, *TABLES)
     others = {
-        name: [x for x in section_keys(kind) if f"{name}.{x.name}" not in shown] for name, kind in kinds.items()
+        name: [key for key in section_keys(kind) if f"{name}.{key.name}" not in shown]
+        for name, kind in kinds.items()
     }
     sections = (_section_text(f"[{name}]", kind, others[name]) for name, kind in kinds.items())
     tables = (_section_text(f"[[{name}]]", kind, section_keys(kind)) for name, kind in TABLES.items())
@@ -78,11 +80,13 @@ def reference_page() -> str:
 
 
 def _section_text(title: str, kind: Any, keys: Iterable[Key]) -> str:
+    """Write a section or table: its title, its docstring, and a table of these keys."""
     rows = [_key_row(key.name, kind, key.name) for key in keys]
     return "\n".join([f"### {title}", "", inspect.getdoc(kind) or "", "", *_COLUMNS, *rows, ""])
 
 
 def _key_row(title: str, kind: type, name: str) -> str:
+    """Write the row of the key `name` of a section, whose first cell is `title`."""
     (key,) = (key for key in section_keys(kind) if key.name == name)
     limit = "" if key.bound is None else f", {key.bound}"
     text = section_texts(kind)[name]

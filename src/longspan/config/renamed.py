@@ -2,6 +2,7 @@
 docs."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -117,31 +118,37 @@ def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
     """
     new = RENAMED.get(old, old)
     if new in GONE:
-        return f"it is gone; write {GONE[new]}"
+        return f"it is gone; write {_advice_with_flags(GONE[new]) if flag else GONE[new]}"
     if new == old:
         return ""
     before, equals = ("--", " ") if flag else ("", " = ")
     text = f"it is {before}{new}"
     if isinstance(value, str) and (word := renamed_value(new, value)) != value:
-        shown = str(word).lower() if isinstance(word, bool) else word if flag else f'"{word}"'
-        text += f"{equals}{shown}"
+        text += f"{equals}{word if flag and isinstance(word, str) else _value_text(word)}"
     return f"{text} now"
 
 
+def _advice_with_flags(advice: str) -> str:
+    """Write an advice of GONE for the command line: `train.loss = ["a=1"]` → `--train.loss "a=1"`."""
+    advice = re.sub(r'\[("[^"]*")\]', r"\1", advice)
+    return re.sub(rf"\b({'|'.join(map(re.escape, REPLACING))})( =)?", r"--\1", advice)
+
+
 def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of a configuration with the keys of now; those of now, and unknown ones, stay as they are. A
-    section from which all has moved is none.
+    """Return the tables of a configuration with the keys of now; those of now, and unknown ones, stay as they are.
+
+    A section from which all has moved is left out. Raises ConfigError for a list of 0.3 that is none.
 
     >>> upgraded_tables({"train": {"memory": "none", "lr": 0.1}, "eval": [{"name": "books"}]})
     {'train': {'plan_memory': False}, 'optimizer': {'lr': 0.1}, 'evaluation': {'sets': [{'name': 'books'}]}}
     """
-    result: dict[str, Any] = {}
+    upgraded: dict[str, Any] = {}
     gone: dict[str, Any] = {}
     for section, values in tables.items():
         if section == OLD_SETS:
-            result.setdefault("evaluation", {})["sets"] = values
+            upgraded.setdefault("evaluation", {})["sets"] = values
         elif not isinstance(values, Mapping):
-            result[section] = values
+            upgraded[section] = values
         else:
             for key, value in values.items():
                 new = RENAMED.get(f"{section}.{key}", f"{section}.{key}")
@@ -149,19 +156,22 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
                 if new in GONE:
                     gone[new] = value
                 else:
-                    result.setdefault(new_section, {})[new_key] = renamed_value(new, value)
-    if not all(isinstance(table, Mapping) for table in result.values()):
-        return result  # what reads it refuses a section that is no table
-    sets = result.get("evaluation", {}).get("sets")
+                    upgraded.setdefault(new_section, {})[new_key] = renamed_value(new, value)
+    if not all(isinstance(table, Mapping) for table in upgraded.values()):
+        return upgraded  # what reads it refuses a section that is no table
+    sets = upgraded.get("evaluation", {}).get("sets")
     has_sets = _are_tables(sets) and sets
-    for key, value in (*_values_of_gone_keys(gone, result), *(_values_of_sets(sets, result) if has_sets else ())):
+    for key, value in (
+        *_values_of_gone_keys(gone, upgraded),
+        *(_values_of_sets(sets, upgraded) if has_sets else ()),
+    ):
         section, _, name = key.partition(".")
-        result.setdefault(section, {})[name] = value
+        upgraded.setdefault(section, {})[name] = value
     if has_sets:
-        result["evaluation"]["sets"] = [
+        upgraded["evaluation"]["sets"] = [
             {key: value for key, value in table.items() if f"{OLD_SETS}.{key}" not in GONE} for table in sets
         ]
-    return result
+    return upgraded
 
 
 def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -209,38 +219,45 @@ def _values_of_sets(sets: Sequence[Mapping[str, Any]], tables: Mapping[str, Any]
 
 
 def _require_list(key: str, value: Any) -> Sequence[Any]:
+    """Return a value that is a list. Raises ConfigError, with its key, for another one."""
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{key} is {value!r}; give a list, and then upgrade the file")
     return value
 
 
 def _are_tables(values: Any) -> bool:
+    """Return whether a value of TOML is an array of tables."""
     return isinstance(values, list) and all(isinstance(table, Mapping) for table in values)
 
 
 def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
     """List the keys that are gone of the tables of evaluation sets, each once, as `GONE` has them."""
     evaluation = tables.get("evaluation")
-    both: tuple[Any, ...] = (
+    arrays: tuple[Any, ...] = (
         tables.get(OLD_SETS),
         evaluation.get("sets") if isinstance(evaluation, Mapping) else None,
     )
-    names = (f"{OLD_SETS}.{key}" for sets in both if _are_tables(sets) for table in sets for key in table)
+    names = (f"{OLD_SETS}.{key}" for sets in arrays if _are_tables(sets) for table in sets for key in table)
     return [name for name in dict.fromkeys(names) if name in GONE]
 
 
 def upgrade_table() -> str:
     """Write the table of docs/upgrade.md, in Markdown."""
     rows = [f"| `[[{OLD_SETS}]]` | `[[{SETS}]]` |  |"]
-    rows += [f"| `{old}` | `{new}` | {_value_texts(new)} |" for old, new in RENAMED.items() if new not in GONE]
-    rows += [f"| `{key}` | `{key}` | {_value_texts(key)} |" for key in VALUES if key not in RENAMED.values()]
+    rows += [
+        f"| `{old}` | `{new}` | {_value_changes_text(new)} |" for old, new in RENAMED.items() if new not in GONE
+    ]
+    rows += [f"| `{key}` | `{key}` | {_value_changes_text(key)} |" for key in VALUES if key not in RENAMED.values()]
     old_names = {new: old for old, new in RENAMED.items()}
     rows += [f"| `{old_names.get(key, key)}` |  | gone; write {advice} |" for key, advice in GONE.items()]
     return "\n".join(["| in 0.3 | in 0.4 | values |", "|---|---|---|", *rows])
 
 
-def _value_texts(key: str) -> str:
-    def text(value: Any) -> str:
-        return str(value).lower() if isinstance(value, bool) else f'"{value}"'
+def _value_changes_text(key: str) -> str:
+    """Say which values of 0.3 are other ones now, for a cell of the table."""
+    return ", ".join(f"`{_value_text(old)}` is `{_value_text(new)}`" for old, new in VALUES.get(key, {}).items())
 
-    return ", ".join(f"`{text(old)}` is `{text(new)}`" for old, new in VALUES.get(key, {}).items())
+
+def _value_text(value: bool | str) -> str:
+    """Return a value as files have it."""
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"'

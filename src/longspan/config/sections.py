@@ -6,9 +6,7 @@ exists. The text under each key is also its `--help`. Keys of plans, in [context
 `plan_section`.
 """
 
-import math
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
@@ -24,11 +22,13 @@ from longspan.config.keys import (
     PositiveInt,
     Section,
     key_values,
-    word_and_number,
 )
 from longspan.config.plan_section import ContextConfig, EvalConfig, EvaluationSection
+from longspan.config.text_values import (
+    NamedGroup,
+    word_and_number,
+)
 from longspan.errors import ConfigError
-from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint
 
 RANDOM = "random"  # as mtp.weights
 RowForm = Literal["", "pairs", "orpo", "kto"]
@@ -241,89 +241,6 @@ class DataConfig(Section):
     max_document_tokens: NonNegativeInt = NOT_GIVEN
     """Longer texts are cut into documents of at most this many tokens; 0: none is cut, and one that fits no group of
     slots is an error that names it. Default: 0; tiny presets: 2048."""
-
-
-_ORDERS = "higher", "lower"
-
-
-@dataclass(frozen=True)
-class BestFigure:
-    """Which figure of which evaluation set is compared, and whether the highest or the lowest is the best.
-
-    >>> BestFigure.from_text("code/eval_token_accuracy:higher")
-    BestFigure(set='code', column='eval_token_accuracy', higher=True)
-    """
-
-    set: str
-    column: str
-    higher: bool
-
-    @classmethod
-    def from_text(cls, text: str) -> "BestFigure":
-        """Read the figure that `checkpoint.keep_best` names. Raises ConfigError for a text that names none."""
-        figure, _, order = text.partition(":")
-        name, _, rest = figure.rpartition("/eval_")  # figures of preferences have a / too
-        column = f"eval_{rest}" if name else figure
-        if not column.startswith("eval_") or (order and order not in _ORDERS):
-            raise ConfigError(
-                f"checkpoint.keep_best is {text!r}; give a figure of an evaluation as metrics.jsonl has it, such as "
-                "eval_loss, with the name of its set before it (code/eval_loss) and :higher after it where more is "
-                "better"
-            )
-        return cls(name, column, order == "higher")
-
-    def check_sets(self, names: Collection[str]) -> None:
-        """Raise ConfigError for a set that is not evaluated; `names` are the run's sets, "" the held-out documents."""
-        if self.set in names:
-            return
-        names_text = ", ".join(sorted(filter(None, names))) or "none"
-        absent = f"the set {self.set!r}" if self.set else "documents that are held out (evaluation.documents)"
-        raise ConfigError(
-            f"checkpoint.keep_best names {self.column} of {absent}, which the run has not; its sets: {names_text}"
-        )
-
-    def figure_in_rows(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
-        """Return the figure in rows of evaluations, one a set; None without one. ConfigError for an unknown figure."""
-        for row in rows:
-            if row.get("eval_name", "") != self.set:
-                continue
-            if self.column not in row:
-                columns = ", ".join(name for name in row if name.startswith("eval_") and name != "eval_name")
-                raise ConfigError(f"checkpoint.keep_best names {self.column}, and the evaluation has {columns}")
-            return row[self.column]
-        return None
-
-
-@dataclass(frozen=True)
-class NamedGroup:
-    """Parameters by a pattern of their names, and the learning rate and weight decay of their own that they have.
-
-    >>> NamedGroup.from_text("embed* lr=1e-5")
-    NamedGroup(pattern='embed*', lr=1e-05, weight_decay=None)
-    """
-
-    pattern: str
-    lr: float | None = None
-    weight_decay: float | None = None
-
-    @classmethod
-    def from_text(cls, text: str) -> "NamedGroup":
-        """Read an entry of `optimizer.groups`. Raises ConfigError for a text that is none."""
-        pattern, *settings = text.split() or [""]
-        pairs = [setting.partition("=")[::2] for setting in settings]
-        values = dict[str, float]()
-        with suppress(ValueError):  # of a value that is no number
-            values = {name: float(value) for name, value in pairs}
-        names = values.keys()
-        numbers = all(map(math.isfinite, values.values())) and values.get("lr", 1) > 0
-        if not names or len(names) < len(pairs) or names - {"lr", "weight_decay"} or not numbers:
-            raise ConfigError(
-                f"optimizer.groups has {text!r}; give a pattern of names with lr= above 0, weight_decay= or both, as "
-                "in 'embed* lr=1e-5 weight_decay=0'; train.freeze leaves parameters as they are"
-            )
-        if values.get("weight_decay", 0) < 0:
-            raise ConfigError(f"optimizer.groups has {text!r}; weight_decay must be at least 0")
-        return cls(pattern, **values)
 
 
 @dataclass(frozen=True)
@@ -576,27 +493,3 @@ def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConf
     """Set other plans of evaluation: the first entry has those of the held-out documents, the others are the sets."""
     held_out, *sets = entries
     return config.with_keys("evaluation", **held_out.plan_keys, sets=tuple(sets))
-
-
-Checkpointing = Literal["none", "full", "selective"]
-ON_HOST = "+host"  # what layers start from waits in the host's memory
-
-
-def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
-    """Return whether a plan of memory chooses how a run saves memory; on CPUs only with
-    `device_memory_limit`."""
-    return train.plan_memory and (gpu or train.device_memory_limit > 0)
-
-
-def given_checkpointing(train: TrainConfig) -> Checkpointing | None:
-    """Return what layers recompute by a key that is given; None: it is left to the plan of memory."""
-    word: Any = train.activation_checkpointing.removesuffix(ON_HOST)
-    return None if word == AUTO else word
-
-
-def check_memory_keys(train: TrainConfig, *, gpu: bool | None = None) -> None:
-    """Raise ConfigError for keys of memory that contradict the devices: GPUs, CPUs, or (None) any."""
-    if gpu and 0 < train.device_memory_limit < LEAST_OF_GPU:
-        raise ConfigError(
-            f"train.device_memory_limit is {train.device_memory_limit}: {bytes_hint(train.device_memory_limit)}"
-        )

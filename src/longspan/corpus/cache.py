@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longspan.corpus.files import LogLine
 from longspan.errors import DataError
 from longspan.files import name_file_in_errors
+from longspan.plain_text import LogLine
 
 
 def cache_folder() -> Path:
@@ -58,7 +58,10 @@ class Cache:
 
     @contextmanager
     def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
-        """Lock these documents, after waiting for a run that has; yields False if the file system has no locks."""
+        """Lock a folder of documents, after waiting for a run that has; yield whether it is locked.
+
+        False: the file system has no locks, and other runs may build the same documents.
+        """
         has_lock = False
         with folder.with_suffix(".lock").open("a") as file:
             with suppress(OSError):
@@ -72,6 +75,7 @@ class Cache:
 
 
 def cache_error(folder: Path, error: OSError) -> DataError:
+    """Return the error of a cache that the disk refused to write, with the bytes that are free there."""
     free = ""
     with suppress(OSError):
         free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"

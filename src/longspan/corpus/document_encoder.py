@@ -1,29 +1,25 @@
 """Rows of files become documents: tokens, lengths and targets of some rows at a time, in any process.
 
-How a row becomes tokens is in `rows/`; how files are read in order and written is in `builder.py`.
+How a row becomes tokens is in `rows/`; files are read in order and written in `build_documents.py`.
 """
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.row_files import RowChunk, chunk_rows
-from longspan.corpus.rows.sample import BadRow, Row, Sample, rename_columns
-from longspan.data.documents import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
-from longspan.data.images import PlacedImage
+from longspan.corpus.rows.kinds import rename_columns
+from longspan.corpus.rows.sample import BadRow, Row, Sample
+from longspan.corpus.sources.row_chunks import RowChunk, chunk_rows
+from longspan.data.image_table import PlacedImage
+from longspan.data.label_codes import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.manifest import SHORTEST
-from longspan.errors import DataError, LongspanError, plural
-from longspan.launch.worker import Worker, next_request
+from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
 if TYPE_CHECKING:
@@ -54,10 +50,12 @@ class Notes:
         self.left_out: Counter[str] = Counter[str]()
         self.unseen: Counter[str] = Counter[str]()
         self.unread: Counter[str] = Counter[str]()  # keys that nothing reads
-        self.bad, self.skipped = list[str](), list[str]()  # the first bad rows, and files that are not UTF-8
+        self.bad = list[str]()  # the first bad rows
+        self.skipped = list[str]()  # files that are not UTF-8
         self.ends = dict[str, int]()  # the special tokens with which answers end, and their ids
 
     def add_notes(self, other: "Notes") -> None:
+        """Add the notes of the rows behind these; where only the first ones are kept, those that are here stay."""
         self.rows += other.rows
         self.largest = max(self.largest, other.largest, key=lambda pair: pair[0])
         self.sizes = {**other.sizes, **self.sizes}
@@ -103,22 +101,23 @@ class DocumentEncoder:
     dtype: str
     skip_bad: bool = False
 
-    def encode_chunks(self, pieces: Sequence[FileChunk]) -> Encoded:
+    def encode_chunks(self, chunks: Sequence[FileChunk]) -> Encoded:
+        """Encode the rows of chunks in order. Raises DataError for the first bad row, unless bad rows are skipped."""
         batch = _BatchDocuments(self)
-        for source, group in groupby(pieces, key=lambda piece: piece.source):
+        for source, group in groupby(chunks, key=lambda chunk: chunk.source):
             rows = list[Row]()
             places = list[tuple[int, int]]()
-            for piece in group:
+            for file_chunk in group:
                 try:
-                    for position, row in chunk_rows(piece.chunk):
+                    for position, row in chunk_rows(file_chunk.chunk):
                         batch.notes.rows += 1
                         if isinstance(row, BadRow):
                             batch.add_bad_row(row)
                         else:
                             rows.append(row)
-                            places.append((piece.file, position))
+                            places.append((file_chunk.file, position))
                 except UnicodeDecodeError:
-                    batch.notes.skipped.append(piece.chunk.name)
+                    batch.notes.skipped.append(file_chunk.chunk.name)
             batch.add_documents(self.encodings[source], rows, places)
         return batch.collect_documents()
 
@@ -131,17 +130,20 @@ class _BatchDocuments:
         self._ids = list[npt.NDArray[Any]]()
         self._codes = list[npt.NDArray[Any] | None]()
         self._facts = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, hash
-        self._images, self._numbers = list[PlacedImage](), list[float]()
+        self._images = list[PlacedImage]()
+        self._numbers = list[float]()
         self.notes = Notes()
 
     def add_documents(
         self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]
     ) -> None:
-        """`places` are those of the rows (file, position)."""
+        """Encode rows of one source and collect their documents and notes; `places` are those of the rows (file,
+        position).
+        """
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
         samples = encoding.encode(rows)
         for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
-            self.notes.unread.update(encoding.list_unread(rows[number].values))
+            self.notes.unread.update(encoding.unread_columns(rows[number].values))
         for sample in samples:
             if isinstance(sample, BadRow):
                 self.add_bad_row(sample)
@@ -154,24 +156,16 @@ class _BatchDocuments:
             self._add_sample(sample, places[sample.row], rows[sample.row].where)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
-        """Without codes (`encode_labels`) every token but the first is a target."""
-        ids = sample.ids
-        codes = None if sample.labels is None else encode_labels(ids, sample.labels)
-        largest_id = np.iinfo(self._encoder.dtype).max
-        if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
-            self.add_bad_row(
-                BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {largest_id}")
-            )
-            return
-        uncut = [(image.start, image.stop) for image in sample.images]
-        most_tokens = self._encoder.longest
-        if most_tokens and (largest_span := max((stop - start for start, stop in uncut), default=0)) > most_tokens:
-            reason = f"max_document_tokens is {most_tokens}, and an image is not cut; raise it, or set it to 0"
-            self.add_bad_row(BadRow(where, f"an image takes {largest_span} tokens: {reason}"))
-            return
-        if sample.stops and (reason := _refusal_of_lengths(np.diff(sample.stops, prepend=0).tolist(), most_tokens)):
+        """Cut a sample into documents and collect them; one whose ids, images or lengths do not fit is a bad row.
+
+        `place` is its row's file and position, `where` the row in words. Without codes (`encode_labels`) every token
+        but the first is a target.
+        """
+        if reason := self._unfit_sample_text(sample):
             self.add_bad_row(BadRow(where, reason))
             return
+        ids = sample.ids
+        codes = None if sample.labels is None else encode_labels(ids, sample.labels)
         ids_and_labels = ids if sample.labels is None else np.concatenate([ids, sample.labels])
         self.notes.largest = max(
             self.notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0]
@@ -181,7 +175,8 @@ class _BatchDocuments:
             pieces = [slice(start, stop) for start, stop in pairwise((0, *sample.stops))]
             self.notes.sizes.setdefault(len(sample.numbers), where)
         else:
-            pieces = cut_into_documents(len(ids), codes, most_tokens, self.notes.left_out, uncut)
+            uncut = [(image.start, image.stop) for image in sample.images]
+            pieces = cut_into_documents(len(ids), codes, self._encoder.longest, self.notes.left_out, uncut)
         # of token ids, and of what is known of images without reading their pixels
         images = [(image.grid, image.bytes) for image in sample.images]
         digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
@@ -202,7 +197,25 @@ class _BatchDocuments:
             self._codes.append(document_codes)
             self._facts.append((len(document_ids), targets, file, position, text_hash))
 
+    def _unfit_sample_text(self, sample: Sample) -> str:
+        """Say why a sample cannot become documents: by its ids, an image, or lengths that are not cut; "" if it can."""
+        ids = sample.ids
+        largest_id = np.iinfo(self._encoder.dtype).max
+        if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
+            return f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {largest_id}"
+        most_tokens = self._encoder.longest
+        largest_image = max((image.stop - image.start for image in sample.images), default=0)
+        if most_tokens and largest_image > most_tokens:
+            return (
+                f"an image takes {largest_image} tokens: max_document_tokens is {most_tokens}, and an image is not "
+                "cut; raise it, or set it to 0"
+            )
+        return _unfit_lengths_text(np.diff(sample.stops, prepend=0).tolist(), most_tokens) if sample.stops else ""
+
     def add_bad_row(self, row: BadRow) -> None:
+        """Count a row that gives no document. Raises DataError for it unless bad rows are skipped, or it is
+        `masked`.
+        """
         if row.masked:
             self.notes.left_out["masked_rows"] += 1
             return
@@ -213,7 +226,10 @@ class _BatchDocuments:
             self.notes.bad.append(f"{row.where}: {row.reason}")
 
     def collect_documents(self) -> Encoded:
-        """Codes have one byte each unless labels name other tokens; if all are OWN_TOKEN there are none."""
+        """Return all that was collected, end to end.
+
+        Codes have one byte each unless labels name other tokens; if all are OWN_TOKEN there are none.
+        """
         codes = None
         if any(code is not None and code.any() for code in self._codes):
             pairs = zip(self._codes, self._ids, strict=True)
@@ -227,14 +243,16 @@ class _BatchDocuments:
         )
 
 
-def _refusal_of_lengths(lengths: Sequence[int], most_tokens: int) -> str:
-    """Return why a row is left out whose documents are scored; "" for none."""
+def _unfit_lengths_text(lengths: Sequence[int], most_tokens: int) -> str:
+    """Say why documents of these lengths, of one row, cannot be scored or compared; "" if they can."""
     if most_tokens and max(lengths) > most_tokens:
         return (
             f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored, or "
             "compared with another, is not cut; raise it, or set it to 0"
         )
-    return f"a document has {plural(min(lengths), 'token')}; give {SHORTEST} or more" * (min(lengths) < SHORTEST)
+    if min(lengths) < SHORTEST:
+        return f"a document has {plural(min(lengths), 'token')}; give {SHORTEST} or more"
+    return ""
 
 
 def cut_into_documents(
@@ -271,129 +289,3 @@ def cut_into_documents(
         counts.update(short_texts=1)
     counts.update(lost_tokens=lost_tokens)
     return pieces
-
-
-class MismatchedAnswers:
-    """Puts behind each document of a batch its prompt with the answer of the row before (the first of all: of the last
-    of its batch), by which KTO estimates a divergence; of at most `longest` tokens, 0 for any. TRL rotates them so: of
-    pairs, chosen answers among themselves, and rejected ones.
-    """
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest or None
-        self._answers = list[npt.NDArray[Any]]()  # of the last documents of the batch before
-
-    def add_documents(self, encoded: Encoded) -> Encoded:
-        if not len(encoded.lengths):
-            return encoded
-        of_tokens = np.zeros(len(encoded.ids), np.uint8) if encoded.codes is None else encoded.codes
-        bounds = [*pairwise((0, *np.cumsum(encoded.lengths).tolist()))]
-        firsts = [a + 1 + int(np.argmax(of_tokens[a + 1 : b] != NOTHING)) for a, b in bounds]
-        answers = [encoded.ids[first:b] for first, (_, b) in zip(firsts, bounds, strict=True)]
-        rows = [*zip(encoded.files.tolist(), encoded.positions.tolist(), strict=True)]
-        shift = 2 if rows[::2] == rows[1::2] else 1  # both answers of a pair have one prompt
-        before = self._answers if len(self._answers) >= shift else answers
-        others = [*before[-shift:], *answers[:-shift]]
-        self._answers = answers[-2:]
-        ids = list[npt.NDArray[Any]]()
-        codes = list[npt.NDArray[Any]]()
-        counts = list[tuple[int, int]]()  # tokens and targets
-        for (a, b), first, other in zip(bounds, firsts, others, strict=True):
-            mixed = np.concatenate([encoded.ids[a:first], other])[: self._longest]
-            ids += [encoded.ids[a:b], mixed]
-            answer_codes = np.full(len(mixed) - (first - a), OWN_TOKEN, of_tokens.dtype)
-            codes += [of_tokens[a:b], np.append(of_tokens[a:first], answer_codes)]
-            counts += [(b - a, b - first), (len(mixed), len(answer_codes))]
-        lengths, targets = np.array(counts).T
-        images = [i._replace(document=2 * i.document + own) for i in encoded.images for own in (0, 1)]
-        names = ("files", "positions", "hashes", "numbers")
-        columns: dict[str, Any] = {name: np.repeat(getattr(encoded, name), 2) for name in names}
-        return encoded._replace(
-            ids=np.concatenate(ids),
-            codes=np.concatenate(codes),
-            lengths=lengths,
-            targets=targets,
-            images=sorted(images, key=lambda image: image.document),
-            **columns,
-        )
-
-
-IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more only where one batch is larger
-
-Batch = Sequence[FileChunk]
-
-
-def encode_batches(
-    encoder: DocumentEncoder, batches: Iterable[Batch], workers: int
-) -> Iterator[tuple[Batch, Encoded]]:
-    """Yield each batch with its documents, in order, encoded by `workers` processes (0 and 1: by this one).
-
-    In flight are two batches for each worker: one that it encodes, and one that waits. A batch of more than
-    IN_FLIGHT_BYTES is sent once no other is in flight.
-    """
-    if workers <= 1:
-        for batch in batches:
-            yield batch, encoder.encode_chunks(batch)
-        return
-    in_flight = deque[tuple[Batch, int, Future[Encoded]]]()
-    bytes_in_flight = 0
-    with _worker_processes(encoder, workers) as encode:
-        for batch in batches:
-            size = sum(len(piece.chunk.data) for piece in batch)
-            while in_flight and (len(in_flight) >= 2 * workers or bytes_in_flight + size > IN_FLIGHT_BYTES):
-                oldest_batch, oldest_size, future = in_flight.popleft()
-                bytes_in_flight -= oldest_size
-                yield oldest_batch, future.result()
-            in_flight.append((batch, size, encode(batch)))
-            bytes_in_flight += size
-        while in_flight:
-            oldest_batch, _, future = in_flight.popleft()
-            yield oldest_batch, future.result()
-
-
-@contextmanager
-def _worker_processes(encoder: DocumentEncoder, count: int) -> Iterator[Callable[[Batch], Future[Encoded]]]:
-    """Inside there are as many threads, each of which waits for one worker at a time."""
-    environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # as workers take all cores
-    # Without a terminal's signals: an interrupted parent ends its workers itself.
-    workers = [Worker(serve_batches, environment=environment, own_session=True) for _ in range(count)]
-    threads = ThreadPoolExecutor(count, thread_name_prefix="tokenizing")
-    idle = SimpleQueue[Worker]()
-    for worker in workers:
-        worker.connection.send(encoder)
-        idle.put(worker)
-
-    def encode_by_idle_worker(batch: Batch) -> Encoded:
-        worker = idle.get()
-        try:
-            worker.connection.send(batch)
-            answer = worker.connection.recv()
-        except (EOFError, OSError) as error:
-            raise DataError(
-                f"a process that tokenizes ended (status {worker.process.wait()}); where memory is short use "
-                "fewer cores (taskset), each of which has one"
-            ) from error
-        finally:
-            idle.put(worker)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    try:
-        yield lambda batch: threads.submit(encode_by_idle_worker, batch)
-    finally:  # the workers first: a thread that waits for one returns only once it ended
-        for worker in workers:
-            worker.end()
-            worker.connection.close()
-        threads.shutdown(cancel_futures=True)
-
-
-def serve_batches(connection: "Connection[Any, Any]", parent: int) -> None:
-    """Encode the batches that come after the encoder, until none comes or process `parent` is gone."""
-    encoder: DocumentEncoder = connection.recv()
-    while (batch := next_request(connection, parent)) is not None:
-        try:
-            answer: Any = encoder.encode_chunks(batch)
-        except LongspanError as error:
-            answer = error
-        connection.send(answer)

@@ -20,22 +20,19 @@ from transformers import PreTrainedConfig
 
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import Processor, load_processor
-from longspan.corpus.row_files import row_file
-from longspan.corpus.rows.media import RowMedia, row_and_media
-from longspan.corpus.rows.sample import BadRow, RowError, rename_columns
-from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.images import ImageTable, PlacedImage, display_paths, split_paths
+from longspan.corpus.rows.kinds import rename_columns
+from longspan.corpus.rows.media.row_media import RowMedia, extract_row_media
+from longspan.corpus.rows.sample import BadRow
+from longspan.corpus.rows.values import RowError
+from longspan.corpus.sources.row_files import row_file
+from longspan.data.corpus_documents import Corpus, CorpusDocuments
+from longspan.data.image_table import ImageTable, PlacedImage, display_paths, split_paths
 from longspan.errors import DataError, ModelError, plural
 from longspan.layout import Partition
-from longspan.model.take_apart import video_tokens
-from longspan.model.vision.image_tokens import (
-    ImageInput,
-    ImageTokens,
-    Video,
-    VideoTokens,
-    check_image_arguments_of_config,
-    image_tokens,
-)
+from longspan.model.multimodal.video_tokens import video_tokens
+from longspan.model.vision.image_inputs import ImageInput, check_image_arguments_of_config
+from longspan.model.vision.image_tokens import ImageTokens, image_tokens
+from longspan.model.vision.videos import Video, VideoTokens
 from longspan.plan.items.item_table import ItemTable, MediaItem
 
 THREADS = 4
@@ -59,6 +56,7 @@ class ImageReader:
     _pool: ThreadPoolExecutor | None = None
 
     def __call__(self, number: int) -> ImageInput:
+        """Return the input of the image with this number in the table, read now unless it was read ahead."""
         with self._lock:
             future = self._ahead.pop(number, None)
         return self._read_input(number) if future is None else future.result()
@@ -74,8 +72,9 @@ class ImageReader:
                 self._ahead.popitem(last=False)[1].cancel()
 
     def _read_input(self, number: int) -> ImageInput:
+        """Read and process an image, in any thread. Raises DataError if its grid of patches is not the recorded one."""
         placed = self.table[number]
-        pictures = self._load_pictures(placed, self._find_bytes(placed))
+        pictures = self._load_pictures(placed, self._image_files(placed))
         grid = placed.image.grid
         try:
             if placed.image.frame < 0:
@@ -93,6 +92,7 @@ class ImageReader:
         return image
 
     def _load_pictures(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
+        """Return the PIL images of an image, or of the frames of its group."""
         pictures = list[Any]()
         for number, file in enumerate(files):
             try:
@@ -105,15 +105,17 @@ class ImageReader:
                 ) from error
         return pictures
 
-    def _find_bytes(self, placed: PlacedImage) -> list[ImageFile]:
-        """In files, or in the image's row, which is read again."""
+    def _image_files(self, placed: PlacedImage) -> list[ImageFile]:
+        """Return the files of an image, or of the frames of its group; their bytes may be in its row, which
+        is read again.
+        """
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
         source = self.corpus.sources[self.corpus.file_of(placed.document)]
         row = row_file(source.name, Path(source.path)).read_row_at(placed.position)
         try:
             columns = self.corpus.manifest.columns
-            media = RowMedia() if isinstance(row, BadRow) else row_and_media(rename_columns(row, columns))[1]
+            media = RowMedia() if isinstance(row, BadRow) else extract_row_media(rename_columns(row, columns))[1]
         except RowError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
         # Slices, as a row that has changed may have fewer images: without files the error below is raised.
@@ -131,6 +133,7 @@ class ImageReader:
         return files
 
     def _image_name(self, placed: PlacedImage) -> str:
+        """Name an image for messages, by its file, its row and its place there."""
         name = self.corpus.sources[self.corpus.file_of(placed.document)].name
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position
@@ -186,8 +189,10 @@ class ImageDocuments(CorpusDocuments):
     images: ShownImages | None = None
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """The corpus's numbers of the images, in the order of `items`: by document and then by position."""
+    def image_numbers(self) -> tuple[int, ...]:
+        """The numbers of the images in the corpus's table, in the order of `items`: by document and then by
+        position.
+        """
         return tuple(number for numbers in self._numbers_by_document for number in numbers)
 
     @cached_property
@@ -201,6 +206,7 @@ class ImageDocuments(CorpusDocuments):
 
     @cached_property
     def item_table(self) -> ItemTable:
+        """The items by document and position, checked."""
         return ItemTable(self.lengths, self.items)
 
     def positions(self, document: int) -> npt.NDArray[np.int64] | None:
@@ -214,20 +220,21 @@ class ImageDocuments(CorpusDocuments):
     def read(self, item: int) -> ImageInput:
         """Read the encoder's input for an item."""
         assert self.images is not None
-        return self.images.reader(self.numbers[item])
+        return self.images.reader(self.image_numbers[item])
 
     def read_ahead(self, items: Sequence[int]) -> None:
         """Begin to read these items in threads."""
         if self.images is not None:
-            self.images.reader.read_ahead(self.numbers[item] for item in items)
+            self.images.reader.read_ahead(self.image_numbers[item] for item in items)
 
     @cached_property
     def _numbers_by_document(self) -> tuple[range, ...]:
-        return tuple(range(0) if self.images is None else self.images.table.document_images(d) for d in self.ids)
+        """The numbers of each document's images in the corpus's table."""
+        return tuple(range(0) if self.images is None else self.images.table.images_of_document(d) for d in self.ids)
 
 
 def attach_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
-    """Make a corpus return documents with images, for a model of this configuration, by the processor in a folder.
+    """Make a corpus select documents with images, and return it; the processor of the model is in `folder`.
 
     Raises DataError if there are images and the model takes none, or makes another number of rows than placeholders.
     """
@@ -243,9 +250,9 @@ def attach_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corp
         processor = load_processor(folder.absolute())
         tokens = image_tokens(model)
         _check_placeholders(corpus, images, tokens, processor)
-        check_image_arguments_of_config(model, processor.fields)
+        check_image_arguments_of_config(model, processor.input_names)
         has_videos = (images.column("frame") >= 0).any()  # −1 for an image that is no frame
-        videos = _video_tokens(model, processor) if has_videos else None
+        videos = _checked_video_tokens(model, processor) if has_videos else None
         reader = ImageReader(images, processor, corpus)
         shown_images = ShownImages(corpus, images, reader, tokens, videos)
     if takes_images:  # also for a corpus without images: a step of this model asks for items, which are then none
@@ -253,7 +260,8 @@ def attach_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corp
     return corpus
 
 
-def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
+def _checked_video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
+    """Return the model's tokens of videos. Raises DataError if it takes none, or the processor writes other ones."""
     try:
         videos = video_tokens(model)
     except ModelError as error:
@@ -272,6 +280,10 @@ def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
 
 
 def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
+    """Raise DataError if the model has another placeholder than the processor, or makes another number of rows of an
+    image than it has placeholders.
+
+    """
     if processor.placeholder != tokens.placeholder:
         raise DataError(
             f"{processor.name} puts token id {processor.placeholder} where images stand, and the model takes id "

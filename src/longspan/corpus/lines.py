@@ -1,15 +1,20 @@
 """Lines about the rows of a corpus: how they are encoded, what is no target, and what is cut or left out."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from longspan.corpus.files import files_of_other_kinds
 from longspan.corpus.recipe import CorpusSettings, Recipe
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import CHATS, KIND_TEXTS, Row, Sample, short_repr
-from longspan.corpus.tokenizer import pattern_of_any
+from longspan.corpus.rows.kinds import CHATS, KIND_TEXTS
+from longspan.corpus.rows.sample import Row, Sample
+from longspan.corpus.rows.values import short_repr
+from longspan.corpus.sources.find_files import files_of_other_kinds
+from longspan.corpus.tokenizer import (
+    pattern_of_any,
+)
+from longspan.data.corpus_documents import Corpus
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
 from longspan.errors import plural
@@ -62,6 +67,9 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
 
 
 def row_lines(recipe: Recipe) -> Iterator[str]:
+    """Yield for each source what its rows hold and how they are encoded, and a warning where no end of a chat is
+    learnt.
+    """
     for (key, _), encoding in zip(recipe.settings.source_paths(), recipe.encodings, strict=True):
         source_text = f"{key}: " if recipe.settings.data.sources else ""
         yield source_text + encoding_line(encoding)
@@ -142,10 +150,14 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
 
 
 def unseen_line(left_out: LeftOut, *, split_turns: bool) -> str | None:
-    """Report what is no target in assistant turns: texts that the chat template leaves out, and blank turns."""
+    """Report what is no target in assistant turns: texts that the chat template leaves out, and blank turns;
+    or None.
+    """
     unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
     parts = [plural(count, name) for name, count in unseen.items() if count]
-    lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
+    lines = list[str]()
+    if parts:
+        lines.append(f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns")
     if left_out.unseen_thoughts and not split_turns:
         lines.append(
             "data.split_turns = true trains each turn as at inference, with its thought if the template has it"
@@ -153,3 +165,19 @@ def unseen_line(left_out: LeftOut, *, split_turns: bool) -> str | None:
     if left_out.blank_turns:
         lines.append(f"no targets, as they are blank: {plural(left_out.blank_turns, 'assistant turn')}")
     return "; ".join(lines) or None
+
+
+def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
+    """Describe the size of a corpus, for the console."""
+    manifest = corpus.manifest
+    parts = [f"{plural(len(corpus.sources), 'file')} of {', '.join(paths)}"]
+    if set(manifest.kinds) != {"text"}:
+        parts.append(
+            f"{plural(manifest.rows, 'row')} of {', '.join(KIND_TEXTS[kind] for kind in dict.fromkeys(manifest.kinds))}"
+        )
+    parts += [plural(len(corpus), "document"), plural(int(corpus.lengths.sum()), "token")]
+    if manifest.images:
+        parts.append(plural(manifest.images, "image"))
+    if corpus.targets is not None:
+        parts.append(f"{int(corpus.targets.sum()):,} of them targets")
+    return ", ".join(parts)

@@ -55,23 +55,22 @@ def can_encode_in_pieces(engine: Tokenizer) -> bool:
 def encode_with_spans(
     engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP
 ) -> tuple[Integers, Integers]:
-    """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it. Return the ids
-    (n,), and the characters (n, 2) that each token covers.
+    """Encode a text in pieces of `piece` characters; return its ids (n,), and the characters (n, 2) of each token.
+
+    The tokens that a tokenizer puts around a text are left out.
 
     Where two pieces cannot be joined, their overlap is doubled until it is the whole left piece; after that the left
     piece is doubled. Raises LongTextError for a piece of more than `LARGEST` characters.
-    `first` is the first token of `left_piece` that is not yet in `joined`; a seam is the index of a token in the left
-    piece and that of the same token in the right one.
     """
     joined = list[_Run]()
     left_piece = _encode_piece(engine, text, 0, piece)
-    first = 0
+    first = 0  # the first token of `left_piece` that is not yet in `joined`
     while left_piece.end < len(text):
         for right_piece in _next_pieces(engine, text, left_piece, piece, overlap):
-            if seam := _find_joint(text, left_piece, right_piece, first):
-                joined.append(_Run(left_piece, first, seam[0]))
+            if joint := _find_joint(text, left_piece, right_piece, first):
+                joined.append(_Run(left_piece, first, joint[0]))
                 left_piece = right_piece
-                first = seam[1]
+                first = joint[1]
                 break
         else:
             left_piece, first = _lengthen_piece(engine, text, left_piece, joined)
@@ -83,7 +82,7 @@ def encode_with_spans(
 def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Run]) -> tuple[_Piece, int]:
     """Return a piece twice as long as `left`, and its first token behind the `joined` runs.
 
-    A longer piece may have other tokens, so the last of the joined runs is joined to it anew; if the two have no seam,
+    A longer piece may have other tokens, so the last of the joined runs is joined to it anew; if the two have no joint,
     they become one piece. Raises LongTextError for a piece that is too long.
     """
     begin = left.begin
@@ -99,10 +98,10 @@ def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Ru
         if not joined:
             return piece, 0
         last = joined.pop()
-        if seam := _find_joint(text, last.piece, piece, last.first):
-            joined.append(_Run(last.piece, last.first, seam[0]))
-            return piece, seam[1]
-        # no seam: both as one piece
+        if joint := _find_joint(text, last.piece, piece, last.first):
+            joined.append(_Run(last.piece, last.first, joint[0]))
+            return piece, joint[1]
+        # no joint: both as one piece
         begin = last.piece.begin
         size = piece.end - last.piece.begin
 
@@ -125,23 +124,24 @@ def _find_joint(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int
     """Find where two pieces can be joined: the left piece's tokens end before one index, the right's begin at another.
 
     Both indices are of the same token. Of the overlap's four quarters, both pieces must agree on the middle two, which
-    hold enough runs of characters that what is beyond has no influence; the seam is in the middle of the overlap,
+    hold enough runs of characters that what is beyond has no influence; the joint is in the middle of the overlap,
     behind the left piece's token `first`. None: the pieces do not agree, or the overlap is too short.
     """
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))
-    left_begin, left_seam, left_end = np.searchsorted(left.spans[:, 0], (begin, middle, end))
+    left_begin, left_joint, left_end = np.searchsorted(left.spans[:, 0], (begin, middle, end))
     right_begin, right_end = np.searchsorted(right.spans[:, 0], (begin, end))
     if not (
-        first < left_begin < left_seam < left_end
+        first < left_begin < left_joint < left_end
         and min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) >= _RUNS
     ):
         return None
     is_equal = np.array_equal(left.ids[left_begin:left_end], right.ids[right_begin:right_end]) and np.array_equal(
         left.spans[left_begin:left_end], right.spans[right_begin:right_end]
     )
-    return (int(left_seam), int(right_begin + left_seam - left_begin)) if is_equal else None
+    return (int(left_joint), int(right_begin + left_joint - left_begin)) if is_equal else None
 
 
 def _count_runs(text: str) -> int:
-    return sum(1 for _ in groupby(text, lambda c: "space" if c.isspace() else "word" if c.isalnum() else "other"))
+    """Count the runs of blanks, of letters and digits, and of other characters."""
+    return sum(1 for _ in groupby(text, lambda character: (character.isspace(), character.isalnum())))

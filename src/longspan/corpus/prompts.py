@@ -5,9 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longspan.corpus.row_files import parse_line
 from longspan.corpus.rows.messages import check_messages, read_tools
-from longspan.corpus.rows.sample import BadRow, Row, RowError, require_string
+from longspan.corpus.rows.sample import BadRow, Row
+from longspan.corpus.rows.values import RowError, require_string
+from longspan.corpus.sources.row_chunks import parse_line
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 
@@ -61,6 +62,9 @@ def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer, positions: int
 
 
 def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
+    """Encode one row as `encode_prompts` says. Raises RowError, with the row's place, for keys that do not go
+    together.
+    """
     from longspan.corpus.rows.template import ChatTemplate
 
     values = row.values
@@ -91,5 +95,5 @@ def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
     except RowError as error:
         raise RowError(f"{row.where}: {error}") from error
     ids = tokenizer.set_parsing(True).encode_with_spans(text)[0].tolist()
-    shown = messages[-1].get("content")
-    return Prompt(shown if isinstance(shown, str) else text, tuple(ids), temperature)
+    question = messages[-1].get("content")
+    return Prompt(question if isinstance(question, str) else text, tuple(ids), temperature)

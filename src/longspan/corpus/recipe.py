@@ -11,9 +11,11 @@ from typing import Any
 from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RowForm, RunConfig
 from longspan.corpus.cache import cache_folder
 from longspan.corpus.document_encoder import DocumentEncoder
-from longspan.corpus.files import STDLIB, CorpusFile, find_rows, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import DATE, KIND_TEXTS, Kind, RowSettings
+from longspan.corpus.rows.kinds import KIND_TEXTS, Kind
+from longspan.corpus.rows.sample import DATE, RowSettings
+from longspan.corpus.sources.find_files import STDLIB, CorpusFile, find_rows
+from longspan.corpus.sources.first_rows import kind_of_files
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import PAIRS, SourceFile
 from longspan.errors import DataError
@@ -68,6 +70,7 @@ class Recipe:
 
     @property
     def has_images(self) -> bool:
+        """Whether rows may have images: a tokenizer's folder has a processor of them."""
         return any(encoding.images is not None for encoding in self.encodings)
 
     @property
@@ -78,7 +81,9 @@ class Recipe:
 
     @property
     def encoder(self) -> DocumentEncoder:
-        """Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four."""
+        """What makes documents of rows. Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its
+        own; else four.
+        """
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         longest = self.settings.data.max_document_tokens
         skip_bad = self.settings.data.on_bad_row == "skip"
@@ -115,15 +120,19 @@ class CorpusSettings:
 
     @classmethod
     def for_run(cls, config: RunConfig) -> "CorpusSettings":
+        """Return the settings of the documents that a run trains on."""
         loss = config.train.loss
         form: RowForm = loss if loss in ("", "orpo", "kto") else "pairs"
         return cls(config.data, num_labels=config.model.num_labels, preference=form)
 
     @classmethod
-    def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **names: str) -> "CorpusSettings":
-        """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut."""
+    def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **fields: str) -> "CorpusSettings":
+        """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut.
+
+        `longest` is the most tokens of a document (0: any); `fields` are the set's `folder` and `prefix`.
+        """
         data = replace(config.data, path=path, split=split, sources=(), max_document_tokens=longest)
-        return replace(cls.for_run(replace(config, data=data)), **names)
+        return replace(cls.for_run(replace(config, data=data)), **fields)
 
     def source_paths(self) -> tuple[tuple[str, str], ...]:
         """Return the key and the path of each source; without any, the standard library is the only one."""
@@ -158,20 +167,25 @@ class CorpusSettings:
 
 
 def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Kind]:
-    """Find the kind of rows of each source by their first rows. Raises DataError for kinds that do not go together, or
-    not with the loss."""
+    """Find the kind of rows of each source by their first rows.
+
+    Raises DataError for kinds that do not go together, or not with the loss.
+    """
     kinds = list[Kind]()
     for number, _ in enumerate(settings.source_paths()):
         source_files = [file for file in files if file.source == number]
         kinds.append(kind_of_files(source_files, settings.data))
     form = settings.preference
-    fitting = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
-    others = " and ".join(KIND_TEXTS[kind] for kind in sorted({*kinds} - fitting))
+    allowed_kinds = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
+    other_kinds = " and ".join(KIND_TEXTS[kind] for kind in sorted({*kinds} - allowed_kinds))
     paths = " and ".join(path for _, path in settings.source_paths())
-    if form and others:
-        wanted = "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
+    if form and other_kinds:
+        required = (
+            "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
+        )
         raise DataError(
-            f"rows of {paths} hold {others}, and train.loss needs {wanted}; give such rows, or leave train.loss out"
+            f"rows of {paths} hold {other_kinds}, and train.loss needs {required}; give such rows, or leave train.loss "
+            "out"
         )
     if PAIRS in kinds and settings.num_labels != 1 and not form:
         raise DataError(
@@ -179,8 +193,8 @@ def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Ki
             'to 1 to train a model that scores, or train.loss = "dpo" to train a language model on preferences '
             "(docs/preferences.md)"
         )
-    if PAIRS in kinds and others:
-        raise DataError(f"rows of {paths} are pairs and also {others}; train on one of them")
+    if PAIRS in kinds and other_kinds:
+        raise DataError(f"rows of {paths} are pairs and also {other_kinds}; train on one of them")
     return kinds
 
 

@@ -39,6 +39,7 @@ def pickle_form(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
 
 
 def restored_array(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array of a `pickle_form`; a file is mapped again."""
     if not isinstance(pickled, FileArray):
         return pickled
     path, dtype, offset, shape = pickled
@@ -55,15 +56,18 @@ class GrowingArray:
         self._write_header()
 
     def append(self, values: Array) -> None:
+        """Write values behind those that are there, in the type of the file."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
         self.count += len(values)
 
     def close(self) -> None:
+        """Write the number of values into the header, and close the file."""
         self._file.seek(0)
         self._write_header()
         self._file.close()
 
-    def _write_header(self) -> None:  # numpy leaves room for any number in the shape
+    def _write_header(self) -> None:
+        """Write a header of `count` values at the file's place; numpy leaves room in it for any number."""
         header = {
             "descr": np.lib.format.dtype_to_descr(self._dtype),
             "fortran_order": False,
@@ -73,42 +77,36 @@ class GrowingArray:
 
 
 class GrowingCodes:
-    """The file `codes.bin`: a byte for each token, four bytes if labels name other tokens; no file without codes.
+    """The file `codes.bin`: a byte for each token, four bytes if labels name other tokens.
 
     Codes that are never written read as 0: the token itself is predicted.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = None
+        self._file = path.open("wb")
         self._dtype = np.dtype(np.uint8)
-        self._tokens = 0
 
     @property
     def dtype(self) -> str:
-        return "" if self._file is None else self._dtype.str
+        return self._dtype.str
 
-    def append(self, codes: Array | None, tokens: int) -> None:
-        """Write the codes of the next `tokens` tokens, uint8 or int32; None: all 0, for which nothing is written."""
-        if codes is not None:
-            if codes.dtype.itemsize > self._dtype.itemsize:
-                self._widen_codes()
-            self._file = self._file or self._path.open("wb")
-            self._file.seek(self._tokens * self._dtype.itemsize)
-            self._file.write(codes.astype(self._dtype).data)
-        self._tokens += tokens
+    def write(self, codes: Array, first: int) -> None:
+        """Write the codes, uint8 or int32, of the tokens from number `first` on."""
+        if codes.dtype.itemsize > self._dtype.itemsize:
+            self._widen_codes()
+        self._file.seek(first * self._dtype.itemsize)
+        self._file.write(codes.astype(self._dtype).data)
 
-    def close(self) -> None:
-        """Extend the file to a code for every token, with zeros, and close it."""
-        if self._file is not None:
-            self._file.truncate(self._tokens * self._dtype.itemsize)
-            self._file.close()
+    def close(self, tokens: int) -> None:
+        """Extend the file to a code for each of so many tokens, with zeros, and close it."""
+        self._file.truncate(tokens * self._dtype.itemsize)
+        self._file.close()
 
     def _widen_codes(self) -> None:
+        """Write the codes from now on in four bytes, and those that are there again."""
         narrow = self._path.with_suffix(".narrow")
         self._dtype = np.dtype(np.int32)
-        if self._file is None:
-            return
         self._file.close()
         self._path.rename(narrow)
         self._file = self._path.open("wb")

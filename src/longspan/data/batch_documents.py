@@ -127,7 +127,10 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
 
 
 def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Integers]:
-    """Masks may be booleans; `ignore` and values of None are left out."""
+    """Return the entries of a batch by name, as integers (B, L); `ignore` and values of None are left out.
+
+    Masks may be booleans. Raises DataError for other entries, types and shapes.
+    """
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch is {short_text(batch)}; give a mapping of input_ids, labels, attention_mask")
     batch = {name: value for name, value in batch.items() if value is not None and name not in ignore}
@@ -150,7 +153,7 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
 
 
 def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
-    """The columns from start to stop that have tokens, (0, 0) for none."""
+    """Return the columns from start to stop of a row that have tokens, (0, 0) for none."""
     if not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "
@@ -171,6 +174,7 @@ def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
 
 
 def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
+    """Raise DataError for a label outside of the columns from start to stop, which have tokens."""
     outside = labels != NO_TARGET
     outside[start:stop] = False
     if outside.any():
@@ -181,7 +185,7 @@ def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
 
 
 def _find_first_columns(row: int, positions: Integers, start: int, stop: int) -> list[int]:
-    """Those of position 0; for a row of padding, [start]."""
+    """Return the columns of a row at which documents begin: those of position 0; [start] for a row of padding."""
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))

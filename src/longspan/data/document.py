@@ -1,4 +1,4 @@
-"""What a step reads as a document: token ids, labels and numbers in memory; synthetic ids.
+"""What a step reads as a document: token ids, labels and numbers in memory.
 
 A step takes the length of a document and indexes it with an array of positions: a list, an array or a tensor of token
 ids will do. A document may also have these members, which a rank calls with the positions of its rows:
@@ -9,9 +9,8 @@ ids will do. A document may also have these members, which a rank calls with the
 - `targets`: how many positions after 0 have a label; every rank needs this number without reading the document.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -144,10 +143,12 @@ class Document:
         return int((self._labels[1:] != NO_TARGET).sum())
 
     def _read_values(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
+        """Return numbers of the document () or of its tokens (n,) by name. Raises DataError for others."""
         return {name: _read_numbers(name, value, len(self._ids)) for name, value in values.items()}
 
 
 def count_targets(document: Any) -> int:
+    """Count the tokens that a document predicts: those that it says itself, or all but the first."""
     return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
 
 
@@ -166,6 +167,7 @@ def host_array(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _read_integers(name: str, values: Any) -> Integers:
+    """Return integers (n,). Raises DataError, which calls them `name`, for anything else."""
     array = host_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):  # numpy takes an empty list for floats
         raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")
@@ -173,6 +175,7 @@ def _read_integers(name: str, values: Any) -> Integers:
 
 
 def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
+    """Return a loss_mask (length,) of 0 and 1. Raises DataError for anything else."""
     array = host_array("loss_mask", values)
     if array.ndim == 1 and len(array) != length:
         raise DataError(f"a loss_mask has {len(array)} values for {length} token ids; give one each")
@@ -185,6 +188,7 @@ def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
+    """Return one finite number () or one for each token (length,). Raises DataError for anything else."""
     try:
         array = host_array(repr(name), value).astype(np.float64)
     except (TypeError, ValueError) as error:
@@ -201,29 +205,3 @@ def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]
     if not np.isfinite(array).all():
         raise DataError(f"{name!r} of a document has values that are not finite; give finite numbers")
     return array
-
-
-@dataclass(frozen=True)
-class SyntheticDocument:
-    """Token ids that are a function of document and position, the same on every rank; for probes and benches.
-
-    >>> import numpy as np
-    >>> SyntheticDocument(number=0, length=4096, vocabulary=512)[np.arange(3)]
-    array([ 40, 229, 114])
-    """
-
-    number: int
-    length: int
-    vocabulary: int
-    parent: int = -1
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, positions: Any) -> np.ndarray:
-        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503  # Knuth's multipliers for hashing
-        return (mixed ^ (mixed >> 13)) % self.vocabulary
-
-
-def synthetic_documents(lengths: Sequence[int], vocabulary: int) -> list[SyntheticDocument]:
-    return [SyntheticDocument(i, n, vocabulary) for i, n in enumerate(lengths)]

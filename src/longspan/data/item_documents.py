@@ -49,6 +49,7 @@ class MediaDocuments:
 
     @cached_property
     def item_table(self) -> ItemTable:
+        """The items by document and position, checked."""
         return ItemTable(self.lengths, self.items)
 
     @cached_property
@@ -57,6 +58,7 @@ class MediaDocuments:
         return sum(count_text_targets(self.tokens, self.item_table))
 
     def read(self, item: int) -> Any:
+        """Return the encoder's input for an item; it is read now."""
         return self._read(item) if callable(self._read) else self._read[item]
 
     def positions(self, document: int) -> Integers | None:

@@ -80,13 +80,16 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Raises KeyError, TypeError or ValueError for a text that is no manifest; an earlier version wrote more."""
+        """Read what `to_json` wrote; keys of an earlier version are left out.
+
+        Raises KeyError, TypeError or ValueError for a text that is no manifest.
+        """
         values: dict[str, Any] = parse_json(text)
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-        known = {key.name: values[key.name] for key in fields(cls) if key.name in values}
-        known |= {key: tuple(known[key]) for key in known.keys() & {*_TUPLES}}
-        return cls(**{**known, "left_out": LeftOut(**known.pop("left_out", {}))})
+        present = {key.name: values[key.name] for key in fields(cls) if key.name in values}
+        present |= {key: tuple(present[key]) for key in present.keys() & {*_TUPLES}}
+        return cls(**{**present, "left_out": LeftOut(**present.pop("left_out", {}))})
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class SourceFiles:
         return len(self._ends)
 
     def __getitem__(self, index: int) -> SourceFile:
+        """Read one file's line. Raises DataError if it is damaged."""
         if not 0 <= index < len(self):
             raise IndexError(f"file {index} of {len(self)}")
         start = int(self._ends[index - 1]) if index else 0
@@ -130,6 +134,7 @@ class SourceFiles:
 
     @staticmethod
     def write(folder: Path, sources: Iterable[SourceFile]) -> None:
+        """Write `sources.jsonl`, and where each of its lines ends (`sources.npy`)."""
         ends = GrowingArray(folder / "sources.npy", "<i8")
         end = 0
         with (folder / "sources.jsonl").open("wb") as file:
@@ -163,6 +168,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
+    """Read the record in a run's folder of a corpus; None if there is none, or it is damaged."""
     try:
         values: dict[str, Any] = read_json(folder / FILE)
         return Record(**{**values, "around": tuple(values["around"])})

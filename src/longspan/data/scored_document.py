@@ -44,7 +44,9 @@ class ScoredDocument(Document):
         **values: Any,
     ) -> None:
         super().__init__(ids)
-        if sum(x is not None for x in (rows, pad, labels)) > 1 or (label is not None and labels is not None):
+        if sum(choice is not None for choice in (rows, pad, labels)) > 1 or (
+            label is not None and labels is not None
+        ):
             raise DataError(
                 "a ScoredDocument has more than one of rows, pad and labels, or label and labels; each says which rows "
                 "count or what their scores are to be: give one of them"
@@ -68,6 +70,7 @@ class ScoredDocument(Document):
         self._values = self._read_values(({} if weights is None else {"weights": weights}) | columns | values)
 
     def _choose_rows(self, rows: Any, pad: int | None) -> Any:
+        """Return an index of the rows that count, by `rows` or `pad` as the class describes them."""
         if isinstance(rows, str) and rows == "all":
             return slice(None)
         if rows is None:
@@ -90,7 +93,7 @@ class ScoredDocument(Document):
 
 
 def label_columns(table: Any) -> dict[str, Any]:
-    """Columns by name of a table (n,) or (n, L)."""
+    """Return the columns (n,) of a table (n,) or (n, L) of labels by name: `label`, or `label_0`, `label_1`, …."""
     if table.ndim == 1 or table.shape[1] == 1:
         return {LABEL: table.reshape(-1)}
     return {f"{LABEL}_{i}": column for i, column in enumerate(table.T)}

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from longspan.data.corpus_documents import LabelledCorpusDocument, ScoredCorpusDocument
 from longspan.data.document import Document, count_targets
-from longspan.data.documents import LabelledCorpusDocument, ScoredCorpusDocument
 from longspan.data.scored_document import ScoredDocument
 from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET
@@ -93,7 +93,7 @@ def share_prefixes(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise DataError(f"{name} is {value!r}; give an integer of at least 1")
     families = find_families(documents, least_rows, max_rows, depths, length_limits)
-    return cut_documents(documents, *families, depths=depths)
+    return cut_documents(documents, families.lengths, families.parents, families.left_out, depths=depths)
 
 
 class Families(NamedTuple):
@@ -102,6 +102,14 @@ class Families(NamedTuple):
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     left_out: int = 0
+    too_large: "LargeFamily | None" = None  # the largest that was divided or left separate for the limit of rows
+
+
+class LargeFamily(NamedTuple):
+    """How many documents begin alike, and the rows that they would have as one family."""
+
+    documents: int
+    rows: int
 
 
 def find_families(
@@ -114,10 +122,19 @@ def find_families(
     """Find what `share_prefixes` cuts; of documents that begin unlike all others only the first ids are read."""
     families = list[_Family]()
     left_out = 0
+    too_large: LargeFamily | None = None
     rows = dict[int, int]()
-    for numbers in _candidates(documents, rows, least_rows, depths, length_limits):
-        for family in _divide(documents, rows, numbers, least_rows, max_rows, depths):
-            if len(family.documents) > 1 and (max_rows is None or family.rows <= max_rows):
+    for numbers in _groups_of_alike_starts(documents, rows, least_rows, depths, length_limits):
+        common = [0]  # of each document, the first rows that the one before has as well
+        common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
+        whole = _make_family(documents, numbers, common, least_rows)
+        if max_rows is None or whole.rows <= max_rows:
+            families.append(whole)
+            continue
+        if too_large is None or whole.rows > too_large.rows:
+            too_large = LargeFamily(len(numbers), whole.rows)
+        for family in _divide_into_families(documents, numbers, common, least_rows, max_rows):
+            if len(family.documents) > 1 and family.rows <= max_rows:
                 families.append(family)
             else:
                 left_out += len(family.documents)
@@ -132,7 +149,7 @@ def find_families(
         for depth, parent in family.prefixes:
             lengths.append(depth - (family.prefixes[parent][0] if parent >= 0 else 0))
             parents.append(first + parent if parent >= 0 else -1)
-    return Families(tuple(lengths), tuple(parents), left_out)
+    return Families(tuple(lengths), tuple(parents), left_out, too_large)
 
 
 def cut_documents(
@@ -172,7 +189,9 @@ class _Family(NamedTuple):
 
 
 def _shareable_rows(document: Any) -> int:
-    """The rows before the one that predicts the first target, or the first that has a score; at least one stays."""
+    """Count the rows before the one that predicts the first target, or the first that has a score; at least
+    one stays.
+    """
     if isinstance(document, LabelledCorpusDocument):
         return document.shareable_rows
     ahead = 0 if isinstance(document, ScoredDocument) else 1  # a row predicts the next token
@@ -180,10 +199,12 @@ def _shareable_rows(document: Any) -> int:
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
 
 
-def _candidates(
+def _groups_of_alike_starts(
     documents: Sequence[Any], rows: dict[int, int], least: int, depths: int, length_limits: Sequence[LengthLimit]
 ) -> Iterator[list[int]]:
-    """Yield the documents with the same first ids, sorted by the `rows` that they may share, which are set.
+    """Yield groups of documents that begin with the same ids, sorted by the ids that they may share.
+
+    `rows` is filled: how many rows each of them may share. Raises DataError for a document that has a parent.
 
     `depths` of multi-token prediction read as many tokens behind a prefix: these, too, are the same in its documents.
     """
@@ -205,22 +226,15 @@ def _candidates(
             yield sorted(numbers, key=lambda d: documents[d].ids[: rows[d] + depths].astype(">i8").tobytes())
 
 
-def _divide(
-    documents: Sequence[Any],
-    rows: dict[int, int],
-    numbers: list[int],
-    least: int,
-    max_rows: int | None,
-    depths: int,
+def _divide_into_families(
+    documents: Sequence[Any], numbers: list[int], common: list[int], least: int, max_rows: int
 ) -> Iterator[_Family]:
-    """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
-    common = [0]  # of each document, the first rows that the one before has as well
-    common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
+    """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in `common`."""
     start = 0
     total = 0
     for index, number in enumerate(numbers):
         added = len(documents[number]) - (common[index] if index > start else 0)
-        if max_rows is not None and index > start and total + added > max_rows:
+        if index > start and total + added > max_rows:
             yield _make_family(documents, numbers[start:index], common[start:index], least)
             start = index
             total = 0
@@ -230,6 +244,7 @@ def _divide(
 
 
 def _common_rows(documents: Sequence[Any], rows: dict[int, int], one: int, other: int, depths: int) -> int:
+    """Count the first rows that two documents have in common, of those (`rows`) that both may share."""
     count = min(rows[one], rows[other]) + depths
     differs = documents[one].ids[:count] != documents[other].ids[:count]
     return int(differs.argmax() if differs.any() else count) - depths
@@ -243,7 +258,7 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
     """
     groups = list[list[int]]()
     rows = dict[int, int]()
-    for numbers in _candidates(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
+    for numbers in _groups_of_alike_starts(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
         tokens = most_tokens
         for before, number in pairwise([-1, *numbers]):
             tokens += len(documents[number])
@@ -261,7 +276,10 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
 
 
 def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int], least: int) -> _Family:
-    """Prefixes are the intervals of sorted documents with so many rows in common, where they add `least` to another."""
+    """Return the family of sorted documents, of which `common[i]` rows are those of the one before.
+
+    Prefixes are the intervals of documents with so many rows in common, where they add `least` to another.
+    """
     prefixes = list[tuple[int, int]]()
     prefix = [-1] * len(numbers)
     waiting = [(0, len(numbers), -1)]  # documents first to stop, and what they continue
@@ -277,6 +295,8 @@ def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int]
             prefix[first:stop] = [parent] * (stop - first)
         cuts = [first, *(i for i in range(first + 1, stop) if common[i] == depth), stop]
         waiting += [(a, b, parent) for a, b in pairwise(cuts)]
-    own = (len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True))
+    rows_behind = (
+        len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True)
+    )
     shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent in prefixes)
-    return _Family(numbers, prefix, prefixes, sum(own) + sum(shared))
+    return _Family(numbers, prefix, prefixes, sum(rows_behind) + sum(shared))

@@ -13,17 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.array_files import pickle_form, restored_array
-from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.stream import (
-    ENDLESS,
-    EVAL_SET,
-    HELD_OUT,
-    DocumentStream,
-    EpochEnds,
-    Mixture,
-    shuffled_sample,
-    shuffled_sources,
-)
+from longspan.data.corpus_documents import Corpus, CorpusDocuments
+from longspan.data.shuffle import shuffled_sample
+from longspan.data.stream import ENDLESS, EVAL_SET, HELD_OUT, DocumentStream, EpochEnds, Mixture, shuffled_sources
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plan.shape.positions import LengthLimit
@@ -68,20 +60,8 @@ class StepOrder:
             texts = None
             mixture = None if mixture is None else mixture._replace(source_of=mixture.source_of[::unit])
         all_texts = count_texts(unit_lengths, texts)
-        if eval_documents >= all_texts:
-            raise DataError(
-                f"evaluation.documents {eval_documents} leaves nothing to train on: the corpus has "
-                f"{plural(all_texts, 'text')}; hold out at most {max(0, all_texts - 1)}"
-            )
-        if mixture is None:
-            held_out = np.sort(shuffled_sample(all_texts, eval_documents, seed, HELD_OUT))
-        else:
-            held_out = sample_of_sources(mixture, texts, eval_documents, seed)
-        text_count = len(held_out)
-        if texts is not None:  # then the documents of these texts
-            numbers = held_out.astype(texts.dtype)  # another type would copy the array
-            firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
-            held_out = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
+        held_out_texts = choose_held_out_texts(all_texts, mixture, texts, eval_documents, seed)
+        held_out = held_out_texts if texts is None else documents_of_texts(held_out_texts, texts)
         self.evaluation: tuple[int, ...] = documents_of_units(held_out.tolist(), unit)
         self.groups: Sequence[Integers] | None = None  # the documents of each unit
         if group is not None:
@@ -90,8 +70,8 @@ class StepOrder:
             held_out = held_out[:0]
             firsts = [documents[0] for documents in groups]
             mixture = None if mixture is None else mixture._replace(source_of=mixture.source_of[firsts])
-        self.training_texts = all_texts - text_count
-        self.held_out_texts = text_count
+        self.training_texts = all_texts - len(held_out_texts)
+        self.held_out_texts = len(held_out_texts)
         self.stream: DocumentStream = DocumentStream(
             unit_lengths, shuffled_sources(unit_lengths, mixture, held_out, seed)
         )
@@ -108,24 +88,27 @@ class StepOrder:
         self.length_limits: tuple[LengthLimit, ...] = ()  # of rotary frequencies, which they have the same
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is computed again; equal arrays, as the stream has, are files, or pickled once."""
+        """Return what to pickle, without what is computed again; arrays that the stream has too are pickled once."""
         state = {name: value for name, value in self.__dict__.items() if name != "_begins"}
-        own = self.unit > 1 or self.groups is not None
-        state["lengths"] = pickle_form(self.lengths) if own else None  # else the stream has them
+        other_units = self.unit > 1 or self.groups is not None
+        state["lengths"] = pickle_form(self.lengths) if other_units else None  # else the stream has them
         return state | {"targets": None if self.targets is None else pickle_form(self.targets)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned; begins of steps are found again."""
         self.__dict__ |= state | {"targets": None if state["targets"] is None else restored_array(state["targets"])}
         self.lengths = self.stream.lengths if state["lengths"] is None else restored_array(state["lengths"])
         self._begins = array("q", [0])
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
+        """Return the documents of a step, counted from 0, in the order in which they are taken."""
         units = self._units_of_step(step)
         if self.groups is not None:
             return tuple(np.concatenate([self.groups[unit] for unit in units]).tolist())
         return documents_of_units(units.tolist(), self.unit)
 
     def lengths_of_step(self, step: int) -> list[int]:
+        """Return the tokens of each document of a step."""
         return self.lengths[[*self.documents_of_step(step)]].tolist()
 
     def targets_of_step(self, step: int) -> int | None:
@@ -135,6 +118,7 @@ class StepOrder:
         )
 
     def select(self, corpus: Corpus, step: int) -> CorpusDocuments:
+        """Return the documents of a step from the corpus that this is the order of."""
         return corpus.select(self.documents_of_step(step))
 
     def documents_to_share(self, step: int) -> CorpusDocuments | None:
@@ -156,22 +140,21 @@ class StepOrder:
         6
         """
         while self._begins[-1] < self._last:
-            self._append_begin()
+            self._begins.append(self._end_of_step(self._begins[-1]))
         return bisect_left(self._begins, self._last)
 
     def begin_of_step(self, step: int) -> int:
         """Return how many documents, or units, the steps before a step take."""
         while len(self._begins) <= step:
-            self._append_begin()
+            self._begins.append(self._end_of_step(self._begins[-1]))
         return self._begins[step]
 
-    def _append_begin(self) -> None:
-        self._begins.append(self._end_of_step(self._begins[-1]))
-
     def _units_of_step(self, step: int) -> Integers:
+        """Return the numbers of a step's units, which are documents where `unit` is 1 and nothing is grouped."""
         return self._ids_between(self.begin_of_step(step), self.begin_of_step(step + 1))
 
     def _ids_between(self, start: int, end: int) -> Integers:
+        """Return the units of the stream from place `start` to before `end`."""
         ids = list[Integers]()
         while start < end:
             stream_part = self.stream.part_at(start)
@@ -180,7 +163,10 @@ class StepOrder:
         return np.concatenate(ids)
 
     def _end_of_step(self, start: int) -> int:
-        """A step that reaches the end of a part goes on in the next with the tokens that are left."""
+        """Return the place behind the step that begins at `start`.
+
+        A step that reaches the end of a part of the stream goes on in the next with the tokens that are left.
+        """
         stream_part = self.stream.part_at(start)
         tokens_left = self._budget
         index = start - stream_part.first
@@ -197,7 +183,7 @@ class StepOrder:
             index = 0
 
     def _end_without_repeats(self, start: int, end: int) -> int:
-        """Before the first document of the next epoch that the step has already."""
+        """Return `end`, or the place of the first document before it that the step from `start` on has already."""
         rest = self.epoch_documents - start % self.epoch_documents
         if self.may_repeat or end - start <= rest:
             return end
@@ -216,7 +202,36 @@ def documents_of_units(units: Iterable[int], unit: int) -> tuple[int, ...]:
 
 
 def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[Any] | None) -> int:
+    """Count the texts of documents: `texts` has the number of each one's, ascending from 0 (None: each is one)."""
     return len(lengths) if texts is None else int(texts[-1]) + 1
+
+
+def choose_held_out_texts(
+    all_texts: int, mixture: Mixture | None, texts: npt.NDArray[Any] | None, most: int, seed: int
+) -> Integers:
+    """Choose `most` texts to hold out by the seed, sorted; `texts` has the text of each document (None: its own).
+
+    Raises DataError if no text is left to train on.
+    """
+    if most >= all_texts:
+        raise DataError(
+            f"evaluation.documents {most} leaves nothing to train on: the corpus has "
+            f"{plural(all_texts, 'text')}; hold out at most {max(0, all_texts - 1)}"
+        )
+    if mixture is None:
+        return np.sort(shuffled_sample(all_texts, most, seed, HELD_OUT))
+    return sample_of_sources(mixture, texts, most, seed)
+
+
+def documents_of_texts(chosen: Integers, texts: npt.NDArray[Any]) -> Integers:
+    """List the documents of these texts, sorted; `texts` has the text of each document, ascending.
+
+    >>> documents_of_texts(np.array([0, 2]), np.array([0, 0, 1, 2]))
+    array([0, 1, 3])
+    """
+    numbers = chosen.astype(texts.dtype)  # another type would copy the array
+    firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
+    return np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
 
 
 def sample_of_sources(mixture: Mixture, texts: npt.NDArray[Any] | None, most: int, seed: int) -> Integers:
@@ -232,8 +247,10 @@ def sample_of_sources(mixture: Mixture, texts: npt.NDArray[Any] | None, most: in
     quotas = [min(1, most, max(count - 1, 0)) for count in counts]
     # a source's last text is taken when no other is left, which is then refused
     for _ in range(most - sum(quotas)):
-        left = [(n - q > 0, n - q > 1, most * n / sum(counts) - q) for n, q in zip(counts, quotas, strict=True)]
-        quotas[left.index(max(left))] += 1
+        open_texts = [
+            (n - q > 0, n - q > 1, most * n / sum(counts) - q) for n, q in zip(counts, quotas, strict=True)
+        ]
+        quotas[open_texts.index(max(open_texts))] += 1
     chosen = [shuffled_sample(count, quotas[s], seed, HELD_OUT, s) + bounds[s] for s, count in enumerate(counts)]
     return np.sort(np.concatenate(chosen))
 

@@ -1,7 +1,8 @@
 """The endless stream of training documents: shuffled epochs of each source, interleaved by the weights of sources.
 
 The next document is of the source that is furthest behind, in tokens divided by its weight. So a part of the stream
-is computed from how many documents and tokens each source gave before it. Steps are in `step_order.py`.
+is computed from how many documents and tokens each source gave before it. Steps are in `step_order.py`, the shuffling
+in `shuffle.py`.
 """
 
 import math
@@ -15,104 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.array_files import pickle_form, restored_array
+from longspan.data.shuffle import Epochs
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
-
-Words = npt.NDArray[np.uint64]
-
-_ROUNDS = 16  # fewer are not uniform over the permutations of 5 to 7 documents
-_HALF = np.uint64(32)  # bits
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
-
-
-class Epochs:
-    """Shuffled epochs of range(count), a function of the seed that is computed only at the places that are used.
-
-    >>> sorted(Epochs(5, 7)[np.arange(5)].tolist()), sorted(Epochs(5, 7)[np.arange(5, 10)].tolist())
-    ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
-
-    This is a Feistel network over the cells of a rectangle of at least `count` cells, with keys of the epoch. A cell
-    that is not below `count` is permuted again until one below is reached (Black and Rogaway, Ciphers with Arbitrary
-    Finite Domains, 2002: the generalized Feistel network and cycle walking). That is about one cell in sqrt(count).
-    """
-
-    def __init__(self, count: int, *seed: int) -> None:
-        self._count = count
-        root = math.isqrt(max(0, count - 1)) + 1
-        # Even: shifts of a column of odd height are even permutations, of which odd ones cannot be composed.
-        self._height = root + root % 2
-        self._width = -(-count // self._height)
-        self._keys: Words = np.random.PCG64(list(seed)).random_raw(_ROUNDS)
-
-    def __getitem__(self, places: Integers) -> Integers:
-        """Return the document (n,) at each of these places of the stream, each epoch in an order of its own."""
-        epochs, cells = np.divmod(places.astype(np.uint64), np.uint64(self._count))
-        if (epochs == epochs[:1]).all():  # one key a round serves all places
-            epochs = epochs[:1]
-        keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]
-        cells = self._permute_cells(cells, keys)
-        while (beyond := cells >= np.uint64(self._count)).any():
-            cells[beyond] = self._permute_cells(
-                cells[beyond], [key if len(key) == 1 else key[beyond] for key in keys]
-            )
-        return cells.astype(np.int64)
-
-    def _permute_cells(self, cells: Words, keys: list[Words]) -> Words:
-        """A round moves cells to another row by their column, or to another column by their row: no two meet."""
-        width = np.uint64(self._width)
-        row = cells // width
-        column = cells - row * width
-        for turn, key in enumerate(keys):
-            if turn % 2:
-                column = _add_hash_modulo(column, row, key, self._width)
-            else:
-                row = _add_hash_modulo(row, column, key, self._height)
-        return row * width + column
-
-
-def _add_hash_modulo(values: Words, others: Words, key: Words, size: int) -> Words:
-    """(value + hash of other + key) modulo size, for values below size; the hash is scaled to below size."""
-    shifted = _hash_words(others + key)
-    shifted >>= _HALF  # scaled by its upper 32 bits: times size, over 2**32
-    shifted *= np.uint64(size)
-    shifted >>= _HALF
-    shifted += values
-    shifted -= (shifted >= np.uint64(size)) * np.uint64(size)  # modulo: both terms are below size
-    return shifted
-
-
-def _hash_words(words: Words) -> Words:
-    """Apply the finalizer of SplitMix64 in place (Steele, Lea and Flood, Fast Splittable Pseudorandom Number
-    Generators)."""
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
-    return words
-
-
-def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> Integers:
-    """Return the first `most` numbers of range(count) shuffled by sorting raw bits, `block` numbers at a time.
-
-    >>> bits = np.random.PCG64([0]).random_raw(9)
-    >>> shuffled_sample(9, 3, 0).tolist() == np.argsort(bits)[:3].tolist()
-    True
-    """
-    generator = np.random.PCG64(list(seed))
-    bits = np.empty(0, dtype=np.uint64)
-    ids = np.empty(0, dtype=np.int64)
-    for start in range(0, count, block):
-        new_bits = generator.random_raw(min(block, count - start))
-        # Once there are `most` bits, only new ones below the largest of them can be among the smallest.
-        candidates = np.flatnonzero(new_bits < bits[-1]) if len(bits) == most > 0 else np.arange(len(new_bits))
-        bits = np.concatenate([bits, new_bits[candidates]])
-        ids = np.concatenate([ids, candidates + start])
-        smallest = np.argsort(bits, kind="stable")[:most]
-        bits = bits[smallest]
-        ids = ids[smallest]
-    return ids
-
 
 # which of the seed's streams
 HELD_OUT = 0
@@ -145,6 +51,7 @@ class ShuffledSource:
 
     @property
     def documents(self) -> int:
+        """How many documents are trained on."""
         return self.stop - self.first - len(self.held_out)
 
     def document_ids(self, start: int, count: int) -> Integers:
@@ -197,6 +104,7 @@ class EpochEnds(NamedTuple):
     last: int
 
     def next_end(self, place: int) -> int:
+        """Return the first of these ends behind a place."""
         end = (place // self.size + 1) * self.size
         return min(end, self.last) if place < self.last else end
 
@@ -223,6 +131,7 @@ class DocumentStream:
     """
 
     def __init__(self, lengths: npt.NDArray[Any], sources: Sequence[ShuffledSource]) -> None:
+        """Compute nothing yet; `lengths` (D,) are the tokens of all documents, those held out too."""
         self.sources: tuple[ShuffledSource, ...] = tuple(sources)
         self.lengths = lengths
         # Sources give tokens in proportion to their weights, so documents in proportion to weight over mean length.
@@ -231,7 +140,7 @@ class DocumentStream:
         # Where each part begins, as far as known: by documents and tokens of each source, and by place.
         self._marks = [((0,) * len(sources), (0,) * len(sources))]
         self._places = [0]
-        self._part = lru_cache(maxsize=2)(self._merge_part)
+        self._part = lru_cache(maxsize=2)(self._merge_part)  # by number
 
     def __getstate__(self) -> tuple[Any, ...]:
         return pickle_form(self.lengths), self.sources
@@ -242,18 +151,24 @@ class DocumentStream:
 
     @property
     def documents(self) -> int:
+        """How many documents one epoch of every source has."""
         return sum(source.documents for source in self.sources)
 
     @property
     def tokens(self) -> int:
+        """How many tokens one epoch of every source has."""
         return sum(source.tokens for source in self.sources)
 
     def part_at(self, place: int) -> StreamPart:
+        """Return the part of the stream that has this place; the parts before it are computed once, for their
+        beginnings.
+        """
         while self._places[-1] <= place:  # each call computes the next part, and where the part after it begins
             self._part(len(self._marks) - 1)
         return self._part(bisect_right(self._places, place) - 1)
 
     def next_part(self, part: StreamPart) -> StreamPart:
+        """Return the part behind this one."""
         return self.part_at(part.first + len(part.ids))
 
     def place_after(self, epochs: float, source: int) -> int:
@@ -268,7 +183,9 @@ class DocumentStream:
         return part.first + int(places[documents - 1]) + 1
 
     def _merge_part(self, number: int) -> StreamPart:
-        """Merge documents of all sources, until the first source has given all of its candidates.
+        """Merge documents of all sources into part `number`, until the first source has given all of its candidates.
+
+        Where the next part begins is noted, unless it is known.
 
         A document's share is the tokens that its source gave before it, over the source's weight. Documents are sorted
         by their shares. The part ends at the share at which the first source runs out of candidates: documents of
@@ -284,8 +201,10 @@ class DocumentStream:
         shares = [tokens / source.weight for tokens, source in zip(before, self.sources, strict=True)]
         end_share = min(share[-1] for share in shares)
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
-        order = np.argsort(_join_beginnings(shares, counts), kind="stable")
-        ids = _join_beginnings(candidates, counts)[order]
+        order = np.argsort(
+            np.concatenate([share[:n] for share, n in zip(shares, counts, strict=True)]), kind="stable"
+        )
+        ids = np.concatenate([ids[:n] for ids, n in zip(candidates, counts, strict=True)])[order]
         source_of = np.repeat(np.arange(len(counts)), counts)[order]
         ends = self._document_ends(ids)
         if number == len(self._marks) - 1:  # else it was computed before, and dropped from the cache
@@ -296,10 +215,7 @@ class DocumentStream:
         return StreamPart(self._places[number], ids, ends, source_of)
 
     def _document_ends(self, ids: Integers) -> Integers:
+        """Return the tokens (n + 1,) of the first i of these documents."""
         ends = np.zeros(len(ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths[ids], out=ends[1:])
         return ends
-
-
-def _join_beginnings(arrays: Sequence[npt.NDArray[Any]], counts: Sequence[int]) -> npt.NDArray[Any]:
-    return np.concatenate([array[:count] for array, count in zip(arrays, counts, strict=True)])

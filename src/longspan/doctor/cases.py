@@ -47,6 +47,7 @@ class Case:
 
     @property
     def name(self) -> str:
+        """The dtype, degrees, plan, type and features, as in "float64, cp 2, p2p"; no two cases share it."""
         degrees = [f"{key} {getattr(self, key)}" for key in ("tp", "pp", "ep") if getattr(self, key) > 1]
         cp = {
             "one": f"cp {self.cp}",
@@ -75,24 +76,24 @@ class Case:
         return plain and self.cp_comm_type in ("p2p", "all_gather")
 
     @property
-    def answer(self) -> tuple[str, bool, bool]:
+    def answer_key(self) -> tuple[str, bool, bool]:
         """Which answer of the stock model the case is compared with: dtype, with losses of routers, with images."""
         return self.dtype, self.router_losses, self.encoder > 0
 
     @property
-    def unit(self) -> int:
+    def rank_multiple(self) -> int:
         """What the ranks of its home are a multiple of."""
         return self.tp * self.pp * self.ep
 
     def home(self, ranks: int) -> Layout:
         """The home of this case over the largest number of these ranks that tp x pp x ep divides."""
-        unit = self.unit
-        if ranks < unit:
+        multiple = self.rank_multiple
+        if ranks < multiple:
             raise LayoutError(
-                f"tp {self.tp} x pp {self.pp} x ep {self.ep} need {unit} ranks, and there are {ranks}; "
-                f"use --world {unit}"
+                f"tp {self.tp} x pp {self.pp} x ep {self.ep} need {multiple} ranks, and there are {ranks}; "
+                f"use --world {multiple}"
             )
-        return Layout(ranks // unit * unit, tp=self.tp, pp=self.pp, ep=self.ep)
+        return Layout(ranks // multiple * multiple, tp=self.tp, pp=self.pp, ep=self.ep)
 
 
 def list_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple[Case, ...]:
@@ -130,7 +131,9 @@ def list_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple
             Case(ep=2, cp=2, plan="several", router_losses=True),
         ]
         # Under a2a the smaller last group would have to deal out the heads to another number of slots.
-        cases = [case for case in cases if ranks % (case.cp if "a2a" in case.cp_comm_type else case.unit) == 0]
+        cases = [
+            case for case in cases if ranks % (case.cp if "a2a" in case.cp_comm_type else case.rank_multiple) == 0
+        ]
     return tuple(replace(case, dtype=dtype) for case in cases)
 
 
@@ -216,8 +219,8 @@ def plan_case(
         return plan_dynamic(lengths, home, options=options, targets=targets, max_tokens_per_slot=cap)
 
     def make_group(slots: Sequence[int], documents: Sequence[int]) -> Group:
-        of_group = tuple(lengths[d] for d in documents)
-        return Group(tuple(slots), tuple(documents), of_group, case.cp_comm_type, partition=case.partition)
+        lengths_of_group = tuple(lengths[d] for d in documents)
+        return Group(tuple(slots), tuple(documents), lengths_of_group, case.cp_comm_type, partition=case.partition)
 
-    made = tuple(MicroBatch(tuple(make_group(*group) for group in groups)) for groups in batches)
-    return Plan(home.slots, lengths, made, targets=targets, row_multiple=row_multiple).check()
+    micro_batches = tuple(MicroBatch(tuple(make_group(*group) for group in groups)) for groups in batches)
+    return Plan(home.slots, lengths, micro_batches, targets=targets, row_multiple=row_multiple).check()

@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_parameters
+from longspan.model.adapters.adapter import adapter_parameters
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.frozen.frozen_weights import choose_formats
-from longspan.model.lora import NewAdapter, add_lora
 
 _WIDTH = 128  # so that the part of each of two tensor-parallel ranks is a block
 _HEAD = 32  # of four heads

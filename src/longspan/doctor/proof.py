@@ -42,12 +42,12 @@ from longspan.errors import CommError, LongspanError, ModelError, plural
 from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import EncoderHome, prepare
-from longspan.model.exactness.image_trial import TrialDocument
+from longspan.model.exactness.image_documents import TrialDocument
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.experts.moe import make_router_statistics
+from longspan.model.experts.router import make_router_statistics
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.prepared import PrepareOptions
-from longspan.model.seams.call_rules import DOCTOR
+from longspan.model.seams.doctor_hint import DOCTOR
 from longspan.plain_text import text_table
 from longspan.plan import Plan
 from longspan.train import run_step
@@ -82,6 +82,7 @@ class Outcome:
         return self.status in ("exact", "not judged") or (self.status == "refused" and not self.case.is_basic)
 
     def row(self) -> dict[str, Any]:
+        """Return the outcome as a row of the record: the case's fields beside its own."""
         fields = asdict(self)
         return {"name": self.case.name, **fields.pop("case"), **fields, "good": self.good}
 
@@ -108,6 +109,7 @@ class Proof:
 
     @property
     def good(self) -> bool:
+        """Whether there are cases and every one is good; refused images do not count where texts alone suffice."""
         refused_images = (
             self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused"
             for outcome in self.outcomes
@@ -117,6 +119,7 @@ class Proof:
 
 
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
+    """Return what is printed of a proof: lines of `heading`, a row for each case, and the verdict."""
     # A dot is for a refusal that says nothing against the model.
     marks = ["✓" if outcome.status == "exact" else "·" if outcome.good else "✗" for outcome in proof.outcomes]
     # by what was found
@@ -138,6 +141,7 @@ def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
 
 
 def outcome_text(outcome: Outcome) -> str:
+    """Say how far a case is from the stock model, or on one line why nothing was compared."""
     if outcome.loss_error is None:
         return " ".join(outcome.message.split())
     text = f"loss {outcome.loss_error:.1e}"
@@ -149,6 +153,7 @@ def outcome_text(outcome: Outcome) -> str:
 
 
 def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the record of a proof; `model` is what it says of the small copies."""
     worlds = [{"ranks": w.ranks, "device": w.device, "backend": w.backend} for w in proof.worlds]
     rows = [outcome.row() for outcome in proof.outcomes]
     return {"good": proof.good, "seconds": seconds, "model": model, "cases": rows, "worlds": worlds}
@@ -193,7 +198,7 @@ def run_cases_on_rank(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outc
 
 
 def _preparation_key(case: Case) -> tuple[str, str, bool, int]:
-    # what cases of one home must have in common to share a prepared model
+    """Return what cases of one home must have in common to share a prepared model."""
     return case.dtype, case.recompute, case.sequence_parallel, case.encoder
 
 
@@ -208,7 +213,9 @@ class CaseRun:
         self._began = time.perf_counter()
         expected = task.expected[first.dtype, False, first.encoder > 0]
         # float64 without casts to float32, as the stock model ran
-        self.mode: Callable[[], AbstractContextManager[Any]] = compute_in_float64 if expected.whole else nullcontext
+        self.mode: Callable[[], AbstractContextManager[Any]] = (
+            compute_in_float64 if expected.in_float64 else nullcontext
+        )
         config = choose_every_expert(task.config) if expected.every_expert else task.config
         self.documents: Any = (
             make_item_documents(task.config, task.image_documents) if first.encoder else task.documents
@@ -239,11 +246,14 @@ class CaseRun:
             self.refusal = str(error).partition(DOCTOR)[0]  # without its advice to run this command
 
     def run_case(self, case: Case) -> Outcome:
-        """An error of the step is raised: other ranks may wait in it. The first case's seconds include preparation."""
+        """Run a case; all ranks call it together. What `prepare` or a check refuses becomes its outcome.
+
+        An error of the step is raised: other ranks may wait in it. The first case's seconds include preparation.
+        """
         # the next case begins here if this one is refused
         began = self._began
         self._began = time.perf_counter()
-        expected = self.task.expected[case.answer]
+        expected = self.task.expected[case.answer_key]
         try:
             if self.refusal:
                 raise ModelError(self.refusal)
@@ -260,10 +270,10 @@ class CaseRun:
         parameter = max(errors, key=lambda name: errors[name], default="")
         gradient = errors.get(parameter)
         self._began = time.perf_counter()
-        other: Status = "not judged" if expected.near_ties else "wrong"
+        status_of_error: Status = "not judged" if expected.near_ties else "wrong"
         return Outcome(
             case,
-            "exact" if max(loss, gradient or 0.0) <= expected.tolerance else other,
+            "exact" if max(loss, gradient or 0.0) <= expected.tolerance else status_of_error,
             loss,
             gradient,
             parameter,
@@ -272,9 +282,9 @@ class CaseRun:
         )
 
     def _step_errors(self, case: Case, plan: Plan, stock: ModelAnswer) -> tuple[float, dict[str, float]]:
-        """Errors of the loss and of each gradient, the worst of all ranks. Gradients are compared under the stock
-        model's names, on the rank that has them; one that is missing on all ranks is an error. The losses of routers
-        count as losses of the case. An evaluation has only a loss.
+        """Return the errors of the loss and of each gradient, the worst of all ranks. Gradients are compared under the
+        stock model's names, on the rank that has them; one that is missing on all ranks is an error. The losses of
+        routers count as losses of the case. An evaluation has only a loss.
         """
         if case.evaluation:
             return loss_error(evaluate(self.model, self.documents, plan, self.world).loss, stock.loss), {}
@@ -295,8 +305,8 @@ class CaseRun:
         return max(losses), errors
 
 
-InWorld = tuple[WorldFacts, dict[int, Outcome]]
-Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
+WorldOutcomes = tuple[WorldFacts, dict[int, Outcome]]
+Launch = Callable[[Callable[[int, Task], WorldOutcomes], Task, int, float], WorldOutcomes]
 
 
 @dataclass(frozen=True)
@@ -356,7 +366,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
             outcomes[number] = Outcome(case, image_failure[0], message=image_failure[1])
         elif isinstance(failure := expected[case.dtype, False, case.encoder > 0], str):
             outcomes[number] = Outcome(case, "not built", message=failure)
-        elif case.router_losses and isinstance(failure := expected[case.answer], str):
+        elif case.router_losses and isinstance(failure := expected[case.answer_key], str):
             # The stock model runs, as the branch before shows: only losses of its routers cannot be computed.
             outcomes[number] = Outcome(case, "refused", message=failure)
         else:
@@ -377,7 +387,10 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
 
 
 def _run_home_cases(task: Task, ranks: ProofRanks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
-    """Where an error ends the world, each of several cases runs in a world of its own, and then has its own error."""
+    """Run the cases of a task, and return their outcomes by number; the world's facts are appended to `worlds`.
+
+    Where an error ends the world, each of several cases runs in a world of its own, and then has its own error.
+    """
     count = len(task.home.ranks)
     seconds = ranks.timeout + SECONDS_PER_CASE * len(task.cases)
     try:

@@ -25,7 +25,7 @@ from longspan.data.document import Document
 from longspan.data.item_documents import MediaDocuments, items_at_placeholders
 from longspan.doctor.cases import IMAGES, LENGTHS, Case
 from longspan.errors import LongspanError, ModelError
-from longspan.model.exactness.image_trial import (
+from longspan.model.exactness.image_documents import (
     TOKEN_KINDS,
     TrialDocument,
     make_stock_arguments,
@@ -34,10 +34,12 @@ from longspan.model.exactness.image_trial import (
     ordinary_ids,
     token_kinds,
 )
-from longspan.model.exactness.small_copies import EXPERT_GROUPS, PICKED, make_tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model
+from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.seams.indexers import order_ties
-from longspan.model.take_apart import refuse_model_without_images, video_tokens
+from longspan.model.multimodal.image_modules import refuse_model_without_images
+from longspan.model.multimodal.video_tokens import video_tokens
+from longspan.model.seams.chosen_keys.indexers import order_equal_scores
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.shape.model_shape import read_experts
 
@@ -64,7 +66,7 @@ def make_image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
 
 
 def no_video_reason(config: PreTrainedConfig) -> str:
-    """Why no document of a small configuration has videos; "" where one has."""
+    """Return why no document of a small configuration has videos; "" where one has."""
     try:
         video_tokens(config)
     except ModelError as error:
@@ -87,12 +89,15 @@ def make_item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocum
 
 
 def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Split what a document has for each item into that of its images and that of its videos' frames."""
     groups = document.groups
     return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
 
 def _document_labels(document: np.ndarray | TrialDocument) -> Tensor:
-    """What each token but the last predicts, (T − 1,): NO_LABEL for placeholders and a prefix that all tokens see."""
+    """Return what each token but the last predicts, (T − 1,): NO_LABEL for placeholders and a prefix that all tokens
+    see.
+    """
     if not isinstance(document, TrialDocument):
         return torch.from_numpy(document[1:])
     not_predicted = document.at_images | (np.arange(len(document.ids)) < document.prefix)
@@ -102,7 +107,7 @@ def _document_labels(document: np.ndarray | TrialDocument) -> Tensor:
 # ---- the stock model
 
 
-class _Float64(TorchFunctionMode):
+class _CastsToFloat64(TorchFunctionMode):
     """Turns casts to float32, by `.float()` or a dtype among the arguments, into casts to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,12 +129,12 @@ def compute_in_float64() -> Iterator[None]:
     run = engine._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with _Float64():
+        with _CastsToFloat64():
             return run(*args, **kwargs)
 
     engine._engine_run_backward = run_backward
     try:
-        with _Float64():
+        with _CastsToFloat64():
             yield
     finally:
         engine._engine_run_backward = run
@@ -231,7 +236,7 @@ def make_stock_model(
     if read_experts(config.get_text_config()).of_layer > 1:
         with suppress(ValueError, AttributeError):  # the model's own code computes its experts: there is no choice
             model.set_experts_implementation("eager")
-    order_ties(model)
+    order_equal_scores(model)
     return model.train()
 
 
@@ -241,21 +246,22 @@ def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
     copied_config = copy.deepcopy(config)
     text = copied_config.get_text_config()
 
-    def counts(names: Sequence[str]) -> list[str]:
+    def integer_fields(names: Sequence[str]) -> list[str]:
         return [name for name in names if isinstance(getattr(text, name, None), int)]
 
-    names = counts(PICKED)  # fields: experts per row
+    names = integer_fields(PICKED)  # fields: experts per row
     if experts < 2 or not names:
         return config
     for name in names:
         setattr(text, name, experts)
-    groups = counts(EXPERT_GROUPS)
-    if groups and counts(["topk_group"]):
+    groups = integer_fields(EXPERT_GROUPS)
+    if groups and integer_fields(["topk_group"]):
         text.topk_group = getattr(text, groups[0])  # routers that choose groups of experts first choose all of them
     return copied_config
 
 
 def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
+    """Run a stock model over one document, and return transformers' output, with the logits of routers if asked."""
     if isinstance(document, TrialDocument):
         return model(**make_stock_arguments(model, document))
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
@@ -267,8 +273,8 @@ def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, 
 
 
 def _router_losses(model: PreTrainedModel, layers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The balance and z losses of all layers' logits (T, E), in float64. Raises ModelError where the balance loss of
-    transformers' own function for this model, in float32, is another one.
+    """Return the balance and z losses of all layers' logits (T, E), in float64. Raises ModelError where the balance
+    loss of transformers' own function for this model, in float32, is another one.
     """
     config = model.config.get_text_config()
     rows = torch.cat([layer.double() for layer in layers])  # (layers T, E)
@@ -315,7 +321,7 @@ def gradient_errors(gradients: dict[str, Tensor], stock: ModelAnswer) -> dict[st
 
 
 def errors_of_missing_gradients(names: set[str], stock: ModelAnswer) -> dict[str, float]:
-    """The errors of gradients of the stock model that are not among `names`; a missing one counts as 0."""
+    """Return the errors of gradients of the stock model that are not among `names`; a missing one counts as 0."""
     none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
     return gradient_errors(none, stock)
 
@@ -327,10 +333,12 @@ def loss_error(loss: float, stock: float) -> float:
 
 
 def _worst_error(answer: ModelAnswer, exact: ModelAnswer) -> float:
+    """Return the largest relative error of an answer: of its loss, or of any gradient."""
     return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
 
 
 def error_text(error: BaseException) -> str:
+    """Write an error of the model's own code with its class, one of longspan's without."""
     return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
 
 
@@ -339,14 +347,14 @@ def error_text(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed. `whole`:
-    float64 without casts to float32. `every_expert`: each row gets every expert, on both sides. `near_ties`: rounding
-    changes the stock model's own choice of keys, so that a larger error says nothing.
+    """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed.
+    `in_float64`: float64 without casts to float32. `every_expert`: each row gets every expert, on both sides.
+    `near_ties`: rounding changes the stock model's own choice of keys, so that a larger error says nothing.
     """
 
     answer: ModelAnswer
     tolerance: float
-    whole: bool = False
+    in_float64: bool = False
     every_expert: bool = False
     near_ties: bool = False
 
@@ -358,12 +366,12 @@ def compute_expected_answers(
     image_documents: Sequence[TrialDocument] = (),
     frozen: str = "",
 ) -> dict[tuple[str, bool, bool], Expected | str]:
-    """Compute the expected answer, or why there is none, for every dtype that the cases use, by `Case.answer`. Answers
-    without losses of routers are always computed, as they say in which mode a model is prepared. `frozen` as of
+    """Compute the expected answer, or why there is none, for every dtype that the cases use, by `Case.answer_key`.
+    Answers without losses of routers are always computed, as they say in which mode a model is prepared. `frozen` as of
     `compute_stock_answer`.
     """
     keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
-    keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
+    keys |= dict.fromkeys(case.answer_key for case in cases if case.router_losses)
     answers: dict[tuple[str, bool, bool], Expected | str] = {}
     for name, with_routers, with_images in keys:
         router = ROUTER if with_routers else NO_ROUTER
@@ -383,14 +391,16 @@ def compute_expected_answers(
 def _compute_expected_answer(
     config: PreTrainedConfig, answer_of: Callable[..., ModelAnswer], dtype: torch.dtype, every_expert: bool | None
 ) -> Expected:
-    """In half precision the tolerance is ROUNDING times the error of the stock model's own pass in that precision,
-    against float32. There each row gets every expert, because rounding would change which experts are chosen; with
-    losses of routers as `every_expert` says, since one model is prepared for both (None: where the model can). In
-    float32 it is EXACT, or what two float32 computations may differ by: ROUNDING times the error of the stock model's
-    own float32 pass against float64, if its conditioning explains this error. A larger error has other causes, such as
-    a row that got another expert, and EXACT stays. In float64 it is EXACT, or what rounding may do. A model whose code
-    cannot run in float64 throughout keeps its own casts to float32 and EXACT; its attention is then "sdpa" in float64,
-    as the eager one casts its softmax to float32.
+    """Compute what the stock model gives in this dtype, and how far a case may be from that.
+
+    `answer_of` is `compute_stock_answer` but for its model and dtypes. In half precision the tolerance is ROUNDING
+    times the error of the stock model's own pass in that precision, against float32. There each row gets every expert,
+    because rounding would change which experts are chosen; with losses of routers as `every_expert` says, since one
+    model is prepared for both (None: where the model can). In float32 it is EXACT, or what two float32 computations may
+    differ by: ROUNDING times the error of the stock model's own float32 pass against float64, if its conditioning
+    explains this error. A larger error has other causes, such as a row that got another expert, and EXACT stays. In
+    float64 it is EXACT, or what rounding may do. A model whose code cannot run in float64 throughout keeps its own
+    casts to float32 and EXACT; its attention is then "sdpa" in float64, as the eager one casts its softmax to float32.
     """
     if dtype not in EXACT:
         every = config if every_expert is False else choose_every_expert(config)
@@ -414,7 +424,7 @@ def _compute_expected_answer(
     units = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
     most_rounding = ROUNDINGS * units * change if change <= MOST_NUDGED else 0.0
     if answer is None:
-        return Expected(exact, max(EXACT[dtype], most_rounding), whole=True)
+        return Expected(exact, max(EXACT[dtype], most_rounding), in_float64=True)
     error = _worst_error(answer, exact)
     near_ties = error > max(EXACT[dtype], most_rounding) and bool(
         getattr(config.get_text_config(), "index_topk", 0)

@@ -30,6 +30,8 @@ class Completion(NamedTuple):
 
 
 class Completions(NamedTuple):
+    """What a model wrote behind each prompt, in order, and what it took."""
+
     rows: list[Completion]
     cost: str  # in words
 
@@ -57,6 +59,7 @@ def complete_prompts(
     copy = StockCopy(model, world)
 
     def complete(stock: PreTrainedModel) -> Completions:
+        """Complete the prompts on the first rank, with the stock copy; between two of them it may be told to stop."""
         if not stock.can_generate():
             raise ModelError(
                 f"{type(stock).__name__} scores documents, and generates nothing; give a language model"
@@ -71,10 +74,9 @@ def complete_prompts(
         layers = f"{copy.staying} of {plural(copy.layers, 'layer')} stayed on the first rank"
         others = "" if copy.staying == copy.layers else ", the others were gathered for each token"
         seconds = seconds_text(time.monotonic() - began)
-        cost = (
-            f"{plural(len(rows), 'completion')} of {tokens} in {seconds}: {bytes_text(copy.gathered)} of weights "
-        )
-        return Completions(rows, f"{cost}were gathered; {layers}{others}")
+        weights = f"{bytes_text(copy.gathered_bytes)} of weights were gathered"
+        done = f"{plural(len(rows), 'completion')} of {tokens} in {seconds}"
+        return Completions(rows, f"{done}: {weights}; {layers}{others}")
 
     return copy.run(complete, "completions")
 
@@ -82,6 +84,9 @@ def complete_prompts(
 def _complete_prompt(
     stock: PreTrainedModel, prompt: Prompt, device: torch.device, settings: CompletionSettings
 ) -> Completion:
+    """Complete one prompt with the stock model, by random numbers from the settings' seed; the
+    generators are restored.
+    """
     began = time.monotonic()
     ids = torch.tensor([prompt.ids], device=device)
     config = _generation_config(stock, prompt, settings)
@@ -97,6 +102,9 @@ def _complete_prompt(
 
 
 def _generation_config(stock: PreTrainedModel, prompt: Prompt, settings: CompletionSettings) -> GenerationConfig:
+    """Return how transformers generates for a prompt: the folder's settings, the prompt's temperature (0: the
+    likeliest).
+    """
     config: Any = deepcopy(stock.generation_config)
     if (settings.folder / GENERATION).is_file():
         config = GenerationConfig.from_pretrained(settings.folder)

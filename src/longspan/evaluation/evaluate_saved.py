@@ -10,66 +10,47 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from longspan.checkpoint.base import check_base_weights_unchanged
-from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
-from longspan.checkpoint.files import checkpoints_root, read_state
-from longspan.checkpoint.storage import read_metadata
+from longspan.checkpoint.files import read_state
 from longspan.comm import World
 from longspan.comm.all_ranks import (
     LogLine,
-    StopSignal,
     is_first_rank,
     run_on_every_rank,
     run_on_first_rank,
-    silence_warnings_of_other_ranks,
 )
+from longspan.comm.received_signals import StopSignal
 from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
-from longspan.corpus.build import corpus_line, documents_with_images
-from longspan.corpus.builder import build_documents
-from longspan.corpus.files import FileSums
-from longspan.corpus.lines import left_out_lines, row_lines
+from longspan.corpus.build_documents import build_documents
+from longspan.corpus.for_model import fit_documents_to_model
+from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
-from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
-from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.corpus.sources.file_sums import FileSums
+from longspan.corpus.token_bytes import token_bytes
+from longspan.corpus.tokenizer import TextTokenizer
+from longspan.data.corpus_documents import Corpus, CorpusDocuments
 from longspan.data.run_order import make_step_order
 from longspan.data.stream import ORDER_OF_SOURCES
-from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
+from longspan.errors import ConfigError, DataError
+from longspan.evaluation.fit_layout import Change, changes_line, fit_evaluation_plans, layout_changes
 from longspan.evaluation.live import evaluate
+from longspan.evaluation.load_saved import CheckedWeights, check_saved_weights, load_saved_model
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
 from longspan.evaluation.reference import open_references
-from longspan.evaluation.request import (
-    Change,
-    EvalRequest,
-    SetResult,
-    Subject,
-    SubjectResult,
-    changes_line,
-    fit_evaluation_plans,
-    layout_changes,
-)
-from longspan.model import load_model
-from longspan.model.load import check_folder_weights
-from longspan.model.multimodal.multimodal_model import are_multimodal
-from longspan.model.weights.hf_folder import read_configuration
-from longspan.model.weights.tokenizer_files import vocabulary_files
+from longspan.evaluation.request import EvalRequest
+from longspan.evaluation.saved_results import SetResult, SubjectResult
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.kept_rows import set_eval_rows_of_training
 from longspan.resolve.partition import set_default_partition
 from longspan.resolve.resolved import choose_degree
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine, set_node_size
-from longspan.train.starts import Starts
-from longspan.train.training import (
-    AnyModel,
-    load_run_model,
-    loss_of_documents,
-    make_model_without_weights,
-    prepare_run_model,
-    read_model_configuration,
-    scale_positions,
-)
+from longspan.train.run_model.load import read_model_configuration
+from longspan.train.run_model.prepare import AnyModel
+from longspan.train.run_model.rope_scaling import scale_positions
+from longspan.train.start.start_times import Starts
+from longspan.train.training import loss_of_documents
 
 Sets = dict[str, CorpusDocuments]  # by name; "" is the name of the documents that a run holds out
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
@@ -105,50 +86,8 @@ def evaluate_saved(
     return tuple(evaluator.evaluate_subject(fit) for fit in fits)  # one model at a time
 
 
-@dataclass(frozen=True)
-class CheckedWeights:
-    """Weights that are there: of this checkpoint (None: of the folder), with this configuration and tokenizer."""
-
-    subject: Subject
-    checkpoint: Path | None
-    configuration: PreTrainedConfig
-    tokenizer: TextTokenizer
-
-
-def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
-    """Find the weights of a subject, their configuration and their tokenizer (or that of `tokenizer`); on all ranks."""
-    weights = subject.weights
-    checkpoint = subject.weights.checkpoint
-    if weights.run_dir is None:
-        run_on_every_rank(world, lambda: check_folder_weights(weights.path), ModelError)
-    elif checkpoint is not None:
-        check_checkpoint(checkpoint, world)
-    else:
-        checkpoint = find_checkpoint(checkpoints_root(weights.run_dir, subject.config.checkpoint.dir), world, log)
-        if checkpoint is None:
-            raise CheckpointError(
-                f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
-            )
-    run_on_first_rank(world, lambda: check_base_weights_unchanged(subject.folder, subject.config), ModelError)
-    configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
-    loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
-    return CheckedWeights(subject, checkpoint, configuration, loaded)
-
-
-def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:
-    folder = Path(tokenizer_folder) if tokenizer_folder else subject.folder
-    if not vocabulary_files(folder):
-        raise DataError(
-            f"no tokenizer.json in {folder}; name the folder of the model's tokenizer with --tokenizer, or put its "
-            "files there"
-        )
-    tokenizer = load_tokenizer(folder).set_parsing(subject.config.data.parse_special_tokens)
-    rows = configuration.get_text_config().vocab_size
-    check_vocabulary(tokenizer.own_size, rows, tokenizer=str(folder), model=str(subject.weights.path))
-    return tokenizer
-
-
 def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
+    """Raise ConfigError for two models whose tokenizers differ: losses of other tokens cannot be compared."""
     ids = {(x.tokenizer.digest, tuple(x.tokenizer.opening), tuple(x.tokenizer.closing)) for x in checked}
     if len(ids) > 1:
         first, other = (weights.subject.folder for weights in checked)
@@ -159,6 +98,7 @@ def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
 
 
 def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
+    """Return the documents that the weights' run holds out. Raises ConfigError or DataError where there are none."""
     subject = checked.subject
     run_dir = checked.subject.weights.run_dir
     config = checked.subject.config
@@ -181,7 +121,12 @@ def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
 
 
 def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
-    """The first rank builds corpora, as the first subject's run but for flags; all map them, then their folder goes."""
+    """Build the sets of texts that are named on the command line, tokenized as by the first subject's run but for
+    flags.
+
+    The first rank builds corpora in a folder of its own, all ranks map them, then the folder goes. Entered by all
+    ranks.
+    """
     config = request.subjects[0].config
     longest = request.max_document_tokens
     longest = config.data.max_document_tokens if longest == NOT_GIVEN else longest
@@ -194,6 +139,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
                 _build_corpus(settings, tokenizer, Path(folder, str(index)), log)
 
         def open_corpora() -> Sets:
+            """Map the corpora that the first rank built. Raises DataError on a host that does not see their folder."""
             try:
                 corpora = {name: Corpus(Path(root, str(i), "corpus")) for i, (name, _) in enumerate(request.paths)}
             except DataError as error:
@@ -209,6 +155,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
 
 
 def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    """Build the corpus of one set in a new folder; errors name the flags in place of keys."""
     try:
         folder.mkdir()
         files = settings.find_source_files(folder)
@@ -223,46 +170,12 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
         log(line)
 
 
-def load_saved_model(
-    checked: CheckedWeights,
-    config: RunConfig,
-    configuration: PreTrainedConfig,
-    world: World,
-    *,
-    images: bool = False,
-) -> tuple[AnyModel, int]:
-    """Load the prepared model with the weights; returns the model, and the steps that trained it (0 for a folder)."""
-    checkpoint = checked.checkpoint
-    if checkpoint is None:
-        load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=True)
-        with silence_warnings_of_other_ranks(world):
-            model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
-        return prepare_run_model(config, world, model, training=False, images=images), 0
-
-    def has_encoders() -> bool:
-        names = [name for name in read_metadata(checkpoint).state_dict_metadata if name.startswith("model.")]
-        weights = [name.removeprefix("model.") for name in names]
-        encoders = are_multimodal(weights) or any(name.startswith("encoders.") for name in weights)
-        if images and not encoders:
-            raise CheckpointError(
-                f"the documents have images, and checkpoint {checkpoint} is of a language model alone, trained without "
-                "any; evaluate it on text, or its base model's folder on these documents"
-            )
-        return encoders
-
-    encoders = run_on_first_rank(world, has_encoders, CheckpointError)
-    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
-    adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
-    load = load_run_model if adapts else make_model_without_weights
-    model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=encoders), ModelError)
-    prepared = prepare_run_model(config, world, model, training=False, images=encoders)
-    if not adapts or config.lora.rank:  # without its adapter a model is the base model, which `prepare` has read
-        load_checkpoint(checkpoint, prepared, None, world)
-    return prepared, int(state["step"])
-
-
 @dataclass(frozen=True)
-class _Fit:
+class _FittedSubject:
+    """Checked weights with all that decides their evaluation: sets with their images, and what was
+    fitted to the ranks.
+    """
+
     checked: CheckedWeights
     sets: Sets
     config: RunConfig
@@ -270,7 +183,14 @@ class _Fit:
     changes: tuple[Change, ...]
 
 
-def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, world: World, log: LogLine) -> _Fit:
+def _fit_subject(
+    request: EvalRequest, checked: CheckedWeights, *, sets: Sets, world: World, log: LogLine
+) -> _FittedSubject:
+    """Fit a subject's positions and plans to these ranks and to the longest document of the sets; the same on every
+    rank.
+
+    Raises ConfigError or PlanError for a document that does not fit.
+    """
     longest, origin = max(
         (length, documents.origins[i]) for documents in sets.values() for i, length in enumerate(documents.lengths)
     )
@@ -284,7 +204,7 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
         model = replace(model, rope_scaling="")
     configuration = scale_positions(configuration, model, longest, origin, log, cut_by="--max-document-tokens")
     if folder := checked.tokenizer.folder:
-        sets = {name: documents_with_images(documents, configuration, folder) for name, documents in sets.items()}
+        sets = {name: fit_documents_to_model(documents, configuration, folder) for name, documents in sets.items()}
     # Plans of both subjects follow the first one's keys; a run's training has chosen rows where its limit is "auto".
     first = request.subjects[0]
     heads = query_heads(configuration)
@@ -297,11 +217,15 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     is_cap_fixed = "evaluation.max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
     for at_degree in _list_choices(choice, request.degrees, 0 if is_cap_fixed else longest):
         at_degree.check_longest_document(longest, world.home, f"the longest document ({longest} tokens)")
-    return _Fit(checked, sets, config, configuration, (*request.home_changes, *layout_changes(usual, config)))
+    return _FittedSubject(
+        checked, sets, config, configuration, (*request.home_changes, *layout_changes(usual, config))
+    )
 
 
 @dataclass(frozen=True)
 class _Evaluator:
+    """What evaluations of all subjects share; `degrees` are compared, () takes the configuration's."""
+
     degrees: tuple[int, ...]
     world: World
     metrics: dict[str, Metric]
@@ -309,7 +233,10 @@ class _Evaluator:
     log: LogLine
     progress: Progress
 
-    def evaluate_subject(self, fit: _Fit) -> SubjectResult:
+    def evaluate_subject(self, fit: _FittedSubject) -> SubjectResult:
+        """Load a subject's model and evaluate it on all sets; entered by all ranks. The model goes when
+        this returns.
+        """
         images = any(getattr(documents, "items", ()) for documents in fit.sets.values())
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
@@ -327,8 +254,11 @@ class _Evaluator:
         return SubjectResult(fit.checked.subject.weights, fit.config, sets, fit.changes)
 
     def _evaluate_sets(
-        self, fit: _Fit, model: AnyModel, step: int, cost: Cost, stop: StopSignal
+        self, fit: _FittedSubject, model: AnyModel, step: int, cost: Cost, stop: StopSignal
     ) -> Iterator[SetResult]:
+        """Yield the result of each set at each degree; a degree that is open is chosen for each set, by
+        the first rank.
+        """
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         weights = fit.checked.subject.weights.title.rpartition("/")[2]
         for name, documents in fit.sets.items():
@@ -364,4 +294,7 @@ class _Evaluator:
 
 
 def _list_choices(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:
+    """Return the plans' choice at each degree, with room for a document of `longest` tokens (0: as it
+    is); or as it is.
+    """
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]

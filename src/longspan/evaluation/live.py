@@ -1,14 +1,12 @@
 """Evaluation of the weights as they are, at any degree: the passes of training with another plan and no backward.
 
-Each document counts once, whatever the degree. Nothing is rebound: the degree is in the plan. The plan runs in portions
-of micro-batches, between which ranks agree whether to go on: so an evaluation can be stopped, and a rank reads only a
-portion's rows of a large set at a time.
+Each document counts once, whatever the degree. Nothing is rebound: the degree is in the plan, which runs in
+portions (`portions.py`).
 """
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,93 +14,28 @@ import numpy as np
 import torch
 from torch import nn
 
-from longspan.comm import World, raise_first_error
-from longspan.comm.device_memory import measure_added_peak, unused_bytes
+from longspan.comm import World
+from longspan.comm.device import measure_added_peak
 from longspan.data.scored_document import LABEL
-from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
-from longspan.evaluation.metrics import (
-    EvaluationOptions,
-    Mean,
-    RowSums,
-    Totals,
-    with_sums_of_sets,
-)
+from longspan.errors import EvaluationError, PlanError
+from longspan.evaluation.metrics import EvaluationOptions, Mean, with_sums_of_sets
+from longspan.evaluation.portions import Portions
 from longspan.evaluation.result import Evaluation
-from longspan.model.kinds import find_float8_weight, has_weights_on_host, keep_float8_weights, packed_weight
-from longspan.model.layers import score_columns
+from longspan.evaluation.row_sums import Totals
+from longspan.model.kinds import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import (
-    fsdp_modules,
-    leave_out_idle_hooks,
-    reduction_groups,
-    reshard,
-    reshards_after_forward,
-)
-from longspan.plan import MicroBatch, Plan
+from longspan.plan import Plan
 from longspan.resolve.choice import PlannerConfig
 from longspan.train.families import cached_plan, share_where_faster
-from longspan.train.passes import Passes, run_passes
-from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
+from longspan.train.rows.read_rows import bring_gathered_rows
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
-from longspan.train.terms.step_terms import encoder_terms
 
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
-    from longspan.train.terms.token_loss import LossFunction
-
-
-@contextmanager
-def gather_once(model: nn.Module) -> Iterator[None]:
-    """Gather parameters once for forward passes inside, without backward passes; all ranks enter it together.
-
-    A layer is gathered when it is first called, while the device computes the layer before, and freed at the end, also
-    after an error. Copies of weights in float8 stay as long.
-    """
-    modules = fsdp_modules(model)
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-    try:
-        with keep_float8_weights(model), leave_out_idle_hooks(model):
-            yield
-    finally:
-        for module in modules:
-            # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
-            module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
-        reshard(model)
-
-
-def gathered_bytes(model: nn.Module) -> int:
-    """Count the bytes on this rank of all parameters that `gather_once` holds; 0 where others sharded the model, or
-    where weights wait on the host."""
-    modules = fsdp_modules(model)
-    if has_weights_on_host(model) or any(reshards_after_forward(module) is None for module in modules):
-        return 0
-    sizes = (
-        parameter._sharded_param_data.numel()
-        * group.mesh_info.shard_mesh_size
-        * _bytes_per_element(group, parameter)
-        for group in reduction_groups(modules)
-        for parameter in group.fsdp_params
-    )
-    return int(sum(sizes))
-
-
-def _bytes_per_element(group: Any, parameter: Any) -> float:
-    """Bytes that passes hold for each element: gathered, and one more for a float8 copy."""
-    owner = parameter._module_info
-    policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
-    dtype = policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
-    has_copy = find_float8_weight(owner.module, owner.param_name) is not None
-    if (packed := packed_weight(owner.module, owner.param_name)) is not None:
-        return packed.columns / packed.row_bytes * (packed.dtype.itemsize + has_copy)
-    return dtype.itemsize + has_copy
 
 
 _NOWHERE = np.arange(0)  # of a document's positions: its values are there by name
-PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
-SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones
-GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters may take until an evaluation ends
 
 
 def evaluate(
@@ -126,7 +59,7 @@ def evaluate(
     """
     started = time.perf_counter()
     options = options or EvaluationOptions()
-    inputs = _checked_step_inputs(model, documents, choice, world, share_prefixes=options.share_prefixes)
+    inputs = _plan_and_check(model, documents, choice, world, share_prefixes=options.share_prefixes)
     inputs = bring_gathered_rows(inputs, 0)
     if options.loss is not None and score_columns(inputs.language_model) > 1:
         raise EvaluationError(
@@ -160,9 +93,13 @@ def evaluate(
     )
 
 
-def _checked_step_inputs(
+def _plan_and_check(
     model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World, *, share_prefixes: bool
 ) -> StepInputs:
+    """Plan documents by `choice`, if it is no plan, and return what the passes run over, checked.
+
+    With `share_prefixes` documents that begin alike may be planned, and read, with common prefixes apart.
+    """
     if isinstance(choice, Plan):
         return check_step_arguments(model, choice, documents, world, backward=False)
     language_model = model
@@ -173,20 +110,23 @@ def _checked_step_inputs(
     if lengths is None:
         lengths = [len(documents[d]) for d in range(len(documents))]
     documents = StepDocuments(model, documents, tuple(map(int, lengths)))
-    choice = _choice_for_evaluation(choice, language_model, documents)
-    read: Any = documents
+    choice = _forward_choice(choice, language_model, documents)
+    documents_to_read: Any = documents
     if share_prefixes and documents.items is None and isinstance(documents.documents, Sequence):
         shared, plan = share_where_faster(
             language_model, documents.documents, documents.lengths, choice, world, training=False
         )
-        read = documents if plan.parents is None else shared
+        documents_to_read = documents if plan.parents is None else shared
     else:
         plan = cached_plan(choice, documents.lengths, world.home)
-    return check_step_arguments(model, plan, read, world, backward=False)
+    return check_step_arguments(model, plan, documents_to_read, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """Every metric is a mean: a sum and what divides it. The caller sets degree, seconds and bytes."""
+    """Return the result of an evaluation from its sums; every metric is a mean: a sum and what divides it.
+
+    The caller sets degree, seconds and bytes.
+    """
     plan = inputs.plan
     whole = [*plan.whole_documents]
     lengths = [plan.path_lengths[document] for document in whole]
@@ -247,8 +187,8 @@ def _result_of_sets(
     count = len(loss.columns) + len(loss.also)
     sums = totals.document_metrics[:count, 0].T
     sets = loss.check_sets(inputs.plan)
-    given = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
-    total, _ = sum_set_losses(loss.function, sets, given)
+    numbers = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
+    total, _ = sum_set_losses(loss.function, sets, numbers)
     tokens = _make_result(inputs, totals, replace(options, loss=None))  # cross entropies, which are not told
     figures = {} if loss.figures is None else loss.figures(sums)
     own_metrics = {name: mean for name, mean in tokens.metrics.items() if name in options.metrics}
@@ -264,7 +204,10 @@ def _result_of_sets(
 
 
 def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[Totals, Mean]:
-    """Return totals, of documents' scores, as those of the sets of documents, each of which has its set's loss."""
+    """Return totals, of documents' scores, as those of the sets of documents, and the mean loss of sets.
+
+    Each document has its set's loss; a set is a hit if its first document has the highest score.
+    """
     sets = loss.check_sets(plan)
     losses = np.zeros_like(totals.documents)
     hits = 0
@@ -277,10 +220,8 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
     return totals._replace(documents=losses, hits=hits, rows=len(sets)), Mean(math.fsum(values), len(sets))
 
 
-# ---- the plan of an evaluation, priced for forward passes only
-
-
-def _choice_for_evaluation(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
+def _forward_choice(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
+    """Return the choice priced for forward passes, with the rows that the model takes and the documents' targets."""
     multiple = call_rules(model).row_multiple
     options = choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
@@ -288,115 +229,3 @@ def _choice_for_evaluation(choice: PlannerConfig, model: nn.Module, documents: S
     return replace(
         choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
     )
-
-
-# ---- portions
-
-
-def _score_loss(model: nn.Module, loss: "DocumentLoss | None") -> "LossFunction | None":
-    if not score_columns(model):
-        return None
-    if loss is not None:  # of the sums of scores
-        return lambda scores, at: scores * at[WEIGHTS]
-    from longspan.train.terms.scores import configured_loss
-
-    return configured_loss(model)
-
-
-class Portions:
-    """Runs one evaluation a portion of its micro-batches at a time."""
-
-    def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
-        self.inputs: StepInputs = inputs
-        self.options: EvaluationOptions = options
-        self.started: float = started
-        self.plan: Plan = inputs.plan
-        self.world: World = inputs.world
-        self.items = inputs.documents.items
-        self.sums: RowSums = RowSums(
-            self.plan.path_lengths, options, self.world, _score_loss(inputs.language_model, options.loss)
-        )
-        self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
-        self.long = self.any_long = False  # whether the last portion took long, here and on any rank
-        self.gathered = 0  # bytes of parameters that stay gathered until the end
-        kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
-        self.terms = encoder_terms(inputs)
-        self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure, keywords=kernel)
-
-    def evaluate_all(self) -> Totals:
-        """Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later."""
-        # One micro-batch where something may end it early; a pipeline, which each portion fills, begins large.
-        size = 1 if self.options.stopped is not None and self.world.home.pp == 1 else self.largest
-        done = 0
-        count = len(self.plan.micro_batches)
-        with ExitStack() as stack:
-            while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
-                portion = self.plan.micro_batches[done : done + size]
-                batches = self._read_agreed_batches(portion, done)
-                if self.gathered and not done:
-                    stack.enter_context(gather_once(self.inputs.language_model))
-                started = time.perf_counter()
-                run_passes(self.passes, batches)
-                self.sums.collect_measured_sums()
-                self.long: bool = time.perf_counter() - started >= SHORT_SECONDS
-                size = size if self.any_long else min(2 * size, self.largest)
-                done += max(len(portion), 1)
-                if self.options.progress is not None:
-                    self.options.progress(min(done, count), count)
-        totals = self.sums.sum_over_ranks()
-        if totals.failures:
-            raise_first_error(self.world, self.sums.error)
-        return totals
-
-    def _read_agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
-        batches = list[LocalBatch]()
-        error = self._end_reason(done)
-        try:
-            if error is None:
-                batches = read_micro_batches(self.inputs, portion)
-                for term in self.terms:
-                    term.read_portion(portion)
-        except PlanError as failure:  # items that fit no slot of their encoder
-            error = failure
-        except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
-            error = reading_error(failure, self.world)
-        if self._agree_on_end(error is not None, first=not done):
-            raise_first_error(self.world, error)
-        if not done:
-            self.passes: Passes = replace(self.passes, frees_parameters=not self.gathered)
-            self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
-        return batches
-
-    def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
-        """The first portion compares items and plan and agrees on gathering; later ones, whether the last took long."""
-        if first:
-            if self.items is not None:
-                self.world.control.compare_digests(self.items.digest(), what="lists of items")
-            room = self._gathering_bytes()
-            any_ended, no_room = self.world.control.compare_digests(self.plan.digest(), ended, not room)
-            self.gathered: int = 0 if no_room else room
-            return any_ended
-        self.any_long: bool
-        any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
-        return any_ended
-
-    def _gathering_bytes(self) -> int:
-        world = self.world
-        plan = self.plan
-        if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
-            return 0
-        room = int(unused_bytes(world.device, len(world.home.ranks)) * GATHERED_SHARE)
-        size = gathered_bytes(self.inputs.language_model)
-        return size if size <= room else 0
-
-    def _end_reason(self, done: int) -> LongspanError | None:
-        options = self.options
-        if options.stopped is not None and (reason := options.stopped()):
-            seconds = time.perf_counter() - self.started
-            count = plural(len(self.plan.micro_batches), "micro-batch", "es")
-            name = f" of {options.name}" if options.name else ""
-            return EvaluationStopped(
-                f"the evaluation{name} after step {options.step} was stopped after {done:,} of {count} "
-                f"({seconds:.1f} s): {reason}; nothing of it is recorded, and the model is as it was"
-            )
-        return self.sums.error

@@ -4,7 +4,6 @@ A metric is a function of such rows to (sum, count). A mean over ranks' or micro
 documents are dealt out; sums and counts do not.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,14 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm import World
-from longspan.data.scored_document import LABEL
-from longspan.errors import ConfigError, EvaluationError, LongspanError, import_object, plural
-from longspan.layout import Floats, Integers
+from longspan.errors import ConfigError, EvaluationError, import_object, plural
 from longspan.plain_text import short_text
-from longspan.train.loss import cut_into_chunks, row_scores, rows_per_chunk, target_log_probs
-from longspan.train.read_rows import WEIGHTS, LocalBatch, target_rows
-from longspan.train.terms.token_loss import BatchTargets, LossFunction, distribution_values
+from longspan.train.log_probs import distribution_values
+from longspan.train.rows.read_rows import WEIGHTS
 
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
@@ -67,23 +62,14 @@ class Mean:
         return self.sum / self.count if self.count else None
 
 
-class Bucket(NamedTuple):
-    """The loss of rows at positions `first` to `last`, or of documents of `first` to `last` tokens."""
-
-    first: int
-    last: int
-    loss: Mean
-    documents: int
-
-
-def check_sum_and_count(name: str, result: Any) -> tuple[Any, Any]:
-    """Return the result of a metric, a pair (sum, count). Raises EvaluationError for any other result."""
-    if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
-        return result
-    if isinstance(result, Tensor):
-        text = f"a tensor of shape {tuple(result.shape)}"
+def check_sum_and_count(name: str, answer: Any) -> tuple[Any, Any]:
+    """Return the answer of a metric, a pair (sum, count). Raises EvaluationError for any other answer."""
+    if isinstance(answer, tuple) and len(answer) == 2 and all(map(_is_number, answer)):
+        return answer
+    if isinstance(answer, Tensor):
+        text = f"a tensor of shape {tuple(answer.shape)}"
     else:
-        text = f"{type(result).__name__} {short_text(result)}"
+        text = f"{type(answer).__name__} {short_text(answer)}"
     raise EvaluationError(
         f"the metric {name!r} gave {text}; return (sum, count) over the rows, two numbers or tensors without "
         "dimensions: a value without its count cannot be added up over micro-batches and ranks"
@@ -97,19 +83,20 @@ def check_metric_names(names: Iterable[str]) -> None:
             raise EvaluationError(f"a metric is called {name!r}, which every evaluation has; give it another name")
 
 
-def check_columns(name: str, result: Any, rows: int) -> Tensor:
+def check_columns(name: str, answer: Any, rows: int) -> Tensor:
     """Return values and counts of n rows as one float64 tensor (2, n), 0 where nothing counts; or EvaluationError."""
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if is_pair and all(isinstance(x, Tensor) and x.shape == (rows,) for x in result):
-        values, counts = (column.double() for column in result)
+    is_pair = isinstance(answer, tuple) and len(answer) == 2
+    if is_pair and all(isinstance(x, Tensor) and x.shape == (rows,) for x in answer):
+        values, counts = (column.double() for column in answer)
         return torch.stack([values.where(counts != 0, 0.0), counts])
     raise EvaluationError(
-        f"the metric of documents {name!r} gave {short_text(result)} for {plural(rows, 'row')}; return "
+        f"the metric of documents {name!r} gave {short_text(answer)} for {plural(rows, 'row')}; return "
         f"(values, counts), two tensors of shape ({rows},); a row that does not count has the count 0"
     )
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a real number, or a tensor of one without dimensions."""
     return (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()) or isinstance(value, Real)
 
 
@@ -138,8 +125,6 @@ class EvaluationOptions:
     """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
     share_prefixes: bool = True
     """Compute prefixes that documents share once (docs/shared-prefixes.md), where that is exact and faster."""
-    attention_kernel: str | None = None
-    """Attention kernel; None: as the model was prepared."""
     stopped: Callable[[], str] | None = None
     """Asked on every rank before each portion of micro-batches: why to stop, in words; "" to go on."""
     progress: Callable[[int, int], None] | None = None
@@ -181,6 +166,9 @@ def with_sums_of_sets(options: EvaluationOptions) -> EvaluationOptions:
     assert loss is not None
 
     def sum_column(name: str, rows: TargetTokens) -> tuple[Tensor, Tensor]:
+        """Return what rows add to one sum, with a count of 1 each: log-probabilities times a weight, or a number of
+        `also`.
+        """
         ones = torch.ones_like(rows.losses)
         if name in loss.also:
             numbers = distribution_values(rows.logits, rows.targets, (name,))[0]
@@ -190,200 +178,3 @@ def with_sums_of_sets(options: EvaluationOptions) -> EvaluationOptions:
     names = (*loss.columns, *loss.also)
     sums = {f"{_SUM_OF_SETS}{i}": partial(sum_column, name) for i, name in enumerate(names)}
     return replace(options, document_metrics={**sums, **options.document_metrics})
-
-
-FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
-
-
-class _MeasuredRows(NamedTuple):
-    """Rows of a micro-batch that have a target: documents and positions (n,) on the host, the others on the device."""
-
-    documents: Integers
-    positions: Integers
-    losses: list[Tensor]
-    hits: list[Tensor]
-    columns: list[Tensor]  # (2 M, n) values and counts of metrics of documents
-
-
-class RowSums:
-    """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step."""
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        options: EvaluationOptions,
-        world: World,
-        score_loss: LossFunction | None,
-    ) -> None:
-        """`score_loss` is the loss of a model whose rows have scores."""
-        # of a user's metric: the passes go on, so that no rank leaves the others in a collective
-        self.error: EvaluationError | None = None
-        self._options = options
-        self._world = world
-        self._score_loss = score_loss
-        self._edges = bucket_edges(max(lengths, default=1))
-        self._measured_rows: list[_MeasuredRows] = []
-        self._losses: Floats = np.zeros(len(lengths))  # of each document
-        self._positions: Floats = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
-        self._bytes = self._hits = self._rows = 0  # of targets: bytes of text, right predictions, number
-        self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=world.device)
-        self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
-
-    def measure(self, batch: LocalBatch, hidden: Tensor, head: Any) -> Tensor:
-        """Sum the losses of a micro-batch's hidden states (T, D), from which `head` makes logits."""
-        targets = BatchTargets(batch, hidden.device)
-        count = len(targets.documents)
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        if not count:
-            head(hidden[:1])  # its parameters are gathered by all slots together
-            return total
-        measured = _MeasuredRows(targets.documents, targets.path_positions, [], [], [])
-        size = self._options.loss_chunk_rows or rows_per_chunk(
-            getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
-        )
-        for part in cut_into_chunks(count, size):
-            chunk = self._measure_rows(targets, part, head(hidden.index_select(0, targets.targets.rows[part])))
-            measured.losses.append(chunk.losses)
-            measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
-            measured.columns.append(self._add_metrics(chunk))
-            total += chunk.losses.sum()
-        self._measured_rows.append(measured)
-        self._rows += count
-        if (token_bytes := self._options.token_bytes) is not None:
-            self._bytes += int(token_bytes[batch.labels[target_rows(batch)]].sum())
-        return total
-
-    def _measure_rows(self, targets: BatchTargets, part: slice, logits: Tensor) -> TargetTokens:
-        """Return some rows with their losses; of a model of scores the targets are the labels of rows as classes.
-
-        Both are 0 after an error of labels.
-        """
-        if self._score_loss is None:
-            at = targets.loss_rows(part, torch.float64)
-            losses = -target_log_probs(logits, at.target).double() * at[WEIGHTS]
-            return TargetTokens(at.document, at.position, at.target, losses, logits, at.values)
-        scores = row_scores(logits, logits)[0]
-        at = targets.loss_rows(part, scores.dtype)
-        losses = logits.new_zeros(len(logits), dtype=torch.float64)
-        classes = torch.zeros_like(at.target)
-        if self.error is None:
-            try:
-                losses = self._score_loss(scores, at).double()
-                classes = at.values[LABEL].long() if LABEL in at.values else classes
-            except LongspanError as error:
-                self.error = EvaluationError(f"the loss failed on rank {self._world.rank}: {error}")
-        return TargetTokens(at.document, at.position, classes, losses, logits, at.values)
-
-    def _add_metrics(self, rows: TargetTokens) -> Tensor:
-        """Add metrics of rows to their sums; return columns (2 M, n) of metrics of documents, 0 after an error."""
-        count = len(rows.losses)
-        metrics = self._options.document_metrics
-        columns = rows.losses.new_zeros(len(metrics), 2, count)
-        name = ""
-        if self.error is not None:
-            return columns.flatten(0, 1)
-        try:
-            for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
-                for i, value in enumerate(check_sum_and_count(name, metric(rows))):
-                    sums[i] += value
-            for column, (name, metric) in zip(columns, metrics.items(), strict=True):
-                column.copy_(check_columns(name, metric(rows), count))
-        except EvaluationError as error:
-            self.error = error
-        except Exception as error:  # of the user's function
-            self.error = EvaluationError(
-                f"the metric {name!r} failed on rank {self._world.rank}: {type(error).__name__}: {error}"
-            )
-            self.error.__cause__ = error
-        return columns.flatten(0, 1)
-
-    def collect_measured_sums(self) -> None:
-        """Bring what was measured to the host and add it up there, in the order in which it was measured."""
-        for measured in self._measured_rows:
-            losses = torch.cat(measured.losses).cpu().numpy()
-            self._hits += int(torch.cat(measured.hits).sum())
-            np.add.at(self._losses, measured.documents, losses)
-            columns = torch.cat(measured.columns, -1).cpu().numpy()
-            for sums, column in zip(self._document_metrics.reshape(-1, len(self._losses)), columns, strict=True):
-                np.add.at(sums, measured.documents, column)
-            bucket = np.searchsorted(self._edges, measured.positions, side="right") - 1
-            np.add.at(self._positions[0], bucket, losses)
-            self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
-        self._measured_rows.clear()
-
-    def sum_over_ranks(self) -> "Totals":
-        """Sum over all ranks; every rank gets the sums, and learns whether a metric failed on one."""
-        world = self._world
-        counts_here = world.coordinates.tp == 0  # all tensor-parallel ranks of a slot have the same sums
-        numbers = [float(self._rows), float(self._hits), float(self._bytes)]
-        metrics = self._metrics.cpu().numpy()
-        document_metrics = self._document_metrics
-        parts = [
-            self._losses,
-            self._positions.ravel(),
-            metrics.ravel(),
-            document_metrics.ravel(),
-            np.array(numbers),
-        ]
-        flat = np.concatenate([*(part * counts_here for part in parts), [float(self.error is not None)]])
-        flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")
-        documents, positions, metrics, document_metrics, numbers, failures = np.split(
-            flat, np.cumsum([part.size for part in parts])
-        )
-        return Totals(
-            documents=documents,
-            positions=positions.reshape(2, -1),
-            edges=self._edges,
-            metrics=metrics.reshape(-1, 2),
-            document_metrics=document_metrics.reshape(self._document_metrics.shape),
-            rows=int(numbers[0]),
-            hits=int(numbers[1]),
-            bytes=int(numbers[2]),
-            failures=int(failures[0]),
-        )
-
-
-class Totals(NamedTuple):
-    """Sums over all ranks: losses of documents (D,), losses and rows of buckets of positions (2, B), metrics (M, 2),
-    and metrics of documents (M, 2, D)."""
-
-    documents: Floats
-    positions: Floats
-    edges: Integers
-    metrics: Floats
-    document_metrics: Floats
-    rows: int
-    hits: int
-    bytes: int
-    failures: int
-
-    def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
-        """Return losses by bucket of positions; `documents` of a bucket have a target in it or behind it."""
-        targets = np.asarray(lengths) - 1  # of each document: the rows at positions 0 to targets - 1 predict them
-        documents_reaching = [int((targets > edge).sum()) for edge in self.edges.tolist()]
-        loss, rows = self.positions
-        return _make_buckets(
-            self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], documents_reaching
-        )
-
-    def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
-        bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
-        size = len(self.edges)
-        losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
-        rows = np.bincount(bucket, weights=np.asarray(targets), minlength=size).tolist()
-        counts = np.bincount(bucket, minlength=size).tolist()
-        return _make_buckets(self.edges, [Mean(*pair) for pair in zip(losses, rows, strict=True)], counts)
-
-
-def bucket_edges(longest: int) -> Integers:
-    """Return where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
-    doublings = max(0, math.ceil(math.log2(max(longest, 1) / FIRST_EDGE)) + 1)
-    return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
-
-
-def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
-    """The last bucket ends at twice its start, or at FIRST_EDGE if it is the only one."""
-    starts = edges.tolist()
-    lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
-    buckets = (Bucket(*values) for values in zip(starts, lasts, losses, documents, strict=True))
-    return tuple(bucket for bucket in buckets if bucket.documents)

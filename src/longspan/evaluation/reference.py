@@ -18,9 +18,9 @@ import numpy as np
 from longspan.checkpoint.base import weights_fingerprint
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
-from longspan.config.defaults import compute_dtype_name
+from longspan.config.dtypes import compute_dtype_name
 from longspan.config.sections import RunConfig
-from longspan.data.documents import CorpusDocuments
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.errors import DataError, ModelError, plural
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
@@ -29,24 +29,27 @@ from longspan.layout import Floats
 from longspan.model import disable_adapter
 from longspan.plain_text import seconds_text
 from longspan.resolve.choice import PlannerConfig
-from longspan.train.training import AnyModel
+from longspan.train.run_model.prepare import AnyModel
 
 _STEPS = 16  # whose tokens are evaluated at a time
 _NEWS_SECONDS = 30.0
 
 
 def open_references(documents: Sequence[CorpusDocuments], config: RunConfig, world: World) -> bool:
-    """Give each corpus what is kept of its documents, NaN elsewhere; returns whether all of `documents` have it."""
-    key = run_on_first_rank(world, partial(_model_key, config, world.device.type), ModelError)
+    """Give each corpus what is kept of its documents, NaN elsewhere; return whether all of `documents` have it.
+
+    Sets `corpus.reference` (documents of the corpus,), the same on every rank, which all enter. Nothing is computed.
+    """
+    key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
 
     def read_files() -> list[Floats]:
-        files = [(_reference_file(some, key), len(some.corpus)) for some in documents]
+        files = [(_reference_file(selection, key), len(selection.corpus)) for selection in documents]
         return [np.load(file) if file.is_file() else np.full(count, np.nan) for file, count in files]
 
     # read once: another run may write meanwhile
-    for some, values in zip(documents, run_on_first_rank(world, read_files, DataError), strict=True):
-        some.corpus.reference = values
-    return not any(_ids_without_reference(some) for some in documents)
+    for selection, values in zip(documents, run_on_first_rank(world, read_files, DataError), strict=True):
+        selection.corpus.reference = values
+    return not any(_ids_without_reference(selection) for selection in documents)
 
 
 def compute_references(
@@ -58,16 +61,17 @@ def compute_references(
     log: LogLine,
     stopped: Callable[[], str] | None,
 ) -> None:
-    """Compute what the documents lack, and keep it; all ranks call it together, with the weights of the reference.
+    """Compute what the documents lack with the reference's weights, into `corpus.reference`, and keep it in files.
 
-    Raises EvaluationStopped for a signal; what was computed before is kept.
+    All ranks call it together, after `open_references`. Raises EvaluationStopped for a signal; what was computed before
+    is kept.
     """
-    key = run_on_first_rank(world, partial(_model_key, config, world.device.type), ModelError)
+    key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
     options = EvaluationOptions(name="the reference model", stopped=stopped)
     with disable_adapter(model) if config.lora.rank else nullcontext():
-        for some in documents:
-            corpus = some.corpus
-            missing = _ids_without_reference(some)
+        for selection in documents:
+            corpus = selection.corpus
+            missing = _ids_without_reference(selection)
             ends = np.cumsum(corpus.lengths[missing], dtype=np.int64)
             done = 0
             started = last_news = time.monotonic()
@@ -78,27 +82,30 @@ def compute_references(
                 assert corpus.reference is not None
                 corpus.reference[missing[done:stop]] = [-loss.sum for loss in result.document_losses]
                 done = stop
-                save = partial(_save_array, _reference_file(some, key), corpus.reference)
+                save = partial(_save_array, _reference_file(selection, key), corpus.reference)
                 run_on_first_rank(world, save, DataError)
                 now = time.monotonic()
                 if done == len(missing) or now - last_news > _NEWS_SECONDS:
                     last_news = now
                     left = (now - started) * (int(ends[-1]) / int(ends[done - 1]) - 1)
-                    rest = f"{seconds_text(left)} left" if left else f"kept in {corpus.documents_folder}"
+                    outlook = f"{seconds_text(left)} left" if left else f"kept in {corpus.documents_folder}"
                     log(
                         f"reference model: log-probabilities of {done:,} of {plural(len(missing), 'document')} in "
-                        f"{now - started:.1f} s, {rest}"
+                        f"{now - started:.1f} s, {outlook}"
                     )
 
 
 def _ids_without_reference(documents: CorpusDocuments) -> list[int]:
+    """Return the ids, ascending, of documents whose log-probability is not there."""
     assert documents.corpus.reference is not None
     ids = np.unique(np.array(documents.ids, dtype=np.int64))
     return ids[np.isnan(documents.corpus.reference[ids])].tolist()
 
 
-def _model_key(config: RunConfig, device: str) -> str:
-    """Sum what decides the log-probabilities of a corpus beside its tokens."""
+def _reference_digest(config: RunConfig, device: str) -> str:
+    """Return a digest of all that decides the log-probabilities of a corpus beside its tokens: weights
+    and arithmetic.
+    """
     model = config.model
     weights = (
         weights_fingerprint(Path(model.path))
@@ -111,10 +118,14 @@ def _model_key(config: RunConfig, device: str) -> str:
 
 
 def _reference_file(documents: CorpusDocuments, key: str) -> Path:
+    """Return the file of a corpus' log-probabilities by the reference of this digest."""
     return documents.corpus.documents_folder / f"reference-{key}.npy"
 
 
 def _save_array(file: Path, values: Floats) -> None:
+    """Write the values of documents, so that the file is whole at any time; values that another run wrote meanwhile
+    stay.
+    """
     partial_file = file.with_name(f"{file.stem}.partial-{uuid.uuid4().hex[:8]}.npy")
     with name_file_in_errors(file):
         if file.is_file():  # of another run, or set, over the same documents

@@ -12,7 +12,8 @@ HELD_OUT = "held out"  # how tables name the documents of a run that have no nam
 SAME = 1e-6  # relative difference up to which losses at two degrees are called equal
 
 if TYPE_CHECKING:
-    from longspan.evaluation.metrics import Bucket, Mean
+    from longspan.evaluation.metrics import Mean
+    from longspan.evaluation.row_sums import Bucket
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
+        """e to the loss; infinity where that is too large."""
         try:
             return math.exp(self.loss)
         except OverflowError:

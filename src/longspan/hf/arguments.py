@@ -25,6 +25,7 @@ _SECTIONS = {  # of the configuration; other keys are those of [context]
 
 
 def _argument(default: Any, text: str) -> Any:
+    """Return a field with a default and its text, which HfArgumentParser shows as help."""
     return field(default=default, metadata={"help": text})
 
 

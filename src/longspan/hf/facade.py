@@ -15,20 +15,18 @@ from torch import Tensor
 
 from longspan.data.batch_documents import BatchDocuments
 from longspan.data.document import NO_TARGET, Document
-from longspan.errors import ConfigError, DataError, ModelError
+from longspan.errors import ConfigError, ModelError
+from longspan.hf.ahead import AheadBatch, OffsetValues
+from longspan.hf.batch_entries import IGNORED, read_documents_of_batch
 from longspan.hf.refusals import NAMES_TO_READ, refuse_hooks
 from longspan.hf.scores import CalledScores, make_leaf, read_scored_batch, stock_loss
 from longspan.layout import Floats
-from longspan.model.kinds import unwrap_peft_model
-from longspan.model.layers import SCORE_HEADS, architecture_name, score_columns
-from longspan.train import TokenLogProbs, documents_of
+from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.kinds import SCORE_HEADS, score_columns
+from longspan.model.layers import architecture_name
+from longspan.train import TokenLogProbs
 
 VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
-# What trainers pass besides documents, and what means nothing here: nothing is cached, rows are cut by position_ids.
-CUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-IGNORED = (
-    *CUTS, "use_cache", "return_dict", "max_length_q", "max_length_k", "logits_to_keep", "num_items_in_batch",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class FusedHead:
 
     @property
     def values(self) -> tuple[str, ...]:
+        """The values of tokens that the head was asked for besides log-probabilities, by longspan's names."""
         names = {"is_top1": "top1"}
         return tuple(v for v in (names.get(name, name) for name in self.outputs) if v in VALUES)
 
@@ -100,6 +99,9 @@ class TokenOutput(dict[str, Any]):
     """What the model answers: `loss`, and the values of tokens as attributes; of (B, L - 1), as labels are shifted."""
 
     def __getattr__(self, name: str) -> Any:
+        """Return an entry by its name. Raises ModelError, which says what a loss may read, for one that
+        is not there.
+        """
         if name in self:
             return self[name]
         raise ModelError(
@@ -112,62 +114,11 @@ class TokenOutput(dict[str, Any]):
         return self.__getattr__(name)  # not getattr: a dict has attributes of its own, such as `items`
 
 
-class Offset(NamedTuple):
-    """Values of tokens of documents that are numbered from `first` on in a longer list."""
-
-    values: TokenLogProbs
-    first: int
-
-    def token_value(self, name: str, document: int) -> Floats:
-        number = self.first + document
-        return self.values.of(number) if name == "log_probs" else self.values.value(name, number)
-
-
-class AheadBatch(NamedTuple):
-    """A batch whose step ran already, with guessed coefficients: entries, documents, and values of their tokens."""
-
-    entries: Mapping[str, Any]  # by `document_entries`
-    rows: BatchDocuments
-    values: Offset
-    versions: tuple[int, ...]  # of the entries, by `write_counts`
-
-    def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether a call has these very tensors and no others: its rows need no second reading."""
-        entries = document_entries(batch)
-        if any(x is not None for name, x in batch.items() if name not in entries and name not in IGNORED):
-            return False  # reading refuses other entries, such as images
-        return entries.keys() == self.entries.keys() and all(self.entries[name] is x for name, x in entries.items())
-
-    def matches(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether a call is one of this batch, into which nothing was written since the step ran.
-
-        Other tensors count as the same batch if all that decide its documents are equal.
-        """
-        if write_counts(self.entries) != self.versions:
-            return False
-        if self.has_same_tensors(batch):
-            return True
-        if (entries := document_entries(batch)).keys() != self.entries.keys():
-            return False
-        pairs = [(torch.as_tensor(x), torch.as_tensor(entries[name])) for name, x in self.entries.items()]
-        return all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
-
-
-def document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch that decide its documents, without those that are None."""
-    names = ("input_ids", "labels", "attention_mask", "position_ids", *CUTS)
-    return {name: batch[name] for name in names if batch.get(name) is not None}
-
-
-def write_counts(entries: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return how often each tensor was written to."""
-    return tuple(getattr(x, "_version", 0) for x in entries.values())
-
-
 class Facade:
     """A prepared model as the Trainer calls it; attributes are the model's.
 
     `model()` gives the Trainer's model, which may be replaced; `token_values(facade, documents)` those of its tokens.
+    `called`, `ahead` and `evaluated` are kept for the trainer, which reads and empties them.
     """
 
     def __init__(
@@ -176,6 +127,7 @@ class Facade:
         token_values: Callable[["Facade", list[Document]], TokenLogProbs],
         head: FusedHead | None = None,
     ) -> None:
+        """`head` is what TRL asked of the values of tokens (None: log-probabilities alone)."""
         self.head: FusedHead = head or FusedHead()
         self._model = model
         self._token_values = token_values
@@ -192,6 +144,7 @@ class Facade:
 
     @property
     def inner_model(self) -> Any:
+        """The prepared model, without the PeftModel around it."""
         return unwrap_peft_model(self._model())
 
     def __call__(
@@ -205,8 +158,10 @@ class Facade:
     ) -> TokenOutput:
         """Answer a batch (B, L) of all ranks, on every rank: with its loss and, if `fused_lm_head`, values of tokens.
 
-        With `logits_of` set, and no `fused_lm_head`, the answer has logits instead; any other answer to a batch without
-        labels is empty. A batch whose step ran ahead is answered by that step's values, without a pass.
+        With gradients the answer is noted in `called`, for the step; a batch whose step ran ahead is taken off `ahead`
+        and answered by that step's values, without a pass. With `logits_of` set, and no `fused_lm_head`, the answer has
+        logits instead; any other answer to a batch without labels is empty. `labels` are replaced by `labels_apart`
+        where a batch comes without.
         """
         if batch.pop("output_router_logits", False):
             raise ConfigError(
@@ -232,7 +187,7 @@ class Facade:
         scored = [d for d, document in enumerate(rows.documents) if document.targets]  # indices into the documents
         values = None if ahead is None else ahead.values
         if values is None and scored:
-            values = Offset(self._token_values(self, [rows.documents[d] for d in scored]), 0)
+            values = OffsetValues(self._token_values(self, [rows.documents[d] for d in scored]), 0)
         dtype = torch.float64 if self.inner_model.dtype == torch.float64 else torch.float32
         device = torch.as_tensor(input_ids).device
 
@@ -251,7 +206,9 @@ class Facade:
         return TokenOutput({**out, **tables, "log_probs": leaf, "label_mask": _label_mask(labels)})
 
     def _answer_scores(self, batch: Mapping[str, Any], labels: Any) -> TokenOutput:
-        """Answer with logits (B, L) or (B, W, L), and the class's loss if there are labels."""
+        """Answer with logits (B, L) or (B, W, L), and the class's loss if there are labels; with gradients noted in
+        `called`.
+        """
         model = self.inner_model
         tokens = architecture_name(model).endswith(SCORE_HEADS[1])
         batch = {name: value for name, value in batch.items() if name not in IGNORED}
@@ -266,7 +223,8 @@ class Facade:
     def _loss_output(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
         """Return the cross entropy of log-probabilities (B, L - 1): over `items`, or the mean of the batch (None).
 
-        With gradients the leaf is noted for the step, without them the sum of losses for the evaluation.
+        With gradients the leaf is noted in `called`, for the step; without them the sum of losses is added to
+        `evaluated`.
         """
         total = -leaf.sum()
         targets = _label_mask(labels).sum()
@@ -301,28 +259,5 @@ class Facade:
 
 
 def _label_mask(labels: Any) -> Tensor:
+    """Return where labels (B, L), shifted by one, are targets (B, L - 1)."""
     return torch.as_tensor(labels)[:, 1:] != NO_TARGET
-
-
-def read_documents_of_batch(batch: Mapping[str, Any]) -> BatchDocuments:
-    """Return the documents of a batch as trainers pass it.
-
-    Raises DataError for labels that nothing can predict, and for packed rows without positions.
-    """
-    if batch.get("position_ids") is None and (cut := [name for name in CUTS if batch.get(name) is not None]):
-        raise DataError(
-            f"a batch has {', '.join(cut)} and no position_ids; a longspan trainer cuts packed rows where position_ids "
-            "begin again at 0: let the collator return them (return_position_ids=True)"
-        )
-    rows = documents_of({name: value for name, value in batch.items() if name not in IGNORED})
-    if batch.get("labels") is None:
-        return rows
-    labels = torch.as_tensor(batch["labels"])
-    for row, start, _ in rows.places:
-        if start and labels[row, start] != NO_TARGET:  # a label in column 0 counts nowhere, as labels are shifted
-            raise DataError(
-                f"the first token of a document, in row {row} at column {start}, has the label {labels[row, start]}: a "
-                "Trainer counts it, and nothing predicts it, for before it stands padding or another document; label "
-                "it −100, as DataCollatorWithFlattening does"
-            )
-    return rows

@@ -5,6 +5,7 @@ epoch, and the states that drew its order), and transformers' own files. Until i
 """
 
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,16 +25,17 @@ from transformers.utils import logging
 import longspan
 from longspan.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import complete_checkpoints, read_state, sync_to_disk
-from longspan.checkpoint.storage import unreadable_data_text
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
-from longspan.model.adapters import find_adapter
-from longspan.model.kinds import unwrap_peft_model
-from longspan.model.lora import write_adapter
-from longspan.model.saving import load_weights, stock_configuration, write_all_but_weights
+from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.adapters.adapter import find_adapter
+from longspan.model.adapters.adapter_files import write_adapter
+from longspan.model.saving.load_weights import load_weights
+from longspan.model.saving.save_model import write_all_but_weights
+from longspan.model.saving.stock_model import stock_configuration
 
-GLOBAL: tuple[Any, ...] = (
+GLOBAL_GENERATORS: tuple[Any, ...] = (
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
     (torch.get_rng_state, torch.set_rng_state),
@@ -49,12 +51,18 @@ class EpochOrder(NamedTuple):
     began: list[Any]
 
 
-def order_states(loader: Any) -> list[Any]:
-    states = [get() for get, _ in (*GLOBAL, *_generator_accessors(loader))]
+def read_order_states(loader: Any) -> list[Any]:
+    """Return the states of all generators that decide the order of a loader's rows: global ones, then its own, in
+    order.
+    """
+    states = [get() for get, _ in (*GLOBAL_GENERATORS, *_generator_accessors(loader))]
     return tree_map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, states)
 
 
 def _generator_accessors(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Yield how to get and set the state of each generator in an object, its samplers and data sets, in
+    a fixed order.
+    """
     for value in vars(owner).values():
         if isinstance(value, torch.Generator):
             yield value.get_state, value.set_state
@@ -106,6 +114,9 @@ class FilesPart(StockTrainer):
         """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks."""
 
         def write() -> None:
+            """Write configuration, tokenizer, arguments and state into a folder of its own, which goes; on the first
+            rank.
+            """
             with tempfile.TemporaryDirectory(prefix=".", dir=self.args.output_dir) as name:
                 model: Any = copy(unwrap_peft_model(self.model))
                 folder = Path(name)
@@ -130,9 +141,13 @@ class FilesPart(StockTrainer):
 
     @property
     def _model_tokenizer(self) -> Any:
+        """What is saved beside the model: the Trainer's processor or tokenizer, or else the collator's."""
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the model as transformers and peft load it, and the arguments as they were given;
+        entered by all ranks.
+        """
         folder = Path(output_dir or self.args.output_dir)
         self._prepare_once()
         longspan.save_model(self._facade.inner_model, folder, self.world, self._model_tokenizer)
@@ -141,9 +156,11 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
     def _get_output_dir(self, trial: Any) -> str:
+        """Return where the Trainer writes: `unfinished/` while a checkpoint is being written."""
         return self._unfinished or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint as the Trainer does, into `unfinished/`, then give it its name; entered by all ranks."""
         root = Path(self._get_output_dir(trial))
         run_on_first_rank(self.world, lambda: _make_empty_folder(root / UNFINISHED), CheckpointError)
         self._unfinished = str(root / UNFINISHED)
@@ -160,7 +177,10 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: self._publish_checkpoint(root), CheckpointError)
 
     def _publish_checkpoint(self, root: Path) -> None:
-        """Give a checkpoint its name once its files are on disk, so that one of this name is whole after a crash."""
+        """Give a checkpoint its name once its files are on disk, so that one of this name is whole after a crash.
+
+        Run by the first rank; older checkpoints beyond the limit are deleted.
+        """
         unfinished = root / UNFINISHED
         folder = root / f"checkpoint-{self.state.global_step}"
         self.state.save_to_json(str(unfinished / folder.name / STATE))
@@ -176,7 +196,10 @@ class FilesPart(StockTrainer):
         rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """With the groups go the rows of a step, in which data order is counted, and the seed of dropout's masks."""
+        """Write the optimizer's state, sharded, and the schedule; entered by all ranks.
+
+        With the groups go the rows of a step, in which data order is counted, and the seed of dropout's masks.
+        """
         optimizer = self._torch_optimizer()
         root = Path(output_dir)
         groups = [
@@ -191,11 +214,14 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
 
     def _save_rng_state(self, output_dir: str) -> None:
+        """Write this rank's random states, and from the first rank the place in the epoch and the states
+        of its order.
+        """
         super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
         assert self._epoch is not None
         loader, number, first_step, began = self._epoch
         steps = self.state.global_step - first_step
-        now = order_states(loader)
+        now = read_order_states(loader)
         order = {"epoch": number, "steps": steps, "began": began, "now": now}
         run_on_first_rank(self.world, lambda: torch.save(order, Path(output_dir) / ORDER), CheckpointError)
 
@@ -210,6 +236,7 @@ class FilesPart(StockTrainer):
         return super().train(resume_from_checkpoint, *args, **keywords)
 
     def _newest_checkpoint(self) -> str | None:
+        """Return the newest checkpoint of the output folder, None without one; warn of a save that was interrupted."""
         root = Path(self.args.output_dir)
         if (root / UNFINISHED).is_dir():
             _log.warning(f"{root / UNFINISHED} is left of a save that was interrupted; it is not resumed from")
@@ -220,6 +247,9 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: self._check_resumable(Path(resume_from_checkpoint)), CheckpointError)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load weights, optimizer, schedule and settings of groups from a checkpoint that was checked; entered by all
+        ranks.
+        """
         if checkpoint is None:
             return
         prepared = self._facade.inner_model
@@ -236,6 +266,10 @@ class FilesPart(StockTrainer):
         self.world.seed = state["seed"]
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
+        """Return where training begins: (epoch, batches of it that are done), of a resumed run by `order.pt`.
+
+        A run without a known length has one epoch in the Trainer's eyes: its place is the saved one.
+        """
         place = super()._init_training_state(max_steps, steps_per_epoch, *args)
         *_, checkpoint, _ = args
         self._order = None
@@ -246,6 +280,9 @@ class FilesPart(StockTrainer):
         return place
 
     def _run_epoch(self, **keywords: Any) -> None:
+        """Run an epoch as the Trainer does; a resumed one begins with the states that drew its order, or those after
+        it.
+        """
         loader = keywords["train_dataloader"]
         number = keywords["epoch"]
         first = self.state.global_step
@@ -253,11 +290,13 @@ class FilesPart(StockTrainer):
             batches = keywords["steps_trained_in_current_epoch"]
             states = self._order["began" if batches else "now"]
             # those of generators that the loader lacks now are left out
-            for (_, set_state), state in zip((*GLOBAL, *_generator_accessors(loader)), states, strict=False):
+            for (_, set_state), state in zip(
+                (*GLOBAL_GENERATORS, *_generator_accessors(loader)), states, strict=False
+            ):
                 set_state(state)
             first = first - batches // self.args.gradient_accumulation_steps
             self._order = None
-        self._epoch = EpochOrder(loader, number, first, order_states(loader))
+        self._epoch = EpochOrder(loader, number, first, read_order_states(loader))
         super()._run_epoch(**keywords)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -271,6 +310,7 @@ class FilesPart(StockTrainer):
         run_on_every_rank(self.world, lambda: self._load_random_states(folder), CheckpointError)
 
     def _load_random_states(self, folder: Path) -> None:
+        """Load this process's random states from a folder. Raises CheckpointError for a damaged file."""
         try:
             super()._load_rng_state(str(folder))
         except OSError:  # of the disk, and not of the file's content: `run_on_every_rank` reports it
@@ -279,6 +319,9 @@ class FilesPart(StockTrainer):
             raise CheckpointError(unreadable_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint into the prepared model; entered by all ranks. Warns where it is
+        gone.
+        """
         best_folder = Path(self.state.best_model_checkpoint)
         if not run_on_first_rank(self.world, best_folder.is_dir, CheckpointError):
             _log.warning(
@@ -289,12 +332,17 @@ class FilesPart(StockTrainer):
         load_weights(self._facade.inner_model, best_folder, self.world)
 
     def _torch_optimizer(self) -> Any:
+        """Return the optimizer inside accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _rows_of_step(self) -> int:
+        """Return how many rows of data all ranks take in one optimizer step."""
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
     def _check_resumable(self, checkpoint: Path) -> None:
+        """Raise CheckpointError for a folder that cannot be resumed from, ConfigError for another number of rows a
+        step.
+        """
         if not checkpoint.is_dir():
             raise CheckpointError(f"there is no checkpoint {checkpoint} to resume from")
         saved = complete_checkpoints(checkpoint / OPTIMIZER)
@@ -334,6 +382,9 @@ def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
 
 
 def _restore_group_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Give the groups of an optimizer the settings of a checkpoint, in place. Raises CheckpointError for
+    other groups.
+    """
     groups_here = len(optimizer.param_groups)
     if len(groups) != groups_here:
         raise CheckpointError(
@@ -349,5 +400,16 @@ def _restore_group_settings(checkpoint: Path, optimizer: Any, groups: list[dict[
 
 
 def _make_empty_folder(folder: Path) -> None:
+    """Make a folder that is empty: what it held before is deleted."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def unreadable_data_text(file: Path, error: Exception) -> str:
+    """Say why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
+    reason = f"holds something else than tensors and plain values, or is damaged ({type(error).__name__})"
+    if match := re.search(r"GLOBAL (\S+)", " ".join(str(error).split())):
+        reason = f"names {match[1]}, which is neither a tensor nor a plain value and may be code"
+    return (
+        f"{file} {reason}; nothing of it was run. Copy it again from where it was saved, or use another checkpoint"
+    )

@@ -62,6 +62,7 @@ class GenerationPart(StockTrainer):
 
     @cached_property
     def _first_rank(self) -> FirstRank:
+        """The channel by which the first rank works alone and has others gather weights, or call vLLM, meanwhile."""
         calls: dict[str, Callable[..., Any]] = {
             "weights": lambda merge_adapter: deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0),
             "vllm": lambda method, *arguments: getattr(self.vllm_generation, method)(*arguments),
@@ -85,28 +86,33 @@ class GenerationPart(StockTrainer):
                 deque(weights, maxlen=0)  # the other ranks gather to the end
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
+        """Return answers, on every rank those of the first."""
         return self._result_of_first_rank(
             lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers"
         )
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Tensor:
+        """Return rewards on this rank's device, on every rank those of the first."""
         rewards = super()._calculate_rewards
         return self._result_of_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 
-    def _result_of_first_rank(self, work: Callable[[], Any], what: str) -> Any:
-        """Return on every rank what `work` gives on the first; `what` are words for that, in errors.
+    def _result_of_first_rank(self, work: Callable[[], Any], work_name: str) -> Any:
+        """Return on every rank what `work` gives on the first; `work_name` are words for that, in errors.
 
         The other ranks also take over what the work logged, and the random states of the host after it.
         """
 
         def work_and_note_state() -> Any:
+            """Return what the work gave, on the host, what it logged, and the states of the host's random generators
+            after it.
+            """
             result = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, work())
             logged = {name: getattr(self, name) for name in LOGGED if hasattr(self, name)}
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             return result, logged, self.state.num_input_tokens_seen, random_states
 
         result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run_on_first(
-            work_and_note_state, what
+            work_and_note_state, work_name
         )
         if not is_first_rank(self.world):
             self.__dict__.update(logged)
@@ -128,6 +134,10 @@ class GenerationPart(StockTrainer):
 
     @contextmanager
     def _replace_generation(self) -> Iterator[None]:
+        """Return a context in which the Trainer is made, with longspan's vLLM in place of TRL's.
+
+        After it ranks other than the first keep no reward models on their GPU and no environments, as they call none.
+        """
         if not hasattr(self, ANSWERS[0]):  # a trainer that makes no answers
             yield
             return

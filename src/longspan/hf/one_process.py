@@ -22,7 +22,7 @@ from longspan.layout import Layout
 
 StockTrainer: Any = object  # for a type checker: the Trainer class behind our parts in the order of bases
 
-OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
+RANKS_ATTRIBUTE = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
 
 
 class OneProcess:
@@ -31,6 +31,7 @@ class OneProcess:
     now: "OneProcess | None" = None  # that of the trainers that are open
 
     def __init__(self, home: Layout, world: World) -> None:
+        """Note accelerate's state, which `_close` puts back; nothing is patched yet."""
         self.home: Layout = home
         self.world: World = world
         self.trainers = 0  # that are open
@@ -65,6 +66,7 @@ class OneProcess:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that count as one process."""
         return len(self.home.ranks)
 
     def remove_trainer(self) -> None:
@@ -75,6 +77,7 @@ class OneProcess:
             self._close()
 
     def _close(self) -> None:
+        """Put back what was patched and accelerate's state, and close the world."""
         for owner, name, value in reversed(self._patched):
             setattr(owner, name, value)
         PartialState._shared_state.clear()
@@ -86,18 +89,22 @@ class OneProcess:
     def arguments_for_all_ranks(self, args: TrainingArguments) -> TrainingArguments:
         """Return a copy of arguments whose batches are those of all ranks."""
         copied = copy.copy(args)
-        setattr(copied, OURS, self.ranks)
+        setattr(copied, RANKS_ATTRIBUTE, self.ranks)
         copied.per_device_train_batch_size *= self.ranks
         copied.per_device_eval_batch_size *= self.ranks
         return copied
 
     def _patch_libraries(self) -> None:
+        """Have accelerate and transformers take all ranks for one process, until `_close`; each change is noted for
+        that.
+        """
         PartialState._shared_state.update({"num_processes": 1, "distributed_type": DistributedType.NO})
         make_stock, save_stock = Trainer.__init__, Trainer.save_model
         set_up = TrainingArguments.__dict__["_setup_devices"]
 
         @wraps(make_stock)  # constructors are asked for their signature
         def refuse_stock(trainer: Any, *args: Any, **keywords: Any) -> None:
+            """Make a trainer, but refuse a stock one, which would sum no gradients over the ranks."""
             if not hasattr(trainer, "longspan"):
                 raise ConfigError(
                     f"{type(trainer).__name__} is made while a longspan trainer is open, and would train on "
@@ -108,6 +115,7 @@ class OneProcess:
 
         @wraps(save_stock)
         def save_on_all_ranks(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            """Save by all ranks if the trainer is one of ours; otherwise as transformers does."""
             if hasattr(trainer, "longspan"):  # transformers 5.17 to 5.22 would have only the first rank save
                 trainer._save(output_dir)
             else:
@@ -131,7 +139,11 @@ class OneProcess:
             (Trainer, "__init__", refuse_stock),
             (Trainer, "save_model", save_on_all_ranks),
             (TrainingArguments, "_setup_devices", devices),
-            (TrainingArguments, "world_size", property(lambda args: 1 if hasattr(args, OURS) else self.ranks)),
+            (
+                TrainingArguments,
+                "world_size",
+                property(lambda args: 1 if hasattr(args, RANKS_ATTRIBUTE) else self.ranks),
+            ),
             (PartialState, "wait_for_everyone", lambda _: self.world.control.barrier("accelerate")),
         )
         for owner, name, value in patches:
@@ -140,6 +152,7 @@ class OneProcess:
 
 
 def _count_ranks() -> int:
+    """Return the ranks that accelerate knows. Raises ConfigError where the launcher started others."""
     ranks = PartialState().num_processes
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != started:
@@ -160,12 +173,14 @@ class OneAccelerator(Accelerator):
     after_backward: Callable[[], None]
 
     def backward(self, loss: Any, **keywords: Any) -> None:
+        """Check the loss, run its backward pass, and add the step's gradients after the last batch's."""
         self.before_backward(loss)
         super().backward(loss, **keywords)
         self.after_backward()
 
     @property
     def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """0: this rank takes the rows of all."""
         return 0
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:

@@ -19,14 +19,14 @@ from transformers.trainer_utils import SaveStrategy
 from longspan.config.keys import AUTO
 from longspan.errors import ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.exactness.check_model import refuse_quantized
-from longspan.model.frozen.formats.modules import holds_codes
-from longspan.model.kinds import unwrap_peft_model
-from longspan.model.layers import SCORE_HEADS
+from longspan.model.frozen.formats.loaded_linears import holds_codes
+from longspan.model.kinds import SCORE_HEADS
 from longspan.model.replaced_parameters import refuse_gradient_hooks
 from longspan.model.score_heads import find_score_head
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 # Of bitsandbytes, in whose place longspan's AdamW goes, and where or how its moments are.
 PAGED = "paged_adamw_32bit"
 ONE_PASS_OPTIMIZERS = {
@@ -70,6 +70,7 @@ _OF_LAUNCHER: dict[str, str] = {
 
 
 def optimizer_name(args: Any) -> str:
+    """Return the name that `args.optim` has."""
     return getattr(args.optim, "value", args.optim)
 
 
@@ -92,11 +93,11 @@ def refusals_of_arguments(
                 f"a longspan trainer does not run: {why}"
             )
     name = optimizer_name(args)
-    known = (*OPTIMIZERS, *ONE_PASS_OPTIMIZERS)
-    if name not in known and constructor_values.get("optimizer_cls_and_kwargs") is None:
+    known_optimizers = (*TORCH_OPTIMIZERS, *ONE_PASS_OPTIMIZERS)
+    if name not in known_optimizers and constructor_values.get("optimizer_cls_and_kwargs") is None:
         yield (
             f"args.optim is {name!r}, which a longspan trainer does not run over sharded parameters; use one of "
-            f"{', '.join(known)}, or optimizer_cls_and_kwargs=(a class, {{…}}), which is "
+            f"{', '.join(known_optimizers)}, or optimizer_cls_and_kwargs=(a class, {{…}}), which is "
             "tried first"
         )
     if args.accelerator_config is not None and args.accelerator_config.split_batches:
@@ -214,19 +215,20 @@ def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range
     """Raise ModelError for a loss with nodes of passes, numbered `nodes`, in its graph; without one, for modules that
     keep tensors of a pass with their graph.
     """
-    if loss is not None and not _reaches(loss.grad_fn, nodes):
+    if loss is not None and not _graph_reaches(loss.grad_fn, nodes):
         return
-    kept = [
+    kept_tensors = [
         f"{name}.{attribute}"
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
         if isinstance(value, Tensor) and value.grad_fn is not None
     ]
-    if kept or loss is not None:
-        raise ModelError(f"tensors of a pass are kept with their graph, {kept}: {_PASSES}; keep x.detach()")
+    if kept_tensors or loss is not None:
+        raise ModelError(f"tensors of a pass are kept with their graph, {kept_tensors}: {_PASSES}; keep x.detach()")
 
 
-def _reaches(node: Any, nodes: range) -> bool:
+def _graph_reaches(node: Any, nodes: range) -> bool:
+    """Return whether a node of autograd's graph, or one before it, has a number among `nodes`."""
     todo = [node]
     seen = {None}
     while todo:
@@ -256,6 +258,7 @@ def refuse_search(*_: Any, **__: Any) -> NoReturn:
 
 
 def _dropout_text(model: nn.Module) -> str:
+    """Return which module drops how much; "" for a model without dropout."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name or type(module).__name__} drops {module.p:g} of its inputs"

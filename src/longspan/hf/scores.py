@@ -33,12 +33,12 @@ class CalledScores(NamedTuple):
         """Return the documents, each with the derivatives of the loss by its scores, `coefficient_0` to L − 1."""
         gradient = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
         slopes = gradient.double().cpu().numpy()
-        of_rows = [
+        slopes_of_documents = [
             slopes[row, start:stop].T if slopes.ndim == 3 else slopes[row] for row, start, stop in self.rows.places
         ]
         return [
             document.with_values(**{f"{COEFFICIENT}_{i}": column for i, column in enumerate(columns)})
-            for document, columns in zip(self.rows.documents, of_rows, strict=True)
+            for document, columns in zip(self.rows.documents, slopes_of_documents, strict=True)
         ]
 
 

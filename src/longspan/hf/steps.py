@@ -1,46 +1,43 @@
 """One optimizer step of a Trainer: its batches are one plan, and its loss the coefficients of one `run_step`."""
 
 import logging
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderShard
-from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers.training_args import ParallelMode
 
 from longspan.comm import World, to_device
-from longspan.data.batch_documents import BatchDocuments
-from longspan.data.document import NO_TARGET, Document
+from longspan.data.document import Document
 from longspan.errors import NonFiniteError
-from longspan.hf.facade import (
+from longspan.hf.ahead import (
     AheadBatch,
-    Facade,
-    Offset,
-    document_entries,
-    read_documents_of_batch,
-    write_counts,
+    BatchesAhead,
+    ComingStep,
+    OffsetValues,
+    coefficients_agree,
+    read_step_documents,
 )
+from longspan.hf.batch_entries import document_entries, move_to_device, write_counts
+from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import (
-    has_cross_entropy_loss,
     refuse_inner_loss,
     refuse_sharded_loss,
 )
 from longspan.hf.scores import COEFFICIENT, loss_by_coefficients
-from longspan.model.kinds import unwrap_peft_model
-from longspan.model.layers import score_columns
+from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.kinds import score_columns
 from longspan.model.replaced_parameters import refuse_other_parameters
-from longspan.model.seams.call_rules import refuse_two_pass_dropout
-from longspan.model.weights.local_tensors import add_gradient, exchange_gradients, local_tensor
+from longspan.model.seams.randomness import refuse_two_pass_dropout
+from longspan.model.weights.gradients import add_gradient, exchange_gradients
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost, Plan
 from longspan.resolve.choice import query_heads
 from longspan.train import (
@@ -54,116 +51,16 @@ from longspan.train import (
     token_log_probs,
     token_scores,
 )
-from longspan.train.families import cached_plan, share_where_faster
-from longspan.train.loss import Head
-from longspan.train.passes import Passes, read_batches, run_passes
-from longspan.train.read_rows import LocalBatch
-from longspan.train.step_end import check_finite, clip_gradients, gather_and_add, sums_on_device
-from longspan.train.step_inputs import check_step_arguments
-from longspan.train.terms.step_terms import encoder_terms
+from longspan.train.families import share_where_faster
+from longspan.train.gradient_norm import scale_to_norm
+from longspan.train.nonfinite import check_finite
+from longspan.train.step_end import sum_over_home_on_device, sums_stay_on_device
 
 _log = logging.getLogger(__name__)
 
 
-class BatchesAhead:
-    """The batches of a data loader, some of which are made before they are asked for.
-
-    Accelerate's loader asks for one batch more than the Trainer got, to know which is the last.
-    """
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        self._newest = None
-        self._ready = deque[Any]()  # made ahead, and not asked for yet; the last may be the loader's error
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        batch = self._ready.popleft() if self._ready else next(self._batches)
-        if isinstance(batch, Exception):
-            raise batch
-        self._newest = batch
-        return batch
-
-    def make_next_batches(self, count: int) -> list[Any]:
-        """Make what the next step of `count` batches will ask for; return the step's batches, as many as there are.
-
-        Accelerate's loader holds back the newest batch, the step's first: the step asks for the others and for the one
-        that is held back next. An error of the loader is kept until its batch is asked for.
-        """
-        while len(self._ready) < count and not (self._ready and isinstance(self._ready[-1], Exception)):
-            try:
-                self._ready.append(next(self._batches))
-            except Exception as error:
-                self._ready.append(error)
-        coming = [self._newest, *islice(self._ready, count - 1)]
-        return [batch for batch in coming if not isinstance(batch, Exception)]
-
-
-def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device; the host waits for no copy to a GPU.
-
-    A batch that is there already is returned itself: callers recognize batches and tensors by identity.
-    """
-    if isinstance(batch, Tensor):
-        if batch.device.type == device.type == "cpu":  # "cpu:0" would be a copy
-            return batch
-        if batch.device.type != "cpu" or device.type != "cuda":
-            return batch.to(device)
-        return batch.pin_memory().to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        moved = {name: move_to_device(x, device) for name, x in batch.items()}
-        return batch if all(moved[name] is x for name, x in batch.items()) else type(batch)(moved)  # pyright: ignore
-    return send_to_device(batch, device)
-
-
-@dataclass(frozen=True, eq=False)
-class ComingStep:
-    """The documents of a step whose loss is the mean cross entropy, with their coefficients, and their plan, which is
-    of `shared`: what `share_prefixes` makes of them.
-
-    `rows` are those of each batch; its documents with targets begin at `firsts` in `documents`.
-    """
-
-    batches: Sequence[Any]
-    rows: Sequence[BatchDocuments]
-    documents: list[Document]
-    shared: Sequence[Document]
-    firsts: Sequence[int]
-    digest: str
-    plan: Plan
-    versions: Sequence[tuple[int, ...]]  # of each batch as it was read
-
-    def has_batches(self, batches: Sequence[Any]) -> bool:
-        """Return whether these are the step's batches, into which nothing was written since they were read."""
-        return len(batches) == len(self.batches) and all(
-            batch is batch_read and write_counts(document_entries(batch)) == versions
-            for batch, batch_read, versions in zip(batches, self.batches, self.versions, strict=True)
-        )
-
-
-def read_step_documents(
-    batches: Sequence[Any], items: float | None
-) -> tuple[list[BatchDocuments], list[Document], list[int]]:
-    """Return the rows of each batch of a step, its documents with targets, and where those of each batch begin.
-
-    A target's coefficient is −1 / `items`, the targets of all batches, or −1 / (targets of the batch × batches) for
-    None.
-    """
-    all_rows = list[BatchDocuments]()
-    documents = list[Document]()
-    firsts = list[int]()
-    for batch in batches:
-        all_rows.append(read_documents_of_batch(document_entries(batch)))
-        scored = [document for document in all_rows[-1].documents if document.targets]
-        divisor = items or max(1, sum(document.targets for document in scored)) * len(batches)
-        firsts.append(len(documents))
-        documents += [document.with_values(coefficient=-1.0 / divisor) for document in scored]
-    return all_rows, documents, firsts
-
-
 def documents_digest(documents: Sequence[Document]) -> str:
+    """Return a digest of lengths, ids and labels, in order, by which ranks compare their documents."""
     digest = blake2b(digest_size=16)
     for document in documents:
         digest.update(np.int64(len(document)).tobytes())
@@ -184,6 +81,7 @@ class CollectedTokens:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, log_probs: Tensor, at: LossTokens) -> Tensor:
+        """Return the losses (t,) of some targets, their coefficients times log-probabilities, and keep their values."""
         values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
         self._parts.append((at.document, at.position, torch.stack(values)))
         return at["coefficient"] * log_probs
@@ -199,8 +97,8 @@ class CollectedTokens:
             documents, positions, values = (torch.cat(parts, -1) for parts in zip(*self._parts, strict=True))
             at = to_device(starts, world.device)[documents] + positions + 1  # of the token that a row predicts
             table[:, at] = values.double()
-        if sums_on_device(world):
-            sums = gather_and_add(table.flatten(), world).view_as(table).cpu().numpy()
+        if sums_stay_on_device(world):
+            sums = sum_over_home_on_device(table.flatten(), world).view_as(table).cpu().numpy()
         else:
             flat = table.flatten().cpu().numpy()
             sums = world.control.sum_array_over_ranks(flat, "values of tokens").reshape(table.shape)
@@ -213,25 +111,6 @@ def has_coefficients(document: Document) -> bool:
     """Return whether a loss depends on a document; coefficients of several scores are numbered."""
     values = document.token_values(np.arange(len(document)))
     return any(np.any(value) for name, value in values.items() if name.startswith(COEFFICIENT))
-
-
-def coefficients_agree(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
-    """Return whether the coefficients that a loss left are those of a guess, up to rounding in the loss's dtype.
-
-    Coefficients of tokens that are no targets, such as the first of a document, are not compared.
-    """
-    if len(documents) != len(guessed):
-        return False
-    bound = 4 * torch.finfo(dtype).eps
-    for document, guess in zip(documents, guessed, strict=True):
-        if len(document) != len(guess):
-            return False
-        positions = np.flatnonzero(document.labels() != NO_TARGET)
-        positions = positions[positions > 0]
-        slopes, guesses = (d.token_values(positions)["coefficient"] for d in (document, guess))
-        if not np.allclose(slopes, guesses, rtol=bound, atol=0):
-            return False
-    return True
 
 
 class StepsPart(StockTrainer):
@@ -259,6 +138,9 @@ class StepsPart(StockTrainer):
 
     @cached_property
     def _choices(self) -> dict[bool, PlannerConfig]:
+        """How documents are planned: in training (True) and in evaluation (False); made once the trainer
+        is resolved.
+        """
         config = self._config
         heads = query_heads(unwrap_peft_model(self.model).config)
         cost = self._cost
@@ -277,6 +159,11 @@ class StepsPart(StockTrainer):
         return share_where_faster(model, documents, lengths, choice, self.world, training=training, targets=targets)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
+        """Return the values of the documents' tokens, or their scores, on every rank, by a pass without gradient; all
+        enter.
+
+        The model's mode is restored. Raises CommError where ranks have other documents.
+        """
         self._compare_rows_on_ranks(documents)
         prepared = facade.inner_model
         head = facade.head
@@ -294,6 +181,9 @@ class StepsPart(StockTrainer):
             prepared.train(training)  # the pass has put the model into evaluation mode
 
     def _compare_rows_on_ranks(self, documents: list[Document], digest: str = "") -> None:
+        """Raise CommError, on every rank, where ranks have other documents; entered by all. `digest` is theirs, if
+        known.
+        """
         self.world.control.compare_digests(
             digest or documents_digest(documents),
             what="batches of a Trainer",
@@ -381,7 +271,11 @@ class StepsPart(StockTrainer):
         return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
-        """A step without targets, or with a batch without labels, has no cross entropy and does not run ahead."""
+        """Run the step of these batches with the gradients that the mean cross entropy has, before the Trainer's loss.
+
+        Its gradients go to `_guessed_gradients`, not `.grad`, and its values to the facade, which answers calls by
+        them. A step without targets, or with a batch without labels, does not run ahead.
+        """
         step = self._next_step
         self._next_step = None
         if step is None or not step.has_batches(batches):
@@ -396,12 +290,15 @@ class StepsPart(StockTrainer):
         self._guessed_documents = [*self._guessed_documents, *step.documents]
         all_entries = [document_entries(moved) for _, moved in self._moved]
         self._facade.ahead = [
-            AheadBatch(entries, rows, Offset(values, first), write_counts(entries))
+            AheadBatch(entries, rows, OffsetValues(values, first), write_counts(entries))
             for entries, rows, first in zip(all_entries, step.rows, step.firsts, strict=True)
         ]
 
     def _read_coming_step(self, batches: Sequence[Any], items: float | None) -> ComingStep | None:
-        """None without a target, or if a batch lacks labels."""
+        """Read the documents of a step's batches and plan them; None without a target, or if a batch lacks labels.
+
+        `items` are the targets by which the Trainer divides, None if it takes means of batches.
+        """
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return None
         rows, documents, firsts = read_step_documents(batches, items)
@@ -412,11 +309,15 @@ class StepsPart(StockTrainer):
         return ComingStep(batches, rows, documents, shared, firsts, documents_digest(documents), plan, versions)
 
     def _prepare_next_step_and_wait(self) -> None:
+        """Prepare the next step while the device works, then wait for it."""
         self._prepare_next_step()
         if self.world.device.type == "cuda":
             torch.cuda.current_stream(self.world.device).synchronize()
 
     def _prepare_next_step(self) -> None:
+        """Make and read the batches of the next step, if the loader can make them early; errors wait
+        until it is taken.
+        """
         ahead = self._batches_ahead
         if ahead is None or self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
@@ -429,6 +330,9 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _check_loss(self, loss: Tensor) -> None:
+        """Raise ModelError for a loss of sharded parameters, or of tensors inside the model; before its
+        backward pass.
+        """
         refuse_sharded_loss(loss)
         refuse_inner_loss(self._facade.inner_model, loss, self._pass_nodes)
 
@@ -479,6 +383,12 @@ class StepsPart(StockTrainer):
     def _run_step(
         self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
     ) -> TokenLogProbs:
+        """Run one step of documents with their coefficients, adding to `.grad`; return their tokens' values. All ranks
+        enter.
+
+        `names` are further values to collect. `coming` has the plan of a step that was prepared. Notes the gradients'
+        norm.
+        """
         self._compare_rows_on_ranks(documents, coming.digest if coming else "")
         facade = self._facade
         model = facade.inner_model
@@ -488,7 +398,7 @@ class StepsPart(StockTrainer):
         refuse_other_parameters(model, self._torch_optimizer())
         first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens([len(document) for document in documents], names)
-        of_scores = score_columns(model) > 0
+        has_scores = score_columns(model) > 0
         model.train()
         with torch.autocast(self.args.device.type, enabled=False):
             result = run_step(
@@ -498,7 +408,7 @@ class StepsPart(StockTrainer):
                 self.world,
                 step=self.state.global_step,
                 router=RouterCoefficients(balance=0.0),  # routers' balance losses are refused at construction
-                loss=loss_by_coefficients if of_scores else collected,
+                loss=loss_by_coefficients if has_scores else collected,
                 divisor=1,  # the coefficients are divided already
                 temperature=facade.head.temperature,
                 host_work=self._prepare_next_step_and_wait,
@@ -512,18 +422,22 @@ class StepsPart(StockTrainer):
 
     @property
     def _has_step_below(self) -> bool:
+        """Whether the user's class, or the trainer itself, has a `training_step` of its own, which may change
+        gradients.
+        """
         return type(self).training_step is not StepsPart.training_step or "training_step" in vars(self)
 
     def _clip_grad_norm(self, model: Any) -> float:
-        """The norm is the step's own if nothing has written to gradients since."""
+        """Clip gradients and return their norm, which is the step's own if nothing has written to gradients since."""
         model, (norm, versions), limit = self._facade.inner_model, self._norm_and_versions, self.args.max_grad_norm
         if self._has_step_below or versions != gradient_versions(model):
             return clip_grad_norm(model, limit, self.world)
         check_finite(model, self.world, norm=norm)
-        clip_gradients(model.parameters(), limit, norm)
+        scale_to_norm(model.parameters(), limit, norm)
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
+        """Return the norm of all ranks' gradients, for the Trainer's log; measured if it was not clipped."""
         return norm_of(self._facade.inner_model, self.world) if grad_norm is None else grad_norm
 
 
@@ -531,54 +445,3 @@ def gradient_versions(model: Any) -> list[tuple[int, int]]:
     """Return which tensors the gradients of a model are, and how often each was written to."""
     gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     return [(gradient.data_ptr(), gradient._version) for gradient in gradients]
-
-
-class EvaluationPart(StockTrainer):
-    """What a Trainer does in an evaluation; where metrics or predictions are wanted, the model answers with logits.
-
-    `eval_loss` is the Trainer's own figure, a mean of the means of batches; `eval_token_loss` is that over tokens.
-    """
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **keywords: Any) -> Any:
-        self._prepare_once()
-        self._facade.evaluated = (0.0, 0)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **keywords)
-        total, tokens = self._facade.evaluated
-        if tokens and has_cross_entropy_loss(self):
-            output.metrics[f"{metric_key_prefix}_token_loss"] = total / tokens
-        return output
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **keywords: Any) -> Any:
-        self._facade.logits_of = None if prediction_loss_only else self._document_logits
-        try:
-            return super().prediction_step(model, inputs, prediction_loss_only, **keywords)
-        finally:
-            self._facade.logits_of = None
-
-    def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
-        self._compare_rows_on_ranks(documents)
-        targets = sum(document.targets for document in documents)
-        plan = cached_plan(self._choices[False], tuple(map(len, documents)), self.world.home, targets=targets)
-        with torch.autocast(self.args.device.type, enabled=False):
-            return gather_logits(facade.inner_model, plan, documents, self.world)
-
-
-def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: Any) -> list[Tensor]:
-    """Return logits (length, V) of all of a plan's documents, in the model's dtype, on every rank; all enter."""
-    inputs = check_step_arguments(model, plan, documents, world, backward=False)
-    terms = encoder_terms(inputs)
-    batches = read_batches(inputs, terms)
-    parts: list[Tensor] = []
-
-    def keep_logits(batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        parts.append(head(hidden))
-        return hidden.new_zeros((), dtype=torch.float64)
-
-    run_passes(Passes.with_terms(inputs, terms, keep_logits), batches)
-    gathered: dict[int, Tensor] = {}
-    for batch, local in zip(batches, parts, strict=True):
-        rows = batch.shard.gather(local.detach())
-        numbers = [d for group in batch.shard.micro_batch.groups for d in group.documents]
-        lengths = [plan.lengths[d] for d in numbers]
-        gathered |= dict(zip(numbers, rows.split(lengths), strict=True))
-    return [gathered[d] for d in range(len(plan.lengths))]

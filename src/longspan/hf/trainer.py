@@ -1,29 +1,25 @@
 """`with_longspan(TrainerClass)`: a Trainer of transformers or TRL whose ranks share documents by longspan's plans."""
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import longspan
 from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank, run_on_first_rank
-from longspan.config.keys import AUTO
-from longspan.config.sections import LoraSection, OptimizerSection, RunConfig
+from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments, errors_in_words_of_scripts
+from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
+from longspan.hf.references import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
 from longspan.hf.refusals import (
     ONE_PASS_OPTIMIZERS,
     PAGED,
@@ -34,145 +30,19 @@ from longspan.hf.refusals import (
     refuse_model_kind,
     refuse_search,
 )
-from longspan.hf.steps import EvaluationPart, StepsPart
+from longspan.hf.resolve_trainer import CHECKPOINTING, options_of_prepare, resolve_trainer
+from longspan.hf.steps import StepsPart
 from longspan.layout import Layout
-from longspan.model.adapters import find_adapter
-from longspan.model.frozen.formats.modules import holds_codes
-from longspan.model.kinds import unwrap_peft_model, waits_on_host
+from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.layers import architecture_name
-from longspan.model.lora import redirect_peft_model
-from longspan.model.prepared import PrepareOptions
+from longspan.model.marks import waits_on_host
 from longspan.model.replaced_parameters import refuse_other_parameters
-from longspan.model.seams.call_rules import guard_prepared_model
+from longspan.model.seams.guards import guard_prepared_model
 from longspan.plan import MemoryPlan
-from longspan.resolve.resolved import Resolved, set_usual_mode
-from longspan.resolve.run_cost import find_run_cost
-from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train import PlannerConfig, offload_optimizer_states
 from longspan.train.optim.eight_bit_adamw import EightBitAdamW
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
-from longspan.train.training import options_of_memory_plan
-
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
-OPTIMIZERS = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
-MOST_ROWS = 4096  # of a dataset with columns, whose lengths are looked at: the first
-DRAWN_STEPS = 64
-FEW_ROWS = 256  # of another one, which may read files: at equal distances
-_log = logging.getLogger(__name__)
-
-
-def asks_for_recomputation(args: Any) -> bool:
-    return any(getattr(args, name, None) for name in CHECKPOINTING)
-
-
-def resolve_trainer(trainer: Any) -> Resolved:
-    """Decide what the keys of a trainer leave open, by the lengths of its documents; entered by all ranks.
-
-    A plan of memory is made on GPUs, and on CPUs if `device_memory_limit` is set; not if `plan_memory` is false or the
-    user asked for recomputation. TRL asks for it by default, so only arguments that differ from their class's default
-    count as the user's. Without a plan of memory rows of a slot that are "auto" become 0 (no limit). If no length of a
-    document is known, planner and degree stay open: each step gets a dynamic plan, or the fewest slots that hold its
-    documents.
-    """
-    config = _run_config(trainer)
-    args = trainer._stock_arguments
-    default = {key.name: key.default for key in fields(args)}
-    if asks_for_recomputation(args) and any(
-        getattr(args, name, None) != default.get(name) for name in CHECKPOINTING
-    ):
-        config = config.with_keys("train", plan_memory=False, activation_checkpointing="full")
-    world = trainer.world
-    model = unwrap_peft_model(trainer.model).config
-    lengths = _lengths_of_documents(trainer)
-    gpu = world.device.type == "cuda"
-    if config.context.max_tokens_per_slot == AUTO and not (lengths and (gpu or config.train.device_memory_limit)):
-        config = config.with_keys("context", max_tokens_per_slot=0)
-    if not lengths:
-        cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=world.home.slots)
-        return Resolved(set_usual_mode(config), None, cost)
-    # Steps with lengths drawn at random stand for all steps.
-    batch = trainer.args  # of all ranks
-    rows_of_step = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
-
-    def lengths_of_step(step: int) -> list[int]:
-        return np.random.default_rng(step).choice(np.asarray(lengths), rows_of_step).tolist()
-
-    facts = gather_facts(config, world, model, lengths_of_step, DRAWN_STEPS, longest=max(lengths))
-    return resolve_on_ranks(config, facts, world, _log.info)
-
-
-def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
-    """Return the options of `prepare` by a Trainer's arguments; without `training` those of a reference, which takes no
-    step. What a plan of memory chose takes the place of the keys of memory.
-    """
-    args = trainer._stock_arguments
-    config = trainer.longspan.config()
-    computes_in = torch.bfloat16 if args.mixed_precision == "bf16" else None  # of `accelerate launch` too
-    options = PrepareOptions(
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        sync_each_batch=config.parallel.sync_each_batch,
-        sequence_parallel=config.parallel.sequence_parallel,
-        attention_kernel=config.context.attention_kernel or None,
-        compute_dtype=None if unwrap_peft_model(model).dtype == computes_in else computes_in,
-    )
-    if not training:
-        return options
-    by_arguments = replace(
-        config.train, activation_checkpointing="full" if asks_for_recomputation(args) else "none"
-    )
-    measures = options_of_memory_plan(replace(config, train=by_arguments), memory, training=True)
-    frozen = config.model.frozen
-    if frozen == AUTO:
-        frozen = "stored" if holds_codes(model) else "whole"
-    return replace(options, compiled=config.train.compile, frozen=frozen, **measures)
-
-
-def _run_config(trainer: Any) -> RunConfig:
-    # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
-    # memory does not depend on the learning rate.
-    config = trainer.longspan.config()
-    args = trainer._stock_arguments
-    model = unwrap_peft_model(trainer.model)
-    dtype = str(model.dtype).removeprefix("torch.")
-    computes_in = "bfloat16" if args.mixed_precision == "bf16" else dtype
-    model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
-    asked = optimizer_name(args)
-    name = "adamw" if asked in ONE_PASS_OPTIMIZERS else OPTIMIZERS.get(asked, "torch.optim.AdamW")
-    config = config.with_keys("train", offload_optimizer_states=asked == PAGED)
-    optimizer = OptimizerSection(class_=name, lr=1e-3)
-    if asked in ONE_PASS_OPTIMIZERS and asked != PAGED:
-        optimizer = replace(optimizer, moments="8bit")
-    lora = LoraSection()
-    if (adapter := find_adapter(model)) is not None:
-        modules = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
-        targets = [] if isinstance(modules, str) else [*(modules or ())]
-        if targets:
-            parameters = getattr(adapter.config, "target_parameters", None) or ()
-            targets += [f"experts.{name.rpartition('.')[2]}" for name in parameters]
-        lora = replace(lora, rank=adapter.config.r, target_modules=tuple(targets))
-    return replace(config, model=model_keys, optimizer=optimizer, lora=lora)
-
-
-def _lengths_of_documents(trainer: Any) -> list[int]:
-    """The lengths of the trainer's documents, or the longest that its arguments allow; [] for neither."""
-    data = trainer.train_dataset
-    args = trainer.args
-    if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
-        rows = data.select(range(min(len(data), MOST_ROWS)))
-        if "seq_lengths" in data.column_names:  # of packed rows
-            return [int(n) for lengths in rows["seq_lengths"] for n in lengths]
-        return [len(ids) for ids in rows["input_ids"]]
-    if data is not None and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
-        numbers = np.linspace(0, len(data) - 1, min(len(data), FEW_ROWS)).astype(int).tolist()
-        rows = [data[number] for number in numbers]
-        if all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
-            return [len(row["input_ids"]) for row in rows]
-    longest_allowed = getattr(args, "max_length", None)
-    if (answer := getattr(args, "max_completion_length", None)) is not None:
-        # Prompts without a limit are taken to be as long as answers.
-        longest_allowed = answer + (getattr(args, "max_prompt_length", None) or answer)
-    return [int(longest_allowed)] if longest_allowed else []
-
 
 SAVES = "trainer.save_model(folder)"
 
@@ -188,6 +58,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     model_accepts_loss_kwargs: bool
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
+        """Refuse what can be refused, join the world of all ranks, and make the Trainer with arguments for all of them.
+
+        All ranks make it together. The model is prepared later, before its first pass; an error leaves the world again.
+        """
         self.longspan: LongspanArguments = longspan or LongspanArguments()
         arguments = next((x for x in (*args, *keywords.values()) if isinstance(x, TrainingArguments)), None)
         if arguments is None:
@@ -254,7 +128,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         """Leave the model where it is: `prepare` moves what a rank keeps."""
 
     def _prepare_once(self) -> None:
-        """Prepare the model and TRL's reference before the first pass or optimizer; again if the model is replaced."""
+        """Prepare the model and TRL's reference before the first pass or optimizer; again if the model is replaced.
+
+        What arguments leave open is decided before, by the lengths of documents; entered by all ranks.
+        """
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
         inside = unwrap_peft_model(self.model)
@@ -277,6 +154,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
+        """Prepare a model in place, and route the Trainer's calls of it, and of a PeftModel around it, to the facade.
+
+        Without `training` it is a reference, which takes no step.
+        """
         prepared = longspan.prepare(
             model, self.world, options=options_of_prepare(self, model, self.memory_plan, training=training)
         )
@@ -292,9 +173,9 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         Moments of parameters that wait on the host are there too.
         """
         self._prepare_once()
-        made = self.optimizer is None
+        is_new = self.optimizer is None
         self.optimizer: Any = super().create_optimizer(*args)
-        if not made:
+        if not is_new:
             return self.optimizer
         name = optimizer_name(self._stock_arguments) if self.optimizer_cls_and_kwargs is None else ""
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
@@ -316,12 +197,16 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         return kind, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def _prepare_for_training(self, *args: Any) -> Any:
+        """Prepare the model before the Trainer sets up training. Raises ModelError for an optimizer of other
+        parameters.
+        """
         self._prepare_once()
         if self.optimizer is not None:
             refuse_other_parameters(self._facade.inner_model, self._torch_optimizer())
         return super()._prepare_for_training(*args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Return the facade, in place of a wrapped model."""
         self._prepare_once()
         return self._facade
 
@@ -359,12 +244,14 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._leave_one_process()
 
     def _leave_one_process(self) -> None:
+        """Leave the shared process, once."""
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()
 
 
 def layout_line(config: RunConfig, home: Layout) -> str:
+    """Return the line of the first rank that says how ranks share documents and weights."""
     training = PlannerConfig.training(config).text
     evaluation = PlannerConfig.evaluation(config).text
     degrees = {"tp": home.tp, "ep": home.ep, "dp_replicate": home.dp_replicate}
@@ -384,6 +271,7 @@ def _route_calls(prepared: Any, facade: Facade) -> None:
         return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
 
     def refuse_another(_: Any, *args: Any, **keywords: Any) -> NoReturn:
+        """Raise ModelError: another model of the prepared class would have whole weights where this one has parts."""
         raise ModelError(
             f"a second {architecture_name(prepared)} is made by the prepared model's class, as by TRL's BEMACallback: "
             "its weights would be whole, and the model's are parts; keep averages of model.parameters() as they are, "
@@ -391,8 +279,8 @@ def _route_calls(prepared: Any, facade: Facade) -> None:
         )
 
     # Python looks `__call__` up in the class, so the model gets a class of its own.
-    own = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
-    prepared.__class__ = type(kind.__name__, (kind,), own)
+    attributes = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
+    prepared.__class__ = type(kind.__name__, (kind,), attributes)
 
 
 class LongspanTrainer(LongspanMixin, Trainer):  # pyright: ignore[reportIncompatibleMethodOverride]

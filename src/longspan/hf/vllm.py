@@ -21,6 +21,7 @@ class LongspanVLLM(VLLMGeneration):
     """vLLM as a trainer of TRL calls it, over the weights of a prepared model. `_trainer` is the longspan trainer."""
 
     def __init__(self, _trainer: Any, *args: Any, **keywords: Any) -> None:
+        """Make TRL's vLLM with an engine's share of the batch, which counts ranks as processes."""
         arguments = inspect.signature(super().__init__).bind(*args, **keywords).arguments
         self._trainer = _trainer
         self._world = _trainer.world
@@ -30,9 +31,14 @@ class LongspanVLLM(VLLMGeneration):
         super().__init__(**arguments)
 
     def _iter_named_params(self) -> Any:
+        """Return whole weights by name, which TRL sends to vLLM."""
         return self._trainer.weights_by_name()
 
     def sync_weights(self) -> None:
+        """Send whole weights to the engines, of which each rank has one, or to the server that the first rank talks to.
+
+        In the ranks' own processes the first rank begins it, and the others join.
+        """
         with (
             nullcontext()
             if self.mode == "server"
@@ -97,6 +103,7 @@ class RankAccelerator:
 
 @contextmanager
 def replace_vllm(trainer: Any) -> Iterator[None]:
+    """Return a context in which the modules of a trainer's classes make longspan's vLLM in place of TRL's."""
     modules_of_bases = [
         sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)
     ]

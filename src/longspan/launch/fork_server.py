@@ -13,6 +13,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from longspan.launch.environment import temporary_variables
 from longspan.launch.stop_signals import block_signals
 
 # Imported once, by the fork server; a module that cannot be imported is left out.
@@ -52,20 +53,6 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
     with temporary_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}), block_signals():
         forkserver.ensure_running()
     return context
-
-
-@contextmanager
-def temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
-    old_values = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name, value in old_values.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,24 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError, RankLostError
 from longspan.host import usable_cores
+from longspan.launch.environment import LOOPBACK, torchrun_variables
 from longspan.launch.fork_server import kill_fork_server, start_fork_server
+from longspan.launch.process_end import describe_death
 from longspan.launch.rank_process import (
     DEAD_KEY,
     DUMP,
     Descriptor,
     RankAnswer,
-    Spec,
+    RankSpec,
     rank_main,
     stack_text,
 )
 from longspan.launch.stop_signals import Forwarding, block_signals
-from longspan.launch.worker import describe_death
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
-
-
-LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing outside this host reaches them
 
 
 def start_store_server() -> Any:
@@ -53,21 +50,6 @@ def start_store_server() -> Any:
     return TCPStore(
         LOOPBACK, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-
-
-def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
-    variables = {
-        "WORLD_SIZE": n,
-        "LOCAL_WORLD_SIZE": n,
-        "GROUP_RANK": 0,
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
-        "OMP_NUM_THREADS": threads,
-    }
-    if sys.platform == "linux":  # over the loopback network, unless the user has named another
-        variables |= {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
-    return {name: str(value) for name, value in variables.items()}
 
 
 @dataclass(eq=False)
@@ -118,7 +100,10 @@ class LocalRanks:
             with block_signals() if index else nullcontext():
                 self._start_rank(self.rank_spec(index, n, payload, ignored))
 
-    def _start_rank(self, spec: Spec) -> None:
+    def _start_rank(self, spec: RankSpec) -> None:
+        """Start one rank, which gets its end of a pipe and this process's standard output and error; this process keeps
+        the other end.
+        """
         own_end, rank_end = self._context.Pipe()
         args = spec, rank_end, Descriptor(1), Descriptor(2)
         process = self._context.Process(target=rank_main, args=args, name=f"rank {spec.rank}")
@@ -131,10 +116,11 @@ class LocalRanks:
         finally:
             rank_end.close()
 
-    def rank_spec(self, index: int, n: int, payload: bytes, ignored: Sequence[int] = ()) -> Spec:
+    def rank_spec(self, index: int, n: int, payload: bytes, ignored: Sequence[int] = ()) -> RankSpec:
+        """Return what rank `index` of n needs to run a pickled call."""
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
         environment |= {"RANK": str(index), "LOCAL_RANK": str(index)}
-        return Spec(index, environment, payload, self._threads, self.folder, tuple(ignored))
+        return RankSpec(index, environment, payload, self._threads, self.folder, tuple(ignored))
 
     def collect_answers(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer for `timeout` seconds (None: no limit), but after a failure only for `grace` more; then
@@ -159,6 +145,9 @@ class LocalRanks:
         self.failure = self._error_to_raise(timeout)
 
     def _error_to_raise(self, timeout: float | None) -> BaseException | None:
+        """Return the error of the rank that most likely made others fail, with a note on up to four others; None if
+        none failed or is late.
+        """
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
             return self._timeout_error(running, timeout) if running else None
@@ -175,18 +164,22 @@ class LocalRanks:
         return error
 
     def _rank_to_blame(self) -> LocalRank:
-        """One whose process died; else one with an error of its own; else one that only saw another rank's failure."""
+        """Return a rank that failed: one whose process died; else one with an error of its own; else one that only saw
+        another's failure.
+        """
         died = [rank for rank in self.failed if rank.death]
         raised = [rank for rank in self.failed if rank.answer is not None and not rank.answer.consequence]
         return [*died, *raised, *self.failed][0]
 
     def was_ended_by(self, signals: Sequence[int]) -> bool:
+        """Whether the ranks failed because one of these signals, which were sent to them, ended the one to blame."""
         if not signals or not self.failed:
             return False
         first = self._rank_to_blame()
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
+        """Ask ranks that still run for their stacks, and return the error that has them; waits 3 s at most."""
         _signal_ranks(running, DUMP)  # a rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not all(stack_text(self.folder, rank.index) for rank in running):
@@ -200,10 +193,11 @@ class LocalRanks:
         )
 
     def signal(self, number: int) -> None:
+        """Send a signal to all ranks that still run."""
         _signal_ranks(self.ranks, number)
 
     def end(self) -> None:
-        """Ranks without an answer are killed, others end as their pipes close."""
+        """End all ranks: those without an answer are killed, others end as their pipes close."""
         for rank in self.ranks:
             if rank.waiting:
                 rank.process.kill()
@@ -217,6 +211,7 @@ class LocalRanks:
 
 
 def _signal_ranks(ranks: Sequence[LocalRank], number: int) -> None:
+    """Send a signal to those of these ranks that still run."""
     for rank in ranks:
         rank.process.join(0)
         if rank.process.exitcode is None and rank.process.pid is not None:
@@ -272,6 +267,7 @@ def run_local(
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """Pickle a function and its arguments for another process; raise CommError where they do not pickle."""
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

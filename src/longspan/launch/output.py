@@ -21,6 +21,7 @@ class _Output(io.FileIO):
         self._has_failed = False
 
     def write(self, data: Any, /) -> int:
+        """Write to the descriptor, and what it does not take to the file; never raises, so that prints go on."""
         try:
             return super().write(data)
         except OSError as error:

@@ -36,11 +36,12 @@ class Descriptor:
 
 
 def _receive_descriptor(handle: Any) -> Descriptor:
+    """Return, in the other process, the descriptor that arrived there."""
     return Descriptor(handle.detach())
 
 
 @dataclass(frozen=True)
-class Spec:
+class RankSpec:
     """What a rank needs: its number, its environment with torchrun's variables, and the pickled function and arguments.
     It runs with `threads` threads of torch and writes its stack into `folder`. Signals that are `ignored` do nothing
     until the function handles them.
@@ -65,6 +66,7 @@ class RankAnswer:
     consequence: bool = False  # an error that reports another rank's failure
 
     def unpickle_value(self) -> Any:
+        """Return the result of a rank that answered with one."""
         assert self.ok and self.pickled is not None
         return pickle.loads(self.pickled)
 
@@ -90,7 +92,7 @@ class RankError(Exception):
         return f"on rank {self.rank}\n{self.text}"
 
 
-def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
+def rank_main(spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
     """Run a rank from its start to its end, in a new Python process if the fork server has made CUDA unusable."""
     if not spec.folder.is_dir():  # the launcher was interrupted while it waited for this process
         os._exit(0)
@@ -104,8 +106,9 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
 
 
 def _run_rank(
-    spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
+    spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
 ) -> NoReturn:
+    """Set up this process as a rank, answer the call unless the launcher is gone, and end the process."""
     _set_up_process(spec, out, err, launcher)
     if not pipe.poll():  # readable here means closed: the launcher was interrupted
         answer_call(spec, pipe)
@@ -114,7 +117,10 @@ def _run_rank(
     os._exit(0)  # no destructor may wait for a rank that is gone
 
 
-def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
+def _restart_process(spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
+    """Start Python anew in this process, with the same id and open ends of pipes, for what was forked here cannot use
+    CUDA.
+    """
     if spec.rank == 0:
         write_error(
             "ranks take longer to start: a module that they import uses CUDA as it is imported\n", err.number
@@ -141,7 +147,7 @@ def continue_restarted_rank() -> NoReturn:
     sys.argv[1:] = []
     with Path(file).open("rb") as stream:
         spawn.prepare(pickle.load(stream))
-        spec: Spec = pickle.load(stream)
+        spec: RankSpec = pickle.load(stream)
     for number in (pipe, out, err, launcher):
         if number >= 0:
             os.set_inheritable(number, False)
@@ -150,7 +156,8 @@ def continue_restarted_rank() -> NoReturn:
     )
 
 
-def answer_call(spec: Spec, pipe: connection.Connection) -> None:
+def answer_call(spec: RankSpec, pipe: connection.Connection) -> None:
+    """Run the function, and send its result or its error to the launcher; nothing is raised."""
     ignore_signals(spec.ignored)
     try:
         with unblock_signals():
@@ -166,6 +173,7 @@ def answer_call(spec: Spec, pipe: connection.Connection) -> None:
 
 
 def _read_call(payload: bytes) -> tuple[Any, Any]:
+    """Unpickle the function and its arguments; raise CommError where this process does not find the function."""
     try:
         return pickle.loads(payload)
     except AttributeError as error:
@@ -175,11 +183,12 @@ def _read_call(payload: bytes) -> tuple[Any, Any]:
         ) from error
 
 
-def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int | None) -> None:
-    """In a group of its own signals come only from the launcher. What the fork server imported is no garbage:
-    collections pass over it, and its memory stays shared. Processes that a rank starts, such as a loader's workers,
-    start as elsewhere in Python, and not from a fork server of their own, which would import torch and transformers
-    again.
+def _set_up_process(spec: RankSpec, out: Descriptor, err: Descriptor, launcher: int | None) -> None:
+    """Make this process a rank: a group of its own, its output, its stack in a file, its environment, torch's threads.
+
+    In a group of its own signals come only from the launcher. What the fork server imported is no garbage: collections
+    pass over it, and its memory stays shared. Processes that a rank starts, such as a loader's workers, start as
+    elsewhere in Python, and not from a fork server of their own, which would import torch and transformers again.
     """
     gc.freeze()
     gc.enable()
@@ -202,6 +211,7 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
 
 
 def _error_answer(error: BaseException) -> RankAnswer:
+    """Return the answer for an error: the error itself if it pickles, its traceback as text, and a summary."""
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))

@@ -2,7 +2,7 @@
 
 While a command imports and starts its ranks, a signal raises `Interrupted` in it. The fork server heeds none of them,
 wherever a terminal or a supervisor sends them, and ranks heed them once they call their function. While ranks run, a
-signal goes to them. What a run makes of it is in `comm/all_ranks.py`.
+signal goes to them. What a run makes of it is in `comm/received_signals.py`.
 """
 
 import signal
@@ -77,11 +77,13 @@ def block_signals() -> AbstractContextManager[None]:
 
 
 def unblock_signals() -> AbstractContextManager[None]:
+    """Let signals through again that `block_signals` holds back, while this is open."""
     return _mask_signals(signal.SIG_UNBLOCK)
 
 
 @contextmanager
 def _mask_signals(how: int) -> Iterator[None]:
+    """Block or unblock the signals that stop, in this thread, while this is open."""
     old_mask = signal.pthread_sigmask(how, SIGNALS)
     try:
         yield
@@ -109,6 +111,7 @@ class Forwarding:
         _restore_handlers(self._old_handlers)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
+        """Send a signal on to the ranks, as its handler; the second request to end, of another press, kills them."""
         now = time.monotonic()
         if number in NOTICES:
             self._send_to_ranks(number, number)
@@ -122,17 +125,22 @@ class Forwarding:
             self._send_to_ranks(number, signal.SIGKILL)
 
     def _send_to_ranks(self, number: int, to_ranks: int) -> None:
+        """Send `to_ranks` to all ranks, and note it, and the signal that was received."""
         self.received = number
         self.sent.append(to_ranks)
         self._send(to_ranks)
 
 
 def _set_handler(handler: Any, numbers: Collection[int]) -> dict[int, Any]:
+    """Set one handler for these signals, and return the old ones; outside of the main thread, which receives none, do
+    nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}
 
 
 def _restore_handlers(handlers: dict[int, Any]) -> None:
+    """Set the handlers that `_set_handler` returned."""
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -17,11 +17,13 @@ _HIDDEN = [name for name in ("torchao",) if name not in sys.modules]
 
 
 def _refuse_cuda() -> NoReturn:
+    """Fail in place of torch's initialization of CUDA, in the fork server."""
     torch.cuda._is_in_bad_fork = lambda: True  # ranks begin anew, for what was imported may be there in part
     raise ImportError("CUDA is not used in the process that ranks are forked from")
 
 
 def _allow_cuda() -> None:
+    """Take back in a forked rank what this module has set, so that CUDA and hidden packages are as elsewhere."""
     _c._cuda_init = _INIT
     for name in _HIDDEN:
         sys.modules.pop(name, None)

@@ -2,12 +2,11 @@
 
 A worker is a fresh interpreter, started without `multiprocessing.Process`: it shares no torch, threads or devices with
 a rank, and a daemonic rank may start one too. Plans are made ahead in one (`plan/plan_ahead.py`), and corpora are
-encoded in several (`corpus/document_encoder.py`). Ranks are no workers: `launch.py` starts them.
+encoded in several (`corpus/encoding_processes.py`). Ranks are no workers: `launch.py` starts them.
 """
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -90,6 +89,9 @@ def main_program() -> dict[str, Any]:
 
 
 def import_main(main: dict[str, Any]) -> None:
+    """Run this program's script in a worker as a module that is not `__main__`, where the call needs its functions; {}
+    is none.
+    """
     if main:
         for name in _TORCHRUN:  # a script that trains when it is imported must not take a rank's place
             os.environ.pop(name, None)
@@ -104,24 +106,3 @@ def pickle_error(error: BaseException) -> bytes | None:
     except Exception:
         return None
     return pickled
-
-
-def describe_end(code: int | None) -> str:
-    """Return how a process ended, from its exit code, for messages."""
-    if code is None or code >= 0:
-        return f"left with exit code {code}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"was killed by signal {-code} ({names.get(-code, 'unknown')})"
-
-
-_USUAL_CAUSES: dict[int, str] = {
-    signal.SIGKILL: ", as Linux does where memory runs out",
-    signal.SIGBUS: ", as Linux does where a mapped file, as of a corpus, was cut, or the disk below it fails",
-}
-
-
-def describe_death(code: int | None) -> str:
-    """Of a rank that gave no answer, by its exit code; signals with their usual cause."""
-    if code is not None and code < 0:
-        return describe_end(code) + _USUAL_CAUSES.get(-code, "")
-    return f"{describe_end(code)} before it answered"

@@ -224,7 +224,7 @@ class _LengthPartition(Partition):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        base, extra = divmod(int(self._starts[-1]), self.degree)
+        base, extra = divmod(sum(self.lengths), self.degree)
         return (base + 1,) * extra + (base,) * (self.degree - extra)
 
     @cached_property

@@ -1,6 +1,7 @@
 """`add_mtp`: give a causal language model depths of multi-token prediction before it is prepared.
 
-An adapter is added after depths: it then adapts their linears as it adapts those of other layers.
+An adapter is added after depths: it then adapts their linears as it adapts those of other layers. Depths themselves are
+in `mtp/`, which `seams/` imports, and this file runs models through `seams/`.
 """
 
 from collections.abc import Sequence
@@ -15,27 +16,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import find_adapter
+from longspan.model.adapted_modules import peft_modules
 from longspan.model.layers import MTP, decoder_layers, final_norm, mtp_blocks, mtp_depths
-from longspan.model.mtp import MtpBlocks, MtpDepth, MtpDepths, record_layer_inputs, translate_published_name
-from longspan.model.seams.call_rules import is_prepared, modules_with_instance_forward
+from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths
+from longspan.model.mtp.layer_inputs import record_layer_inputs
+from longspan.model.mtp.published_names import translate_published_name
+from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.row_loss import find_output_embedding
-from longspan.model.weights.fill import (
-    DrawnWeights,
-    JoinedWeights,
-    WeightSource,
-    empty_model,
-    find_deferred_weights,
-    has_meta_parameters,
-    persistent_buffers,
-)
+from longspan.model.seams.set_forwards import modules_with_instance_forward
+from longspan.model.weights.drawn_weights import DrawnWeights
+from longspan.model.weights.empty_model import empty_model, has_meta_parameters, persistent_buffers
+from longspan.model.weights.fill import JoinedWeights, WeightSource, find_deferred_weights
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.plan.shape.layers import depth_types
 
 
 def read_depth_weights(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
+    """Read depths that were just added from a folder; ModelError, with how many are missing, before any is read."""
     layers = model.config.get_text_config().num_hidden_layers
     rename = partial(translate_published_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
     source = FolderWeights(folder, model, rename=rename)  # publishers have names of their own
@@ -52,6 +51,7 @@ def read_depth_weights(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> 
 
 @torch.no_grad()
 def _fill_depth_weights(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
+    """Fill depths from a source: now, or, where the model is filled by `prepare`, together with it."""
     if (weights := find_deferred_weights(model)) is not None:
         weights.source = JoinedWeights(weights.source, source)
         return
@@ -102,6 +102,9 @@ def add_mtp(
 
 
 def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
+    """Raise ModelError for what shows without a forward pass: a prepared model, one with depths or an adapter, and
+    others.
+    """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"add_mtp takes a transformers model (PreTrainedModel), got {name}")
@@ -125,7 +128,7 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
             f"{name} has embeddings of {embedding.shape[1]} values and layers of {size}, with projections between, and "
             "a depth of multi-token prediction joins rows of one width; train it without depths"
         )
-    if find_adapter(model) is not None:
+    if peft_modules(model):
         raise ModelError(
             f"{name} has an adapter already, and depths get copies of its last layer; call add_mtp first, then "
             "peft.get_peft_model, which adapts linears of depths as the others"
@@ -133,6 +136,7 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of which a depth has copies: of each type that the configuration names, else the last."""
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = depth_types(model.config.get_text_config(), [*of_type])
@@ -146,7 +150,10 @@ def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
-    """A model whose layers end with a norm has none after them, and neither has its depths."""
+    """Make a depth of copies of these layers, whose weights are to be overwritten, on their device.
+
+    A model whose layers end with a norm has none after them, and neither has its depths.
+    """
     last_norm = final_norm(model)
     size = model.config.get_text_config().hidden_size
     device = next(layers[-1].parameters()).device
@@ -158,6 +165,7 @@ def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth
 
 
 def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
+    """Return the last norm of `size` values in a layer, for a model without one after its layers."""
     norms = [
         module
         for module in layer.modules()
@@ -201,7 +209,10 @@ def _copy_module(module: nn.Module) -> Any:
 
 
 def _check_layer_inputs(model: PreTrainedModel) -> None:
-    """On the meta device; where the model does not run there, its first step says what its layers take."""
+    """Raise ModelError if the last layer is called with more than a depth can have, by a pass on the meta device.
+
+    Where the model does not run there, its first step says what its layers take.
+    """
     with suppress(Exception), record_layer_inputs(model) as inputs:  # whatever a forward raises
         run_on_meta(model, None, gradients=True)
     if inputs.call is None:

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError, plural
 from longspan.model.activations.tiles import TiledForward
 from longspan.model.features import Call, Feature
-from longspan.model.kinds import IS_COMPILED, class_forward, find_mixers
+from longspan.model.kinds import class_forward, find_mixers
 from longspan.model.layers import architecture_name, layers_and_mtp_blocks
+from longspan.model.marks import IS_COMPILED
 from longspan.model.seams.norms import restore_class_norms
 from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 
@@ -47,12 +48,13 @@ class CompiledFeature(Feature):
             start_compile_workers(min(len(home.ranks), self.world.node_size * home.tp))  # node_size counts slots
 
     def connect(self, model: PreTrainedModel) -> None:
-        # the compiler fuses the norms in its graphs, those of layers outside mixers, itself
+        """Give norms outside of mixers the class's forward again: the compiler fuses them in its graphs itself."""
         if self._parts != "none":
             for layer in layers_and_mtp_blocks(model).values():
                 restore_class_norms(_modules_in_graphs(layer))
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Compile the layers here, and describe what was compiled."""
         if self._parts != "none":
             self.description["compiled"] = compile_layers(models)
 
@@ -86,7 +88,7 @@ def compile_layers(models: Sequence[PreTrainedModel]) -> str:
     replaced = [x for x in layers if "forward" in vars(x) or not inspect.isfunction(class_forward(x))]
     for layer in layers:
         if layer not in replaced:
-            _compile_layer(layer)
+            _compile_one_layer(layer)
     classes = " and ".join(dict.fromkeys(map(architecture_name, replaced)))
     left_out = f", {plural(len(replaced), 'layer')} not: the forward of {classes} was replaced" if replaced else ""
     return f"{plural(len(layers) - len(replaced), 'layer')} around attention{left_out}"
@@ -99,34 +101,36 @@ def compiled_graphs_text() -> str:
     return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s" if graphs else ""
 
 
-def _compile_layer(layer: nn.Module) -> None:
+def _compile_one_layer(layer: nn.Module) -> None:
+    """Replace a layer's forward by its class's, compiled; mixers and modules with forwards of their own run outside."""
     _set_up_compiler()
     restore_class_norms(_modules_in_graphs(layer))
     # Modules whose forward is an object run outside: a graph is tied to that object, so each layer would need its own.
-    with_objects = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
-    for module in (*find_mixers(layer).values(), *with_objects):
+    modules_outside = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
+    for module in (*find_mixers(layer).values(), *modules_outside):
         forward = vars(module).get("forward")
         if isinstance(forward, TiledForward):  # tiles: the forward of one
             forward.run = torch.compile(forward.run, dynamic=True, backend=BACKEND)
         # torch.compile ends its graph before a call of this module and begins another one after it
         vars(module)["forward_outside_graphs"] = module.forward
         module.forward = MethodType(_forward_outside_graphs, module)
-    layer_run = _LayerRun(layer, torch.compile(class_forward(layer), dynamic=True, backend=BACKEND))
+    layer_run = _CompiledForward(layer, torch.compile(class_forward(layer), dynamic=True, backend=BACKEND))
     setattr(layer, IS_COMPILED, True)
     # In transformers 5.23 the class's forward runs the checkpoint; in 5.17 the call does.
-    in_forward = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(
+    forward_checkpoints = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(
         GradientCheckpointingLayer
     )
-    layer.forward = partial(_run_within_checkpoint, layer_run) if in_forward else layer_run
+    layer.forward = partial(_run_within_checkpoint, layer_run) if forward_checkpoints else layer_run
 
 
 @break_graphs_around
 def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the forward of a module in a compiled layer: a graph ends before it, and another begins after."""
     return module.forward_outside_graphs(*args, **kwargs)
 
 
 def _set_up_compiler() -> None:
-    """For all that this process compiles.
+    """Set torch's compiler for all that this process compiles.
 
     Of 35 s for a dense layer's graphs on a CPU the cache of shapes took 9; without constants each graph was traced anew
     once a number was found not to change (5 s).
@@ -152,19 +156,23 @@ def start_compile_workers(ranks_of_host: int) -> None:
 
 
 def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
-    outside = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
-    return [module for module in layer.modules() if module not in outside]
+    """List the modules of a layer that are compiled with it: all but mixers and what is in them."""
+    mixer_modules = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
+    return [module for module in layer.modules() if module not in mixer_modules]
 
 
 @dataclass(eq=False)
-class _LayerRun:
-    """A layer's compiled forward (`run`)."""
+class _CompiledForward:
+    """A layer's compiled forward: `run` is its class's, compiled."""
 
     layer: nn.Module
     run: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A single row would take a graph of its own: the class's code runs it."""
+        """Run the compiled forward on hidden states (1, T, D) that look alike in every pass, so that graphs are shared.
+
+        A single row would take a graph of its own: the class's code runs it.
+        """
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
             return class_forward(self.layer)(self.layer, *args, **kwargs)
@@ -175,13 +183,13 @@ class _LayerRun:
         if hidden.requires_grad or not trains:
             hidden = hidden.view_as(hidden)
         else:
-            hidden = _Begun.apply(hidden, hidden.new_empty(()).requires_grad_())
+            hidden = _RequireGradient.apply(hidden, hidden.new_empty(()).requires_grad_())
         if args:
             return self.run(self.layer, hidden, *args[1:], **kwargs)
         return self.run(self.layer, **kwargs | {"hidden_states": hidden})
 
 
-class _Begun(torch.autograd.Function):
+class _RequireGradient(torch.autograd.Function):
     """Makes rows require a gradient, which backward drops: of the first layer above a frozen embedding.
 
     It runs the same graphs as the others then, for three more products, 0.2 % of a step of 36 layers.
@@ -196,7 +204,8 @@ class _Begun(torch.autograd.Function):
         return None, None
 
 
-def _run_within_checkpoint(layer_run: _LayerRun, *args: Any, **kwargs: Any) -> Any:
+def _run_within_checkpoint(layer_run: _CompiledForward, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the forward of a layer whose class runs its checkpoint there: the compiled forward goes inside it."""
     layer: Any = layer_run.layer
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(layer_run, **kwargs), *args)

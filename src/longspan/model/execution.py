@@ -38,14 +38,14 @@ class Execution:
     @property
     def kernels(self) -> tuple[str, ...]:
         """Return the kernels that run, in words: one text for all layers, or one for each kernel, with its layers."""
-        by_words: dict[str, list[AttendCall]] = {}
+        calls_of_text: dict[str, list[AttendCall]] = {}
         for call in self.calls:
-            by_words.setdefault(self._kernel_words(call), []).append(call)
-        if len(by_words) < 2:
-            return tuple(by_words)
+            calls_of_text.setdefault(self._kernel_words(call), []).append(call)
+        if len(calls_of_text) < 2:
+            return tuple(calls_of_text)
         return tuple(
             f"{words} (layers with {' and '.join(dict.fromkeys(map(_mask_text, calls)))})"
-            for words, calls in by_words.items()
+            for words, calls in calls_of_text.items()
         )
 
     def slow_kernel_reason(self) -> str:
@@ -57,13 +57,13 @@ class Execution:
         return ""
 
     def _kernel_words(self, call: AttendCall) -> str:
-        """Name the kernel of a layer, or both if groups of one document take another than groups of several."""
-        of_packed = choose_kernel(replace(call, one_document=False), self.kernel).name
+        """Name the kernel that runs a layer's call, in words that name two if groups of one document take another."""
+        packed_kernel = choose_kernel(replace(call, one_document=False), self.kernel).name
         is_undivided = call.mask.chunk is None  # chunks divide a document as several documents would
-        of_single = choose_kernel(replace(call, one_document=is_undivided), self.kernel).name
-        if of_packed == of_single:
-            return of_packed
-        return f"{of_single} where each group has one document, else {of_packed}"
+        single_kernel = choose_kernel(replace(call, one_document=is_undivided), self.kernel).name
+        if packed_kernel == single_kernel:
+            return packed_kernel
+        return f"{single_kernel} where each group has one document, else {packed_kernel}"
 
 
 def model_execution(model: nn.Module) -> Execution:
@@ -90,5 +90,6 @@ def check_same_kernels(execution: Execution, world: World) -> None:
 
 
 def _mask_text(call: AttendCall) -> str:
+    """Return in words which keys the rows of a call's layers see, such as "window of 4,096"."""
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"

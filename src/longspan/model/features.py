@@ -14,15 +14,25 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import is_peft_module
 from longspan.model.execution import Execution
-from longspan.model.kinds import is_indexed, is_indexer, is_mixer, is_peft_module
-from longspan.model.layers import MTP, SCORE_HEADS, expert_modules
+from longspan.model.kinds import (
+    SCORE_HEADS,
+    attends_to_chosen_keys,
+    expert_modules,
+    is_indexer,
+    is_mixer,
+)
+from longspan.model.layers import MTP
 from longspan.model.options import PrepareOptions
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `prepare` for a language model; `given` is the model, or the PeftModel around it."""
+    """A call of `prepare` for a language model, of which features are made.
+
+    `given` is what the caller passed, the model or the PeftModel around it; `model` is the model inside.
+    """
 
     given: nn.Module
     model: nn.Module
@@ -33,12 +43,13 @@ class Call:
 class Feature:
     """One thing that `prepare` may do to a model; each method is neutral, and a feature overrides those that it needs.
 
-    All ranks have the same features. Of each method in turn, in this order, `prepare` calls those of all features, in
-    the order of `FEATURES`. Until `cut` the model is whole.
+    All ranks have the same features. `prepare` calls the methods in the order in which they stand here, each of all
+    features, in the order of `FEATURES`, before the next method. Until `cut` the model is whole; `place` is called of
+    each part of it.
     """
 
     def __init__(self, call: Call) -> None:
-        """Check the options of the feature, which raise for themselves."""
+        """Take the call. A feature that has options of its own checks them here, and raises for wrong ones."""
         self.world = call.world
         self.options = call.options
         self.description = dict[str, Any]()  # fields of the Execution
@@ -65,23 +76,26 @@ class Feature:
         """
 
     def cut(self, model: PreTrainedModel) -> Sequence[tuple[nn.Module, PreTrainedModel]]:
-        """Return the parts of the model that are here, as what is called and the model in it; () if not cut."""
+        """Return the parts of the model on this rank, each as (what is called, the model in it); () if not cut."""
         return ()
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Bring the model, or a part of it, under the home; `root`, which holds it, is called. By all ranks."""
+        """Bring a part of the model, or all of it, under the home, in place; entered by all ranks.
+
+        `root` is the module that will be called: the model itself, or a pipeline stage around it.
+        """
 
     def join(self, prepared: nn.Module, roots: Sequence[nn.Module]) -> nn.Module:
-        """Return what stands for a model that was cut."""
+        """Return the module that stands for a model that was cut into `roots`; else `prepared` as it is."""
         return prepared
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
-        """Do what comes last, when the weights of all parts are there."""
+        """Do what comes last, when all weights are there: `prepared` is what `join` gave, `models` its parts."""
 
 
 # When a feature is on, and where its class is, in the order in which features act.
 FEATURES: list[tuple[Callable[[Call], Any], str]] = [
-    (lambda call: MTP in call.model._modules, "longspan.model.mtp:MtpFeature"),
+    (lambda call: MTP in call.model._modules, "longspan.model.mtp.trained_depths:MtpFeature"),
     (
         lambda call: any(kind.__name__.endswith(SCORE_HEADS) for kind in type(call.model).__mro__),
         "longspan.model.score_heads:ScoreHeadFeature",
@@ -89,7 +103,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     (lambda call: call.options.float8, "longspan.model.float8_layers:Float8Feature"),
     (
         lambda call: any(map(is_peft_module, call.model.modules())),
-        "longspan.model.exactness.adapter_rules:AdapterFeature",
+        "longspan.model.adapters.adapter_rules:AdapterFeature",
     ),
     (
         lambda call: call.world.device.type == "cuda" or call.options.fused_norms not in ("auto", "off"),
@@ -104,11 +118,11 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     ),
     (lambda call: any(map(is_mixer, call.model.modules())), "longspan.model.seams.mixers:MixerFeature"),
     (
-        lambda call: any(is_indexer(module) or is_indexed(module) for module in call.model.modules()),
-        "longspan.model.seams.indexers:IndexerFeature",
+        lambda call: any(is_indexer(module) or attends_to_chosen_keys(module) for module in call.model.modules()),
+        "longspan.model.seams.chosen_keys.indexers:IndexerFeature",
     ),
     (
-        lambda call: call.world.home.pp > 1 or call.options.sets("virtual_stages", "pipeline_schedule"),
+        lambda call: call.world.home.pp > 1 or call.options.changes_any("virtual_stages", "pipeline_schedule"),
         "longspan.model.pipeline.pipeline:PipelineFeature",
     ),
     (
@@ -119,12 +133,12 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     (
         lambda call: (
             call.options.activation_checkpointing not in (False, "none")
-            or call.options.sets("offload_activations", "checkpoint_policies", "segment_layers")
+            or call.options.changes_any("offload_activations", "checkpoint_policies", "segment_layers")
         ),
         "longspan.model.activations.recompute:RecomputationFeature",
     ),
     (
-        lambda call: call.options.sets("frozen"),
+        lambda call: call.options.changes_any("frozen"),
         "longspan.model.frozen.frozen_weights:FrozenFeature",
     ),
     (

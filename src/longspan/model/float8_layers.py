@@ -14,20 +14,22 @@ from transformers import PreTrainedModel
 
 from longspan.comm import raise_first_error
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter
 from longspan.model.features import Feature
 from longspan.model.float8.products import (
-    Scaled,
+    ScaledRows,
     add_float8_weights,
     find_or_make_float8_weight,
     linear_in_float8,
     multiply_scaled_rows,
     quantise_by_torch,
 )
-from longspan.model.kinds import belongs_to_adapter, find_float8_weight
-from longspan.model.layers import MTP, decoder_layers, expert_modules, mtp_depths, router_modules
-from longspan.model.seams.call_rules import has_forward_of_others
-from longspan.model.tensor_parallel import plan as styles
-from longspan.model.tensor_parallel.plan import list_styles
+from longspan.model.kinds import expert_modules, router_modules
+from longspan.model.layers import MTP, decoder_layers, mtp_depths
+from longspan.model.marks import find_float8_weight
+from longspan.model.seams.set_forwards import has_forward_of_others
+from longspan.model.tensor_parallel import module_styles as styles
+from longspan.model.tensor_parallel.module_styles import list_styles
 
 MULTIPLE = 16  # of numbers: what products in float8 need of both widths of a matrix
 _LEAST_WIDTH = 64
@@ -62,7 +64,7 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return linears
 
 
-def unsupported_reason(device: torch.device) -> str:
+def float8_device_reason(device: torch.device) -> str:
     """Return what a device lacks to multiply in float8; "" if nothing."""
     need = f"needs a GPU of compute capability {'.'.join(map(str, _LEAST_CAPABILITY))} or more"
     if device.type != "cuda":
@@ -77,10 +79,11 @@ class Float8Feature(Feature):
     """Linears and experts in float8."""
 
     def rank_error(self, model: PreTrainedModel) -> ModelError | None:
+        """Return why this rank's device, or the model, cannot have float8; None if it can."""
         word = self.options.float8
         if word != "rowwise":
             return ModelError(f'float8 is {word!r}; use "rowwise" (one scale a row), or "" for none')
-        dtype = self.options.sharding(self.world).dtype_of(model)
+        dtype = self.options.sharding(self.world).compute_dtype_of(model)
         if reasons := [*_reasons_against_float8(model, self.world.device, dtype, self.world.home.tp)]:
             return ModelError(
                 f'float8 is "rowwise" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out'
@@ -91,6 +94,7 @@ class Float8Feature(Feature):
         raise_first_error(self.world, self.rank_error(model))
 
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
+        """Set the forwards of linears, mark experts, and describe what share of the layers' weights is in float8."""
         linears = float8_linears(model)
         experts = expert_modules(model)
         in_float8 = sum(linear.weight.numel() for linear in linears.values())
@@ -114,10 +118,13 @@ class Float8Feature(Feature):
 def _reasons_against_float8(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int
 ) -> Iterator[str]:
-    """Parameters of experts with three dims are stacked matrices, one for each expert."""
-    if reason := unsupported_reason(device):
+    """Yield why a model cannot compute in float8 on this device in this dtype, with `tp` ranks.
+
+    Parameters of experts with three dims are stacked matrices, one for each expert.
+    """
+    if reason := float8_device_reason(device):
         yield reason
-    if reason := unsupported_dtype_reason(dtype):
+    if reason := float8_dtype_reason(dtype):
         yield reason
     linears = float8_linears(model)
     experts = expert_modules(model)
@@ -138,7 +145,7 @@ def _reasons_against_float8(
         yield f"products in float8 need widths that {MULTIPLE} divides: those of {name}{of_rank} are {pair}{others}"
 
 
-def unsupported_dtype_reason(dtype: torch.dtype) -> str:
+def float8_dtype_reason(dtype: torch.dtype) -> str:
     """Return why a model that computes in this dtype cannot have float8; "" if it can."""
     if dtype == torch.bfloat16:
         return ""
@@ -147,7 +154,10 @@ def unsupported_dtype_reason(dtype: torch.dtype) -> str:
 
 
 def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
-    """Widths are checked here as well, since the parts of linears in mixers are not known before the split."""
+    """Run a linear in float8: the forward that `Float8Feature` sets.
+
+    Widths are checked here as well, since the parts of linears in mixers are not known before the split.
+    """
     weight = linear.weight
     if any(width % MULTIPLE for width in weight.shape):
         raise ModelError(
@@ -157,7 +167,7 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
         )
     if torch.compiler.is_compiling():  # by an operator, as torch.compile traces none of the code below
         rows = input.reshape(-1, input.shape[-1])
-        y = _linear(rows, *quantise_by_torch(rows.detach()), weight, linear.bias)
+        y = _multiply_rows(rows, *quantise_by_torch(rows.detach()), weight, linear.bias)
         return y.view(*input.shape[:-1], weight.shape[0])
     float8_weight = find_float8_weight(linear, "weight")
     assert float8_weight is not None
@@ -173,40 +183,46 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
-def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_rows(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply rows in float8 (`values`, `scales`) by a weight (N, K).
+
+    They are made of x (S, K), which gives the dtype, and which backward reads.
+    """
     return multiply_scaled_rows(
-        Scaled(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias
+        ScaledRows(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias
     )
 
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
-def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    """Only the dtype of dy (S, N) is read; it is `values` times `scales`, and the weight (N, K)."""
+def _multiply_row_gradients(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    """Multiply dy in float8 (`values`, `scales`), (S, N), by a weight (N, K); of dy itself only the dtype is read."""
     return multiply_scaled_rows(
-        Scaled(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype
+        ScaledRows(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype
     )
 
 
-@_linear.register_fake
+@_multiply_rows.register_fake
 def _(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@_row_gradient.register_fake
+@_multiply_row_gradients.register_fake
 def _(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
     return dy.new_empty((dy.shape[0], weight.shape[1]))
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep x, if its weight is trained, and the weight for backward."""
     x, _, _, weight, _ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 
 
-def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients_of_inputs(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return gradients of x, weight and bias; values and scales get none, as they are made of x."""
     x, weight = ctx.saved_tensors
     needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
     return (
-        _row_gradient(dy, *quantise_by_torch(dy), weight) if needs_rows else None,
+        _multiply_row_gradients(dy, *quantise_by_torch(dy), weight) if needs_rows else None,
         None,
         None,
         (dy.t() @ x).to(weight.dtype) if needs_weight else None,
@@ -214,4 +230,4 @@ def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-_linear.register_autograd(_input_gradients, setup_context=_save_inputs)
+_multiply_rows.register_autograd(_gradients_of_inputs, setup_context=_save_inputs)

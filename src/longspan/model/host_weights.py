@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory, range_bytes
+from longspan.model.adapted_modules import is_peft_module
 from longspan.model.features import Call, Feature
-from longspan.model.kinds import HOST_STORE, is_peft_module, note_norm, packed_weight
+from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
 from longspan.model.layers import architecture_name
+from longspan.model.marks import HOST_STORE, find_packed_weight, record_norm_on_device
 from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
 from longspan.plain_text import bytes_text
 
@@ -38,14 +39,14 @@ check_fsdp_names(
 )
 
 
-class _Staged(NamedTuple):
-    """A copy on the device, which it reaches with the event (None: now)."""
+class _DeviceCopy(NamedTuple):
+    """A copy on the device of something on the host; it is there at the event `arrived` (None: already)."""
 
     copy: Tensor
     arrived: torch.cuda.Event | None
 
     def wait(self) -> Tensor:
-        """Return the copy, for the current stream."""
+        """Return the copy, once the current stream has been made to wait for it."""
         if self.arrived is not None:
             torch.cuda.current_stream(self.copy.device).wait_event(self.arrived)
         return self.copy
@@ -60,29 +61,32 @@ class HostStore:
     def __init__(self, device: torch.device, bytes: int) -> None:
         self.arena = HostArena(device, bytes)
         self.groups = list[HostParamGroup]()  # the root's first
-        self.last_in_forward: HostParamGroup | None = None
+        self.last_in_forward: HostParamGroup | None = None  # of the groups gathered in forward passes, the newest
         self.root_is_ahead = False  # its copies are for the next pass of a step: weights stay as they are
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def fetch(self, parameters: "Iterable[HostParam]") -> None:
-        """Begin to copy shards to the device, unless they are there, or on their way."""
-        missing = [parameter for parameter in parameters if parameter.staged is None]
-        for parameter, copy in zip(missing, self._copies([p._sharded_param_data for p in missing]), strict=True):
+        """Begin to copy shards to the device (`staged`), unless they are there, or on their way."""
+        unstaged = [parameter for parameter in parameters if parameter.staged is None]
+        for parameter, copy in zip(
+            unstaged, self._begin_copies([p._sharded_param_data for p in unstaged]), strict=True
+        ):
             parameter.staged = copy
 
     def fetch_gradients(self, parameters: "Iterable[HostParam]") -> None:
-        """Begin to copy the sums of earlier passes to the device, behind those that still leave."""
+        """Begin to copy the sums of earlier passes to the device (`staged_sum`), behind those that still leave it."""
         summed = [parameter for parameter in parameters if parameter.sharded_param.grad is not None]
         for parameter in summed:
             if self._stream is not None and parameter.grad_offload_event is not None:
                 self._stream.wait_event(parameter.grad_offload_event)
         sums: list[Any] = [parameter.sharded_param.grad for parameter in summed]
-        for parameter, copy in zip(summed, self._copies([x._local_tensor for x in sums]), strict=True):
+        for parameter, copy in zip(summed, self._begin_copies([x._local_tensor for x in sums]), strict=True):
             parameter.staged_sum = copy
 
     @torch.no_grad()
-    def _copies(self, sources: Sequence[Tensor]) -> "list[_Staged]":
+    def _begin_copies(self, sources: Sequence[Tensor]) -> "list[_DeviceCopy]":
+        """Begin to copy tensors of the host to the device, on the stream that copies; one event for all."""
         if not sources:
             return []
         self.wait_for_reads()
@@ -91,11 +95,13 @@ class HostStore:
             for copy, source in zip(copies, sources, strict=True):
                 copy.copy_(source, non_blocking=True)
             arrived: Any = None if self._stream is None else self._stream.record_event()
-        return [_Staged(copy, arrived) for copy in copies]
+        return [_DeviceCopy(copy, arrived) for copy in copies]
 
     @torch.no_grad()
     def take(self, parameter: "HostParam") -> Tensor:
-        """Return a shard in the type in which it is gathered, for the current stream."""
+        """Return a shard in the type in which it is gathered, for the current stream; its copy in another type is
+        freed.
+        """
         self.fetch([parameter])
         assert parameter.staged is not None
         shard = parameter.staged.wait()
@@ -106,7 +112,7 @@ class HostStore:
         return cast
 
     def free(self, parameters: "Iterable[HostParam]") -> None:
-        """Free copies that the current stream has read."""
+        """Free the copies of shards and sums that the current stream has read."""
         self.wait_for_reads()
         for read in parameters:
             read.staged = None
@@ -122,26 +128,29 @@ class HostParam(FSDPParam):
     """FSDP2's parameter whose shard, and the shard's gradient, are in the host's memory."""
 
     store: HostStore
-    staged: _Staged | None
-    staged_sum: _Staged | None  # of `earlier`
-    gathered_dtype: torch.dtype | None
+    staged: _DeviceCopy | None  # of the shard
+    staged_sum: _DeviceCopy | None  # of `earlier_gradient`
+    gathered_dtype: torch.dtype | None  # None: that of the shard
     memory: tuple[HostRange, ...]  # of the shard, and of its gradient if it is trained
-    earlier: Any  # the gradient of earlier passes while FSDP2 sums that of this one
-    given: Any  # a weak reference to the gradient that is in the memory for it
+    earlier_gradient: Any  # the gradient of earlier passes while FSDP2 sums that of this one
+    gradient_in_arena: Any  # a weak reference to the gradient that is in the memory for it
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """FSDP2 casts nothing itself, and so asks for `all_gather_inputs`."""
+        """Keep the type in which FSDP2 would gather, and leave FSDP2 none: it then takes `all_gather_inputs` as they
+        are.
+        """
         super().init_dtype_attrs(mp_policy)
         self.gathered_dtype = self.param_dtype
         self.param_dtype = None
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
+        """FSDP2 asks for the shard that it is to gather: it is brought to the device, and cast, here."""
         return [self.store.take(self)]
 
     def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
         """FSDP2 asks it of what it will sum; it would add the sum to an earlier one itself, on the device."""
-        self.earlier = self.sharded_param.grad
+        self.earlier_gradient = self.sharded_param.grad
         self.sharded_param.grad = None
         return super()._get_grad_inner_tensor(grad)
 
@@ -151,29 +160,32 @@ class HostParam(FSDPParam):
 
         The stream of FSDP2's sums is the current one, and has the memory of `tensor`.
         """
-        gradient = self.earlier
-        self.earlier = None
+        gradient = self.earlier_gradient
+        self.earlier_gradient = None
         if gradient is None:
             gradient = self._make_gradient(tensor)
         else:
             if self.staged_sum is None:
-                self.staged_sum = _Staged(gradient._local_tensor.to(tensor.device, non_blocking=True), None)
+                self.staged_sum = _DeviceCopy(gradient._local_tensor.to(tensor.device, non_blocking=True), None)
             tensor.add_(self.staged_sum.wait())
             self.store.wait_for_reads()
             self.staged_sum = None
         (norm,) = torch._foreach_norm([tensor], 2, dtype=torch.promote_types(tensor.dtype, torch.float32))
         gradient._local_tensor.copy_(tensor, non_blocking=True)
-        note_norm(gradient, norm)
+        record_norm_on_device(gradient, norm)
         if tensor.is_cuda:
             self.grad_offload_event = torch.cuda.current_stream(tensor.device).record_event()
         return gradient
 
     def _make_gradient(self, like: Tensor) -> DTensor:
-        """In the arena, unless a caller still has a gradient there, or the parameter is trained since `prepare`."""
-        if len(self.memory) < 2 or not (self.given is None or self.given.expired()):
+        """Return an unset gradient on the host, of the shape of the sum `like`.
+
+        In the arena, unless a caller still has a gradient there, or the parameter is trained only since `prepare`.
+        """
+        if len(self.memory) < 2 or not (self.gradient_in_arena is None or self.gradient_in_arena.expired()):
             return super().to_sharded_dtensor(torch.empty_like(like, device="cpu"))
-        gradient = super().to_sharded_dtensor(_own_view(self.memory[1], like))
-        self.given = torch._C._WeakTensorRef(gradient)  # pyright: ignore[reportAttributeAccessIssue]
+        gradient = super().to_sharded_dtensor(_view_with_own_version(self.memory[1], like))
+        self.gradient_in_arena = torch._C._WeakTensorRef(gradient)  # pyright: ignore[reportAttributeAccessIssue]
         return gradient
 
 
@@ -181,12 +193,13 @@ class HostParamGroup(FSDPParamGroup):
     """FSDP2's group of parameters that are gathered as one, some of which wait on the host."""
 
     store: HostStore
-    waiting: tuple[HostParam, ...]
+    waiting: tuple[HostParam, ...]  # those that are on the host
     follower: "HostParamGroup | None"  # the group that was gathered next in the last forward pass
 
     def unshard(self, async_op: bool = False) -> None:
-        """FSDP2 calls it a group ahead in backward passes. A pass begins with the root's, before which weights may
-        have changed.
+        """Gather the group, as FSDP2 asks for; it asks a group ahead in backward passes, where copies begin here.
+
+        A pass begins with the root's group: weights may have changed before it, and all copies are dropped.
         """
         if self is self.store.groups[0] and self.is_sharded and not self.store.root_is_ahead:
             for group in self.store.groups:
@@ -197,8 +210,10 @@ class HostParamGroup(FSDPParamGroup):
         super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        """A forward pass gathers a group when it runs; the next one's copies begin here, those of the root of the next
-        pass with the last gather of a backward pass. Behind a backward pass's gather sums of earlier passes come.
+        """Wait for the gather, free the copies that it read, and begin on copies for what runs next.
+
+        In a forward pass those of the group behind this one; in a backward pass the sums of earlier passes, and with
+        the last gather the root's weights, if another pass of the step follows.
         """
         is_gathered_now = self._all_gather_result is not None
         super().wait_for_unshard()
@@ -224,25 +239,29 @@ class HostParamGroup(FSDPParamGroup):
                 store.fetch(root.waiting)
 
     def reshard(self) -> None:
-        """Free copies of what was not gathered too, as after an error, but for those of the next pass."""
+        """Free the gathered parameters, and after a pass or an error copies that were made and not gathered."""
         super().reshard()
         if self._training_state == TrainingState.IDLE:
             self.store.free(self.waiting)
             self.store.root_is_ahead = False
 
 
-def _own_view(memory: HostRange, like: Tensor) -> Tensor:
-    """Return a contiguous tensor in this memory, with a count of changes of its own."""
+def _view_with_own_version(memory: HostRange, like: Tensor) -> Tensor:
+    """Return a contiguous tensor in this memory, shaped as `like`, whose count of in-place changes is its own."""
     return memory.memory.data.view(like.dtype).view(like.shape)
 
 
 def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
-    """Move the shards of these parameters of a group; those of the meta device get memory, which is to be filled."""
+    """Move the shards of these parameters of one of FSDP2's groups to the store's arena, and make the group fetch them.
+
+    Parameters are replaced by new ones there, and get the classes HostParam and HostParamGroup. Those of the meta
+    device get memory, which is to be filled.
+    """
     for parameter in waiting:
         shard = parameter._sharded_param_data
         sizes = _host_bytes(parameter)
         memory = tuple(store.arena.take_range(size) for size in sizes)
-        padded = _own_view(memory[0], shard)
+        padded = _view_with_own_version(memory[0], shard)
         if not shard.is_meta:
             padded.copy_(shard)
         dim = parameter.fsdp_placement.dim
@@ -257,8 +276,8 @@ def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
         parameter.memory = memory
         parameter.staged = None
         parameter.staged_sum = None
-        parameter.earlier = None
-        parameter.given = None
+        parameter.earlier_gradient = None
+        parameter.gradient_in_arena = None
     group.__class__ = HostParamGroup
     group.store = store
     group.waiting = tuple(waiting)
@@ -270,7 +289,7 @@ def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
 
 
 def _host_bytes(parameter: Any) -> tuple[int, ...]:
-    """Bytes of a shard, padded to those of other ranks, and of its gradient if it is trained."""
+    """Return the bytes of a shard, padded to those of other ranks, and then of its gradient if it is trained."""
     dtype = parameter._sharded_param_data.dtype
     sizes = [parameter._sharded_param_data.nbytes]
     if parameter.sharded_param.requires_grad:
@@ -286,6 +305,7 @@ class HostWeightsFeature(Feature):
         self._keeps_trained = any(map(is_peft_module, call.model.modules()))  # on the device
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError, with all reasons, where weights or sums of gradients stay on the device all the time."""
         options = self.options
         reasons = [
             (
@@ -312,9 +332,10 @@ class HostWeightsFeature(Feature):
             )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Behind FSDP2. The memory is taken, and on a GPU registered, before any pass."""
+        """Move weights that FSDP2 has sharded; the memory is taken, and on a GPU registered, before any pass."""
         groups = {
-            group: [*filter(self._waits, group.fsdp_params)] for group in reduction_groups(fsdp_modules(root))
+            group: [*filter(self._belongs_on_host, group.fsdp_params)]
+            for group in reduction_groups(fsdp_modules(root))
         }
         sizes = [_host_bytes(parameter) for waiting in groups.values() for parameter in waiting]
         weights = sum(size[0] for size in sizes)
@@ -323,7 +344,7 @@ class HostWeightsFeature(Feature):
             total,
             self.world,
             "weights and gradients on the host (train.offload_weights) take",
-            advice=partial(_advice, model),
+            advice=partial(_room_advice, model),
         )
         if not self._keeps_trained:
             # Gradients leave the device on FSDP2's own stream of sums, which `shard_over_slots` may have put aside.
@@ -338,18 +359,20 @@ class HostWeightsFeature(Feature):
         if total > weights:
             self.description["host"] += f" and gradients of {bytes_text(sum(sum(size[1:]) for size in sizes))}"
 
-    def _waits(self, parameter: Any) -> bool:
+    def _belongs_on_host(self, parameter: Any) -> bool:
+        """Return whether one of FSDP2's parameters goes to the host: not packed, and under an adapter not trained."""
         place = parameter._module_info
-        if packed_weight(place.module, place.param_name) is not None:
+        if find_packed_weight(place.module, place.param_name) is not None:
             return False
         return not (self._keeps_trained and parameter.sharded_param.requires_grad)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Mark the model: `has_weights_on_host`."""
         setattr(prepared, HOST_STORE, True)
 
 
-def _advice(model: PreTrainedModel, share: float) -> str:
-    """What an error adds where a `share` of the bytes is free."""
+def _room_advice(model: PreTrainedModel, share: float) -> str:
+    """Return what an error adds where a `share` of the bytes is free: how large a model has room, and in which type."""
     numbers = int(share * sum(parameter.numel() for parameter in model.parameters()))
     halves = ', and model.dtype = "bfloat16" halves their bytes' if model.dtype == torch.float32 else ""
     return f", room for a model of {numbers:,} numbers in {str(model.dtype).removeprefix('torch.')}{halves}"

@@ -1,16 +1,17 @@
-"""The base model and its decoder layers: finding them, what stands in for those elsewhere, and their modes."""
+"""Where the parts of a transformers model are: base and text model, decoder layers, norm, depths, towers beside them.
+
+Also what stands in for a part that another rank holds.
+"""
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.kinds import name_without_adapter
-from longspan.plan.shape.model_shape import read_experts
 
 
 def architecture_name(model: nn.Module) -> str:
@@ -46,21 +47,21 @@ def copy_shallow_module(module: Any) -> Any:
     return twin
 
 
-def base_name(model: PreTrainedModel) -> str:
+def base_model_name(model: PreTrainedModel) -> str:
     """Return where the base model is, "" if nowhere: transformers' attribute, or else the one headless model inside.
 
     Llama4ForCausalLM keeps its base model at `model`, and transformers names "language_model".
     """
     if model.base_model is not model:
         return model.base_model_prefix
-    inside = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
-    without_head = [name for name, child in inside.items() if child.get_output_embeddings() is None]
-    return without_head[0] if len(inside) == len(without_head) == 1 else ""
+    models_inside = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
+    without_head = [name for name, child in models_inside.items() if child.get_output_embeddings() is None]
+    return without_head[0] if len(models_inside) == len(without_head) == 1 else ""
 
 
 def base_model(model: PreTrainedModel) -> Any:
     """Return the model below the output embedding, from token ids to the last hidden states; without one the model."""
-    return model.get_submodule(base_name(model))
+    return model.get_submodule(base_model_name(model))
 
 
 def reads_other_modalities(model: PreTrainedModel) -> bool:
@@ -71,7 +72,7 @@ def reads_other_modalities(model: PreTrainedModel) -> bool:
 def text_model_name(model: PreTrainedModel) -> str:
     """Return where the text model in a wrapper of several modalities is; of other models, where the base model is."""
     if not reads_other_modalities(model):
-        return base_name(model)
+        return base_model_name(model)
     embedding = model.get_input_embeddings()
     inner = ""
     for name, module in model.named_modules():
@@ -95,8 +96,8 @@ def towers_beside_text_model(model: PreTrainedModel) -> list[nn.Module]:
     text = text_model(model)
     if text is model:
         return []
-    beside = [child for child in base_model(model).children() if text not in {*child.modules()}]
-    return [child for child in beside if any(True for _ in child.parameters())]
+    siblings = [child for child in base_model(model).children() if text not in {*child.modules()}]
+    return [child for child in siblings if any(True for _ in child.parameters())]
 
 
 # what a projector, or what is around it up to the tower, is called
@@ -172,41 +173,6 @@ def vocabulary_size(model: nn.Module) -> int | None:
     return getattr(embedding, "num_embeddings", getattr(model, "vocabulary_size", None))
 
 
-# how names of classes with a head of scores end
-SCORE_HEADS = ("ForSequenceClassification", "ForTokenClassification")
-
-
-def score_columns(model: nn.Module) -> int:
-    """Return how many scores a row of a prepared model has; 0 for a language model."""
-    kind: Any = getattr(model, "architecture", type(model))  # of a PipelineModel its stages'
-    return cast(Any, model).config.num_labels if getattr(kind, "makes_scores", False) else 0
-
-
-def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that hold experts, by qualified name; they have attributes of transformers' interface."""
-    return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}
-
-
-def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers next to experts by name; those of multi-token prediction, with rows of no token, are out."""
-    routers = dict[str, nn.Module]()
-    experts = (name for name in expert_modules(model) if not name.startswith(f"{MTP}."))
-    for block in (name_without_adapter(name).rpartition(".")[0] for name in experts):
-        children = model.get_submodule(block).named_children()
-        routers |= {f"{block}.{n}": m for n, m in children if hasattr(m, "top_k") and hasattr(m, "num_experts")}
-    return routers
-
-
-def router_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Return how many experts each router of the model chooses from."""
-    return tuple(int(router.num_experts) for router in router_modules(model).values())  # pyright: ignore
-
-
-def has_experts(model: Any) -> bool:
-    """Return whether a model has experts, by its configuration or its modules."""
-    return read_experts(model.config).of_layer > 1 or bool(expert_modules(model))
-
-
 def innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the innermost transformers model that holds the decoder layers."""
     layer = next(iter(decoder_layers(model)))
@@ -216,7 +182,10 @@ def innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of the `with` block the mode, training or evaluation, that every module had before."""
+    """Restore at the end of the `with` block the mode, training or evaluation, that every module had before.
+
+    Modes may differ inside a model: a frozen tower may be in evaluation.
+    """
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -224,3 +193,10 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             if module.training != training:
                 vars(module)["training"] = training  # nn.Module's own assignment checks types many times
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return whether the embedding and the head are one parameter."""
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    return head is not None and head.weight is embedding.weight

@@ -2,8 +2,6 @@
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +15,17 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.layers import SCORE_HEADS, vocabulary_size
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.weights.fill import (
-    RandomWeights,
+from longspan.model.weights.drawn_weights import RandomWeights
+from longspan.model.weights.empty_model import (
     choose_image_text_class,
     empty_model,
-    fill_now,
-    fill_when_prepared,
     image_text_class_of_architectures,
     new_model,
 )
+from longspan.model.weights.fill import fill_now, fill_when_prepared
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.hf_folder import (
     FOLDER_OPTIONS,
@@ -41,7 +39,7 @@ from longspan.model.weights.hf_folder import (
 from longspan.plain_text import items_text
 
 if TYPE_CHECKING:
-    from longspan.model.frozen.formats.stored import StoredWeights
+    from longspan.model.frozen.formats.storage_methods import StorageMethod
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,14 +84,19 @@ def load_model(
         weight_files(Path(path), quantized=quantized)  # what it lacks, before transformers says it in its words
         sentence = f"the model in {path} cannot be loaded"
     architecture = find_score_class(config) or choose_image_text_class(config, images)  # None: a causal model
-    with _as_model_error(sentence), no_progress_bars():
-        if path is not None:
-            model = _load_folder(Path(path), config, kind, architecture, sharded=sharded)
-        elif sharded:
-            model = empty_model(config, kind, architecture)
-            fill_when_prepared(model, RandomWeights(model, seed))
-        else:
-            model = _make_random_model(config, kind, architecture, seed)
+    try:
+        with no_progress_bars():
+            if path is not None:
+                model = _load_folder(Path(path), config, kind, architecture, sharded=sharded)
+            elif sharded:
+                model = empty_model(config, kind, architecture)
+                fill_when_prepared(model, RandomWeights(model, seed))
+            else:
+                model = _make_random_model(config, kind, architecture, seed)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{sentence}: {folder_error_text(error, OWN_MODEL)}") from error
     vocabulary = vocabulary_size(model)
     if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
         raise ModelError(
@@ -106,6 +109,11 @@ def load_model(
 def _load_folder(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, architecture: Any, *, sharded: bool
 ) -> PreTrainedModel:
+    """Check a folder's files, and make the model of them: without memory if `sharded`, to be filled by `prepare`.
+
+    Weights that lie there in 4 or 8 bits are filled here; others are read by transformers. `architecture` None: a
+    causal language model.
+    """
     model = empty_model(config, dtype, architecture)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -136,13 +144,14 @@ def check_folder_weights(folder: str | Path) -> None:
         load_model(folder, sharded=True)
 
 
-def _find_stored_weights(folder: Path) -> "StoredWeights | None":
+def _find_stored_weights(folder: Path) -> "StorageMethod | None":
+    """Return how a folder has weights in 4 or 8 bits; None if it has not. ModelError for a format that is not read."""
     if not (settings := quantization_settings(folder)):
         return None
-    from longspan.model.frozen.formats.stored import stored_weights
+    from longspan.model.frozen.formats.storage_methods import find_storage_method
 
     try:
-        return stored_weights(settings)
+        return find_storage_method(settings)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
 
@@ -158,6 +167,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _make_random_model(
     config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None, seed: int
 ) -> PreTrainedModel:
+    """Draw a model's weights by `seed`, on the CPU; the caller's random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = new_model(config, torch.float32, architecture)
@@ -165,16 +175,6 @@ def _make_random_model(
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model
-
-
-@contextmanager
-def _as_model_error(sentence: str) -> Iterator[None]:
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{sentence}: {folder_error_text(error, OWN_MODEL)}") from error
 
 
 # ---- whether files hold what a model takes
@@ -185,7 +185,7 @@ _TABLES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 
 def checked_folder_weights(
-    folder: Path, model: PreTrainedModel, stored: "StoredWeights | None" = None
+    folder: Path, model: PreTrainedModel, stored: "StorageMethod | None" = None
 ) -> FolderWeights:
     """Return a folder as the source of a model's weights, after its headers are compared with the model's names.
 
@@ -200,17 +200,17 @@ def checked_folder_weights(
     unread = source.unread
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES]
     buffers = dict(model.named_buffers())
-    known = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
-    if unread.keys() - known:
-        from longspan.model.mtp import select_published_mtp_names
+    left_out = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
+    if unread.keys() - left_out:
+        from longspan.model.mtp.published_names import select_published_mtp_names
 
-        known |= select_published_mtp_names(unread, model.config.get_text_config().num_hidden_layers)
-    if unknown := sorted(unread.keys() - known):  # towers of a text model
+        left_out |= select_published_mtp_names(unread, model.config.get_text_config().num_hidden_layers)
+    if unknown := sorted(unread.keys() - left_out):  # towers of a text model
         whole_config = read_configuration(folder)
         if (image_class := image_text_class_of_architectures(whole_config)) is not None:
             whole = FolderWeights(folder, empty_model(whole_config, torch.float32, image_class), join=join)
-            known |= set(unknown) - whole.unread.keys()
-    if unknown := sorted(unread.keys() - known):
+            left_out |= set(unknown) - whole.unread.keys()
+    if unknown := sorted(unread.keys() - left_out):
         raise ModelError(
             f"the files of {folder} hold {plural(len(unknown), 'tensor')} that a {type(model).__name__} of its "
             f"config.json does not take: {items_text(unknown)}; use the config.json that belongs to the weights, or "
@@ -226,7 +226,10 @@ def checked_folder_weights(
 
 
 def _refuse_weights_of_other_class(folder: Path, model: PreTrainedModel) -> None:
-    """Its names may all be a stock class's, which transformers would load, and compute something else."""
+    """Raise ModelError where config.json names a class (`architectures`) that is neither the model's nor transformers'.
+
+    Its weights may have a stock class's names: transformers would load them, and compute something else.
+    """
     names = model.config.architectures or []
     stock = type(model).__name__
     if names and not any(name.lower() == stock.lower() or hasattr(transformers, name) for name in names):

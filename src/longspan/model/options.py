@@ -23,13 +23,14 @@ class Sharding:
     that are summed once beside weights that are freed.
     """
 
-    parameters: bool = True
+    shard_parameters: bool = True
     reshard_after_forward: bool = True
     sync_each_batch: bool = True
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.compute_dtype is not None and not self.parameters:
+        """Raise ModelError for settings that exclude each other."""
+        if self.compute_dtype is not None and not self.shard_parameters:
             raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
         if self.reshard_after_forward and not self.sync_each_batch:
             raise ModelError(
@@ -37,8 +38,8 @@ class Sharding:
                 "reshard_after_forward=False too"
             )
 
-    def dtype_of(self, model: nn.Module) -> torch.dtype:
-        """Return the dtype that the model computes in."""
+    def compute_dtype_of(self, model: nn.Module) -> torch.dtype:
+        """Return the dtype in which the model computes: `compute_dtype`, or that of its parameters."""
         return self.compute_dtype or model.dtype  # pyright: ignore[reportReturnType]
 
     def check_compute_dtype(self, dtype: torch.dtype) -> None:
@@ -52,9 +53,9 @@ class Sharding:
             )
 
     def mixed_precision_policy(self, model: nn.Module) -> MixedPrecisionPolicy:
-        """Return how FSDP2 computes and sums: in float32 if parameters or arithmetic are in half precision."""
+        """Return how FSDP2 casts: it computes in `compute_dtype`, and sums gradients in float32 if any type is half."""
         dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
-        low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+        low = self.shard_parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
 
 
@@ -92,12 +93,12 @@ class PrepareOptions:
         # Passes of a stage's micro-batches alternate: layers that free parameters would gather them again for each.
         frees_parameters = self.reshard_after_forward and world.home.pp == 1
         return Sharding(
-            parameters=self.shard_parameters,
+            shard_parameters=self.shard_parameters,
             reshard_after_forward=frees_parameters,
             sync_each_batch=self.sync_each_batch,
             compute_dtype=self.compute_dtype,
         )
 
-    def sets(self, *names: str) -> bool:
+    def changes_any(self, *names: str) -> bool:
         """Return whether one of these options is not its default."""
         return any(getattr(self, name) != getattr(PrepareOptions, name) for name in names)

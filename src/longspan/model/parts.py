@@ -21,6 +21,7 @@ from longspan.model.layers import (
     Absent,
     copy_shallow_module,
     decoder_model,
+    is_tied,
     mtp_depths,
     text_model_name,
     towers_beside_text_model,
@@ -29,7 +30,10 @@ from longspan.model.layers import (
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Where a model's parts are, by name in its base model; layers return `outputs` values in a tuple, 0: a tensor."""
+    """Names of a model's parts in its base model, in the order in which they run: before the layers, layers, after.
+
+    `layers` names the list of layers; each returns a tuple of `outputs` values, with 0 a tensor.
+    """
 
     before: tuple[str, ...]
     layers: str
@@ -72,9 +76,9 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
             "which pipeline stages have no place for; use longspan.prepare(model, world, encoder=Layout(...)), which "
             "gives them a home of their own, or pp 1"
         )
-    if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
+    if unplaced := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
         raise ModelError(
-            f"{name} has parameters that its pipeline plan does not place ({', '.join(others[:4])}); use pp 1"
+            f"{name} has parameters that its pipeline plan does not place ({', '.join(unplaced[:4])}); use pp 1"
         )
     return parts
 
@@ -83,7 +87,7 @@ def parts_with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
     """Return the parts with the `outputs`, of 0, 1 and 2, with which the base model's forward runs."""
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
-            _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))
+            _, out, (x, *_) = _run_with_stand_ins(model, candidate := replace(parts, outputs=outputs))
             if out.shape == x.shape:  # a forward that indexes a tensor as if it were a tuple returns other shapes
                 return candidate
     return parts
@@ -103,19 +107,25 @@ class PartCall(NamedTuple):
 
 
 def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], bool]:
-    """Run a base model's own forward on two rows, with a stand-in for each part; returns the calls.
+    """Run a base model's own forward on two rows, with a stand-in for each part and `more` keywords.
 
-    And whether its output is exactly what the last part returned; on the meta device only shapes are compared.
+    Returns the calls of parts, in order, and whether the output is exactly what the last part returned; on the meta
+    device only shapes are compared.
     """
-    calls, out, returned = _trace_calls(model, parts, **more)
+    calls, out, returned = _run_with_stand_ins(model, parts, **more)
     x = returned[0]
     equal = out.shape == x.shape and (x.is_meta or torch.equal(out, x))
     return calls, equal and not _depends_on([out], returned[:-1])
 
 
-def _trace_calls(
+def _run_with_stand_ins(
     model: PreTrainedModel, parts: ModelParts, **more: Any
 ) -> tuple[list[PartCall], Tensor, list[Tensor]]:
+    """Run a copy of the base model without parts on two rows of hidden states, with `more` keywords.
+
+    Returns the calls of its stand-ins in order, its output (1, 2, D), and the hidden states: the first, and what each
+    call returned.
+    """
     bare = decoder_model(copy_for_stage(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
@@ -124,7 +134,7 @@ def _trace_calls(
     calls = list[PartCall]()
 
     def record_call(part: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        """What a part returns becomes a leaf, so that `_depends_on` can trace later calls back to it."""
+        """Note a part's call, and make what it returns a leaf, to which `_depends_on` traces later calls back."""
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _argument_with_first_states(args, kwargs, returned)
         calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
@@ -143,7 +153,10 @@ def _trace_calls(
 def _argument_with_first_states(
     args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]
 ) -> int | str | None:
-    """None also if an argument was made of other states too, or several of earlier states: stages hand on neither."""
+    """Return the position or keyword at which a part gets the first of the `returned` states, unchanged; else None.
+
+    None also if an argument was made of other states too, or several of earlier states: stages hand on neither.
+    """
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
     if len(earlier) != 1 or earlier[0] == 0:
@@ -157,6 +170,7 @@ def _argument_with_first_states(
 
 
 def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
+    """Return whether any tensor in these (nested) values was computed from one of the leaves `tensors`."""
     sums = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums or not tensors:
         return False
@@ -176,9 +190,11 @@ class _StageEntry(Absent):
         return super().forward(x if self.rows is None else self.rows)
 
     def take_rows(self, base: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep the hidden states with which the base model is called; a hook before its forward."""
         self.rows = kwargs.get("inputs_embeds")
 
     def forget_rows(self, base: nn.Module, args: object, out: object) -> None:
+        """Let them go; a hook after its forward, also after an error in it."""
         self.rows = None
 
 
@@ -187,15 +203,14 @@ def copy_for_stage(
 ) -> PreTrainedModel:
     """Copy the model for one stage, with stand-ins for what other stages hold; `layers` are the indices of its layers.
 
-    Parts before the layers are on the first stage, and on the last if it needs the embedding; a tied head on both. A
-    later stage begins with an `_StageEntry`.
+    The model is not changed, and shares its parameters with the copy. Parts before the layers are on the first stage,
+    and on the last if it needs the embedding; a tied head on both. A later stage begins with an `_StageEntry`.
     """
     tied = is_tied(model)
     embeds = tied or bool(mtp_depths(model))  # what comes after the layers needs the embedding
     stage = base = copy_shallow_module(model)
-    for name in filter(
-        None, text_model_name(model).split(".")
-    ):  # copies also a wrapper's modules around its text model
+    # a wrapper's modules around its text model are copied too
+    for name in filter(None, text_model_name(model).split(".")):
         base._modules[name] = copy_shallow_module(base._modules[name])
         base = base._modules[name]
     parts_here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
@@ -221,10 +236,3 @@ def copy_for_stage(
         if name != text_model_name(model).partition(".")[0] and not (last or (tied and first and name != MTP)):
             stage._modules[name] = Absent()
     return stage
-
-
-def is_tied(model: PreTrainedModel) -> bool:
-    """Return whether the embedding and the head are one parameter."""
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    return head is not None and head.weight is embedding.weight

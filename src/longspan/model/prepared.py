@@ -11,43 +11,37 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.layout import Layout
+from longspan.model.adapted_modules import adapter_dropout, is_peft_module, unwrap_peft_model
 from longspan.model.exactness.check_model import check_model
 from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution
 from longspan.model.features import Call, features_of
-from longspan.model.kinds import adapter_dropout, is_peft_module, unwrap_peft_model
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
+from longspan.model.layers import is_tied
 from longspan.model.options import PrepareOptions
-from longspan.model.parts import is_tied
 from longspan.model.replaced_parameters import FORMER, name_parameters
-from longspan.model.seams.attention_calls import (
-    IMPLEMENTATION,
-    check_model_call,
-    defer_temperature,
-    hook_layer_arguments,
-    number_layers,
-)
-from longspan.model.seams.call_rules import (
-    CallRules,
-    guard_prepared_model,
-    has_bidirectional_prefix,
-    make_layers_causal,
-    position_table,
-)
+from longspan.model.seams.attention_calls import IMPLEMENTATION, number_layers
+from longspan.model.seams.call_rules import CallRules
+from longspan.model.seams.guards import guard_prepared_model
 from longspan.model.seams.meta_pass import (
     MetaRecord,
     attention_dropout,
-    check_kernel_for_calls,
+    checked_attend_calls,
     record_calls_and_draws,
 )
+from longspan.model.seams.model_calls import complete_model_call
+from longspan.model.seams.position_tables import position_table
+from longspan.model.seams.prefixes import has_bidirectional_prefix, make_layers_causal
+from longspan.model.seams.query_scaling import defer_query_scaling
 from longspan.model.seams.rope import choose_frequencies_by_document, length_limits
 from longspan.model.seams.row_loss import add_row_loss
+from longspan.model.seams.running_layer import hook_layer_arguments
 from longspan.model.weights.fill import pop_deferred_weights
 
 if TYPE_CHECKING:
     from longspan.model.multimodal.multimodal_model import MultimodalModel
+    from longspan.model.multimodal.take_apart import EncoderHome
     from longspan.model.pipeline.pipeline import PipelineModel
-    from longspan.model.take_apart import EncoderHome
 
 
 @overload
@@ -126,7 +120,7 @@ def prepare(
     options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
         return prepare_language_model(model, world, options)
-    from longspan.model.take_apart import take_encoder_apart
+    from longspan.model.multimodal.take_apart import take_encoder_apart
 
     with take_encoder_apart(model, world, encoder, options) as join:
         return join(prepare_language_model(model, world, options))
@@ -147,8 +141,8 @@ def prepare_language_model(
         feature.connect(model)
     record = record_calls_and_draws(model, class_draws)
     sharding = options.sharding(world)
-    dtype = sharding.dtype_of(model)
-    calls = check_kernel_for_calls(model, options.attention_kernel, record.calls, device=world.device, dtype=dtype)
+    dtype = sharding.compute_dtype_of(model)
+    calls = checked_attend_calls(model, options.attention_kernel, record.calls, device=world.device, dtype=dtype)
     name_parameters(model)
     _set_configuration(model)
     reduce_dtype = sharding.mixed_precision_policy(model).reduce_dtype or dtype
@@ -177,7 +171,7 @@ def prepare_language_model(
     prepared.execution = execution
     guard_prepared_model(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
-    prepared.register_forward_pre_hook(check_model_call, with_kwargs=True, prepend=True)
+    prepared.register_forward_pre_hook(complete_model_call, with_kwargs=True, prepend=True)
     prepared.register_forward_pre_hook(try_rows_before_call, prepend=True, with_kwargs=True)
     for parameter in prepared.parameters():  # that were not replaced
         vars(parameter).pop(FORMER, None)
@@ -185,6 +179,10 @@ def prepare_language_model(
 
 
 def _connect_operations(model: PreTrainedModel) -> None:
+    """Let a model's attention call longspan, and its masks and positions be those of shards; changes it in place.
+
+    Layers are numbered, by which a call of attention finds its own.
+    """
     config = model.config
     text = model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -195,7 +193,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
     if has_bidirectional_prefix(config):
         make_layers_causal(model)
     choose_frequencies_by_document(model)
-    defer_temperature(model)
+    defer_query_scaling(model)
     hook_layer_arguments(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):  # to look for padding waits for the device, and a shard has none
@@ -203,6 +201,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
 
 
 def _set_configuration(model: PreTrainedModel) -> None:
+    """Change a model's configuration: no cache, and no tied embeddings where embedding and head are two parameters."""
     model.config.use_cache = False  # no call goes on from keys and values of an earlier one
     is_whole = not any(map(is_peft_module, model.modules()))
     if is_whole and not is_tied(model) and not score_columns(model):
@@ -214,6 +213,10 @@ def _set_configuration(model: PreTrainedModel) -> None:
 def _make_call_rules(
     model: PreTrainedModel, record: MetaRecord, options: PrepareOptions, world: World
 ) -> CallRules:
+    """Return what later calls of the model are checked by: what it cannot have, in words, and its tables and limits.
+
+    `record` is of the pass on the meta device.
+    """
     rates = [attention_dropout(call.module) for call in record.calls]
     separate = {
         "keys that an indexer chooses": any(call.indexed for call in record.calls),

@@ -35,13 +35,16 @@ class Preset:
     values: Mapping[str, Any]
 
     @property
-    def rows(self) -> int:
-        """Rows of the embedding of a published model; 0: as many as the tokenizer has ids."""
+    def embedding_rows(self) -> int:
+        """How many rows the embedding of a published model has; 0 for a tiny one, which gets the tokenizer's ids."""
         return self.values.get("vocab_size", 0)
 
     @property
     def model_type(self) -> str:
-        """The model type of its class, an underscore before each capital, but for Granite's; without transformers."""
+        """The `model_type` of its configuration class, by the class's name, so that transformers is not imported.
+
+        Qwen3MoeConfig is qwen3_moe; Granite's classes have no underscores.
+        """
         name = self.config_class.removesuffix("Config")
         if name.startswith("Granite"):
             return name.lower()
@@ -51,6 +54,7 @@ class Preset:
 def _qwen3_values(
     hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
 ) -> dict[str, Any]:
+    """Return the values of a published Qwen3 configuration; `more` replaces or adds to them."""
     return {
         "vocab_size": 151936,
         "hidden_size": hidden,
@@ -160,7 +164,7 @@ PRESETS: dict[str, Preset] = {
 def find_published_preset(name: str) -> str:
     """Find the preset of a published model, as Qwen/Qwen3-8B; "" for other names, and for what is on this machine."""
     preset = Path(name).name.lower()
-    return preset if preset in PRESETS and PRESETS[preset].rows and not Path(name).exists() else ""
+    return preset if preset in PRESETS and PRESETS[preset].embedding_rows and not Path(name).exists() else ""
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedConfig":
@@ -179,7 +183,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
         raise ModelError(f"unknown model preset {name!r}{hint}; presets: {', '.join(PRESETS)}")
     preset = PRESETS[name]
     values = deepcopy(dict(preset.values))  # transformers writes into a configuration's tables
-    if not preset.rows:  # its embedding has as many rows as the tokenizer has ids
+    if not preset.embedding_rows:  # its embedding has as many rows as the tokenizer has ids
         if vocab_size is None:
             raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
         if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:

@@ -6,14 +6,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.errors import ModelError, plural
-from longspan.model.kinds import is_pipeline
 from longspan.model.layers import architecture_name
+from longspan.model.marks import is_pipeline
 
 FORMER = "name_before_prepare"  # an attribute of parameters
 
 
 def name_parameters(model: nn.Module) -> None:
-    """Note each parameter's name in it. Raises ModelError as `refuse_gradient_hooks`."""
+    """Leave each parameter's name on it (FORMER), by which an optimizer of replaced parameters is told later.
+
+    Raises ModelError as `refuse_gradient_hooks`.
+    """
     refuse_gradient_hooks(model)
     for name, parameter in model.named_parameters():
         setattr(parameter, FORMER, name)
@@ -39,18 +42,20 @@ def refuse_other_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """
     if (checked := _CHECKED.get(optimizer)) is not None and checked() is model:
         return
-    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    updated_parameters = {
+        id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]
+    }
     trains = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-    others = [parameter for key, parameter in held.items() if key not in trains]
-    former = [getattr(parameter, FORMER) for parameter in others if hasattr(parameter, FORMER)]
+    foreign = [parameter for key, parameter in updated_parameters.items() if key not in trains]
+    former_names = [getattr(parameter, FORMER) for parameter in foreign if hasattr(parameter, FORMER)]
     trained = sum(trains.values())
-    updated = sum(trains.get(key, False) for key in held)
-    idle_stage = is_pipeline(model) and not held
-    if former or (trained and not updated and not idle_stage):
+    updated = sum(trains.get(key, False) for key in updated_parameters)
+    idle_stage = is_pipeline(model) and not updated_parameters
+    if former_names or (trained and not updated and not idle_stage):
         raise ModelError(
             f"the optimizer, {type(optimizer).__name__}, holds {updated} of the {trained} parameters that "
-            f"{architecture_name(model)} trains, and {plural(len(others), 'other')}, of which {len(former)} were "
-            f"its own before prepare replaced them {former[:1]}; make the optimizer after prepare, "
+            f"{architecture_name(model)} trains, and {plural(len(foreign), 'other')}, of which {len(former_names)} "
+            f"were its own before prepare replaced them {former_names[:1]}; make the optimizer after prepare, "
             "of model.parameters(), or in a Trainer by trainer.create_optimizer()"
         )
     _CHECKED[optimizer] = ref(model)

@@ -23,8 +23,10 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from longspan.errors import ModelError
 from longspan.model.features import Feature
-from longspan.model.layers import SCORE_HEADS, architecture_name, base_model, base_name
-from longspan.model.weights.fill import DrawnWeights, JoinedWeights, fill_when_prepared, find_deferred_weights
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import architecture_name, base_model, base_model_name
+from longspan.model.weights.drawn_weights import DrawnWeights
+from longspan.model.weights.fill import JoinedWeights, fill_when_prepared, find_deferred_weights
 
 _MAPPINGS: tuple[tuple[Any, Any], ...] = (
     (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenericForSequenceClassification),
@@ -34,22 +36,25 @@ _MAPPINGS: tuple[tuple[Any, Any], ...] = (
 
 def find_score_head(model: Any) -> Any:
     """Return the linear over hidden states, as decoders' classes call it; None for other heads, such as a pooler's."""
-    of_tokens = any(kind.__name__.endswith(SCORE_HEADS[1]) for kind in model.__class__.__mro__)
-    names = ("score", "classifier") if of_tokens else ("score",)  # of an encoder's first token it is a "classifier"
+    classifies_tokens = any(kind.__name__.endswith(SCORE_HEADS[1]) for kind in model.__class__.__mro__)
+    # of an encoder's first token it is a "classifier" too
+    names = ("score", "classifier") if classifies_tokens else ("score",)
     return next((child for name in names if isinstance(child := getattr(model, name, None), nn.Module)), None)
 
 
 class _ScoresOfRows:
-    """Goes before a stock class of transformers: its forward without the choice of rows."""
+    """Mixed in before a stock class of transformers: its forward gives the scores of all rows, not of chosen ones."""
 
     makes_scores = True
 
     def get_output_embeddings(self) -> Any:
+        """Return the head that scores, which is what `prepare` looks for at the end of a model."""
         return find_score_head(self)
 
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> TokenClassifierOutput:
+        """Return the scores (1, T, labels) of all rows, as `logits`."""
         model: Any = self
         base = getattr(model, model.base_model_prefix)
         hidden = base(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs).last_hidden_state
@@ -58,8 +63,11 @@ class _ScoresOfRows:
 
 
 @cache
-def _class_of_rows(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The name and the module stay, by which transformers finds sources and a saved folder its class."""
+def _class_with_row_scores(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a subclass whose forward makes the scores of all rows.
+
+    Its name and module are the stock class's, by which transformers finds sources and a saved folder its class.
+    """
     return type(stock.__name__, (_ScoresOfRows, stock), {"__module__": stock.__module__})
 
 
@@ -88,7 +96,7 @@ class ScoreHeadFeature(Feature):
                 "by its base model and its head alone; do the rest in the base model, or in a hook on one of its "
                 "modules"
             )
-        model.__class__ = _class_of_rows(stock)
+        model.__class__ = _class_with_row_scores(stock)
         try:
             yield
         except BaseException:
@@ -113,15 +121,16 @@ def score_class(config: PreTrainedConfig, kind: str = SCORE_HEADS[0]) -> type[Pr
         raise ModelError(
             f"{type(config).__name__} stands for no causal language model, over which a head could score"
         )
-    return _make_class(causal[type(config)], generic, kind)
+    return _make_score_class(causal[type(config)], generic, kind)
 
 
 @cache
-def _make_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[PreTrainedModel]:
-    family = next(x for x in causal.__mro__ if x.__name__.endswith("PreTrainedModel"))
+def _make_score_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[PreTrainedModel]:
+    """Make the class with a head of this `kind` over a causal class's base model, from transformers' `generic` one."""
+    family_base = next(cls for cls in causal.__mro__ if cls.__name__.endswith("PreTrainedModel"))
     name = causal.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + kind
     prefix = {"base_model_prefix": "model", "__module__": causal.__module__}
-    return type(name, (generic, family), prefix)
+    return type(name, (generic, family_base), prefix)
 
 
 def add_score_head(
@@ -145,14 +154,14 @@ def add_score_head(
     base = base_model(model)
     deferred = find_deferred_weights(model)
     # the folder's names would be others
-    moved = deferred is not None and base_name(model) != scored.base_model_prefix
-    if not base_name(model) or type(base_model(scored)) is not type(base) or moved:
+    moved = deferred is not None and base_model_name(model) != scored.base_model_prefix
+    if not base_model_name(model) or type(base_model(scored)) is not type(base) or moved:
         raise ModelError(
             f"{architecture_name(model)} keeps a {type(base).__name__} below its head, and {kind.__name__} a "
             f"{type(base_model(scored)).__name__}; give an AutoModelForCausalLM of this configuration"
         )
     setattr(scored, scored.base_model_prefix, base)
-    for module in base.modules():  # one configuration, in which transformers before 5.17 finds how layers attend
+    for module in base.modules():  # one configuration for all, which `prepare` changes
         if getattr(module, "config", None) is model.config:
             module.config = scored.config
     head = find_score_head(scored)

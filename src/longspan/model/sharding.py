@@ -1,10 +1,10 @@
-"""How a model's layers are brought under a home, and its parameters over the slots: FSDP2, or a copy on every rank.
+"""A model's parameters over the slots: sharded by FSDP2, layer by layer, or a copy on every rank.
 
 Either way a gradient is the plain sum over slots: the loss is divided by the plan's targets before backward, so nothing
 here divides.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel
 
@@ -25,14 +24,13 @@ from longspan.errors import ModelError
 from longspan.model.features import Call, Feature
 from longspan.model.layers import decoder_layers, mtp_depths, towers_beside_text_model
 from longspan.model.options import Sharding
-from longspan.model.seams.call_rules import refuse_shared_layers
-from longspan.model.weights.fill import has_meta_parameters
-from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
+from longspan.model.weights.empty_model import has_meta_parameters
+from longspan.model.weights.gradients import set_earlier_gradients_aside
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.messages import SUMMED_NUMBERS
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
-_SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
-_DEFAULT = Sharding()  # of a module that was sharded elsewhere
+_SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()  # by which it was sharded here
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
 
 
@@ -83,6 +81,7 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
     make_streams = context.lazy_init
 
     def make_streams_but_for_sums(device: torch.device) -> None:
+        """Make FSDP2's streams, and put the computing one in place of that of its sums."""
         make_streams(device)
         context.reduce_scatter_stream = torch.cuda.current_stream(device)
 
@@ -90,13 +89,17 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
 
 
 def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
-    """FSDP2 would fail in the first step: what is trained and gathered as one is of one type."""
+    """Raise ModelError where parameters that are trained and gathered as one differ in type: FSDP2 fails in a step."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    taken = {id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()}
+    sharded_ids = {
+        id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()
+    }
     for block in (*blocks, root):
-        inside = [x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()]
-        trained = [x for x in inside if x.requires_grad and id(x) not in taken]
-        taken |= {*map(id, inside)}
+        block_parameters = [
+            x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()
+        ]
+        trained = [x for x in block_parameters if x.requires_grad and id(x) not in sharded_ids]
+        sharded_ids |= {*map(id, block_parameters)}
         for other in trained[1:]:
             if other.dtype != trained[0].dtype:
                 raise ModelError(
@@ -107,7 +110,7 @@ def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn
 
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
-    """Sums are neither cast, nor summed over replicas, which a mesh of one axis lacks."""
+    """Return whether FSDP2's sums are the gradients themselves: neither cast, nor summed over replicas after it."""
     for group in reduction_groups([module]):
         trained = [
             parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
@@ -147,11 +150,11 @@ class SumsInComputeMemory(DefaultReduceScatter):
 
 def check_fsdp_names(what: str, instead: str, *, read: Sequence[str], called: Sequence[str]) -> None:
     """Raise ModelError where this torch lacks private names of FSDP2's parameters that a subclass of it uses."""
-    missing = [name for name in read if name not in FSDPParam.__annotations__]
-    if missing := [*missing, *(name for name in called if not hasattr(FSDPParam, name))]:
+    missing_names = [name for name in read if name not in FSDPParam.__annotations__]
+    if missing_names := [*missing_names, *(name for name in called if not hasattr(FSDPParam, name))]:
         raise ModelError(
-            f"{what} the place of FSDP2's parameters, and torch {torch.__version__} has no {', '.join(missing)} of "
-            f"them; use torch 2.11 to 2.14, or {instead}"
+            f"{what} the place of FSDP2's parameters, and torch {torch.__version__} has no {', '.join(missing_names)} "
+            f"of them; use torch 2.11 to 2.14, or {instead}"
         )
 
 
@@ -160,222 +163,32 @@ def reshards_after_forward(module: FSDPModule) -> bool | None:
     return _RESHARDS.get(module)
 
 
+def sharding_of(module: FSDPModule) -> Sharding:
+    """Return how a module was sharded here; the defaults for one that was sharded elsewhere."""
+    return _SHARDINGS.get(module, Sharding())
+
+
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """List every module that FSDP2 manages, children after parents; of a prepared model they are listed once."""
     if (listed := vars(model).get(_FSDP_MODULES)) is not None:
         return listed
-    inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
-    modules: list[FSDPModule] = [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
+    inner_modules = (
+        inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules()
+    )
+    modules: list[FSDPModule] = [
+        *dict.fromkeys(module for module in inner_modules if isinstance(module, FSDPModule))
+    ]
     if "call_rules" in vars(model):  # what `prepare` leaves on it at last
         vars(model)[_FSDP_MODULES] = modules
     return modules
 
 
-@contextmanager
-def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another; all ranks enter.
-
-    The next backward pass behind it, which all slots must run, sums these over the slots: the yielded function, which
-    stands for that of `defer_until_last_pass`, does nothing.
-    """
-    modules = fsdp_modules(model)
-    for module in modules:
-        _set_keep_gathered(module, True, reshard_after_forward=False)
-        module.unshard()
-    try:
-        with leave_out_idle_hooks(model, trains=True):
-            yield lambda: None
-    finally:
-        for module in modules:  # as `shard_over_slots` had set each
-            _set_keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
-
-
-@contextmanager
-def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
-    """Drop, after an error inside, gradients that backward passes left unsummed, and free what FSDP2 gathered."""
-    try:
-        yield
-    except BaseException:
-        drop_unsummed_gradients(model)
-        raise
-
-
-def drop_unsummed_gradients(model: nn.Module) -> None:
-    """Drop gradients that backward passes left unsummed, which zero_grad() does not, and free what FSDP2 gathered."""
-    for group in reduction_groups(fsdp_modules(model)):
-        for parameter in group.fsdp_params:
-            vars(parameter)["unsharded_accumulated_grad"] = None  # a property of `_unsharded_param` in torch 2.15
-            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                whole.grad = None
-    reshard(model)
-
-
-def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
-    module.set_requires_gradient_sync(not keep, recurse=False)
-    module.set_reshard_after_backward(not keep, recurse=False)
-    module.set_reshard_after_forward(reshard_after_forward, recurse=False)
-
-
-@contextmanager
-def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Until the yielded function is called, keep what passes of a step keep for the next ones: gathered parameters and
-    unsummed gradients as `Sharding` says, and sums over the slots of each replica only.
-
-    Call it before the last pass runs forward, which then has FSDP2's hooks. After an error unsummed shards are dropped.
-    """
-    modules = fsdp_modules(model)
-
-    def set_last(last: bool = True) -> None:
-        for module in modules:
-            sharding = _SHARDINGS.get(module, _DEFAULT)
-            module.set_requires_all_reduce(last, recurse=False)
-            if not sharding.reshard_after_forward:
-                module.set_reshard_after_backward(last, recurse=False)
-            if not sharding.sync_each_batch:
-                module.set_requires_gradient_sync(last, recurse=False)
-
-    set_last(False)
-    try:
-        with leave_out_idle_hooks(model, trains=True):
-            yield set_last
-        assert all(group._partial_reduce_output is None for group in reduction_groups(modules)), (
-            "the last backward pass was not announced"
-        )
-    finally:
-        set_last()
-        for group in reduction_groups(modules):
-            group._partial_reduce_output = None
-
-
-def keeps_parameters_gathered(model: nn.Module) -> bool:
-    """Return whether all passes of a step in lockstep find its parameters whole."""
-    return not any(_SHARDINGS.get(module, _DEFAULT).reshard_after_forward for module in fsdp_modules(model))
-
-
 def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
-    """Yield FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
+    """Yield FSDP2's groups of parameters, each gathered and summed by one message; modules of one block have one."""
     # modules of one block share a state
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         yield from (group for group in groups if group is not None)
-
-
-def accumulate_gathered_gradients(groups: Iterable[Any]) -> None:
-    """Add gathered gradients to earlier ones in float32, as FSDP2 does, after passes that it does not see."""
-    for group in groups:
-        if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
-            group._set_unsharded_grad_dtypes(defer_upcast=False)
-            continue
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
-
-
-@contextmanager
-def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
-    """Leave FSDP2's hooks of a block out of forward passes that find its parameters whole and keep them so, in models
-    that do not free them after such a pass.
-
-    `trains`: their backward passes, which sum nothing then, add gradients to earlier ones without hooks. What a pass
-    will sum or free is to be set before it runs forward. Hooks of what FSDP2 takes for a root run, with which it begins
-    and ends a pass. Only sums of three and more gradients of one tensor that several blocks take may round otherwise.
-    """
-    states = dict.fromkeys(x._get_fsdp_state() for x in fsdp_modules(model))
-    blocks = list[_BlockHooks]()
-    later = None
-    try:
-        # the last that is called first
-        for state in reversed([state for state in states if len(state._modules) == 1]):
-            later = _BlockHooks(state, later, trains=trains)
-            blocks.append(later)
-        yield
-    finally:
-        for block in blocks:
-            block.leave()
-
-
-class _BlockHooks:
-    """What stands for FSDP2's two hooks of a block, until `leave`."""
-
-    def __init__(self, state: Any, later: "_BlockHooks | None", *, trains: bool) -> None:
-        policy, (module,), self._state = state._mp_policy, state._modules, state
-        self._later = later
-        self._trains = trains
-        self._runs_fsdp_hooks = True
-        self._groups: list[Any] = [*reduction_groups([module])]
-        self._gradient_hook: Any = None
-        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
-        self._casts_outputs: bool = policy.output_dtype is not None
-        before = state._pre_forward_hook_handle.id
-        after = state._post_forward_hook_handle.id
-        self._places: Any = (module._forward_pre_hooks, before), (module._forward_hooks, after)
-        self._fsdp_hooks = [hooks[key] for hooks, key in self._places]
-        for (hooks, key), mine in zip(self._places, (self._begin_forward, self._end_forward), strict=True):
-            hooks[key] = mine
-
-    def leave(self) -> None:
-        for (hooks, key), hook in zip(self._places, self._fsdp_hooks, strict=True):
-            hooks[key] = hook
-        if self._gradient_hook is not None:
-            self._gradient_hook.remove()
-
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run FSDP2's hook where it does something; None leaves the inputs."""
-        busy = self._state._is_root is not False or any(  # None: not known before the first pass
-            not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
-            for group in self._groups
-        )
-        dtype = self._input_dtype
-        inputs = (*args, *kwargs.values())
-        casts = self._casts_outputs or not (dtype is None or all(_has_dtype(x, dtype) for x in inputs))
-        self._runs_fsdp_hooks = busy or casts
-        if self._trains and not busy and self._gradient_hook is None:
-            whole = (parameter._unsharded_param for group in self._groups for parameter in group.fsdp_params)
-            if (trained := next((x for x in whole if x.requires_grad), None)) is not None:
-                self._gradient_hook = trained.register_post_accumulate_grad_hook(self._add_later_gradients)
-        return self._fsdp_hooks[0](module, args, kwargs) if self._runs_fsdp_hooks else None
-
-    def _end_forward(self, module: nn.Module, args: Any, out: Any) -> Any:
-        return self._fsdp_hooks[1](module, args, out) if self._runs_fsdp_hooks else None
-
-    def _add_later_gradients(self, _: Tensor) -> None:
-        """This block has a gradient, so those of the later one mostly are whole; FSDP2 adds others after the pass.
-
-        In a pipeline the flag may be that of another micro-batch: gradients that are not there yet are added later.
-        """
-        if self._later is not None and not self._later._runs_fsdp_hooks:
-            accumulate_gathered_gradients(self._later._groups)
-
-
-def _has_dtype(x: object, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 would surely leave an argument as it is; it also casts in mappings, sets and dataclasses."""
-    if isinstance(x, Tensor):
-        return x.dtype == dtype or not x.is_floating_point()
-    if isinstance(x, tuple | list):
-        return all(_has_dtype(value, dtype) for value in x)
-    return not isinstance(x, Mapping | set) and not hasattr(x, "__dataclass_fields__")
-
-
-def unshard(model: nn.Module) -> None:
-    """Gather the parameters that FSDP2 has freed, for passes that it does not see; all ranks call it together."""
-    for module in fsdp_modules(model):
-        module.unshard()
-
-
-def reshard(model: nn.Module) -> None:
-    """Free parameters that FSDP2 kept gathered after a forward pass without backward, or an error in one.
-
-    A later pass would take them for current ones. FSDP2's groups are idle then.
-    """
-    for module in fsdp_modules(model):
-        state: Any = module._get_fsdp_state()
-        state._training_state = TrainingState.IDLE
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False  # of a pass that failed, which autograd drops
-        for group in reduction_groups([module]):
-            group._training_state = TrainingState.IDLE
-            group.wait_for_unshard()  # does something where the error came between a gather and its end
-        module.reshard()
 
 
 @contextmanager
@@ -394,11 +207,14 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
         for bucket in _take_tensors(gradients, SUMMED_NUMBERS * number_bytes):
-            _sum_over_slots(bucket, world)
+            _sum_as_one_buffer(bucket, world)
 
 
-def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
-    """A reduce-scatter and an all-gather of one flat buffer; half precision is summed in float32."""
+def _sum_as_one_buffer(gradients: Sequence[Tensor], world: World) -> None:
+    """Replace gradients by their sums over the slots, in place: a reduce-scatter and an all-gather of one buffer.
+
+    Half precision is summed in float32.
+    """
     channel = world.channels.find_channel(tuple(range(world.home.slots)))
     flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
@@ -444,14 +260,15 @@ class ShardingFeature(Feature):
         self._sharding = self.options.sharding(self.world)
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for a wider compute dtype, and for whole layers that share parameters."""
         self._sharding.check_compute_dtype(model.dtype)
-        if self._sharding.parameters or self.options.sequence_parallel:
+        if self._sharding.shard_parameters or self.options.sequence_parallel:
             layers = decoder_layers(model)
             refuse_shared_layers(model, layers, shared_blocks(layers))
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Blocks come before the layers around them."""
-        if self._sharding.parameters:
+        """Shard shared blocks, layers, towers and depths, then what is left; or move a copy to the device."""
+        if self._sharding.shard_parameters:
             layers = decoder_layers(model)
             blocks = (
                 *shared_blocks(layers),
@@ -462,3 +279,25 @@ class ShardingFeature(Feature):
             shard_over_slots(blocks, self.world, self._sharding, root=root)
         elif not has_meta_parameters(root):  # a model without memory is filled on its device later
             nn.Module.to(root, self.world.device)
+
+
+def refuse_shared_layers(
+    model: PreTrainedModel, layers: Iterable[str], blocks: Sequence[Sequence[nn.Module]] = ()
+) -> None:
+    """Raise ModelError if a decoder layer shares parameters with another, or with what is around it.
+
+    FSDP2 and sequence parallelism take each layer's as its own; layers may share those of `blocks`.
+    """
+    shared_in_blocks = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
+    owner: dict[int, tuple[str, str]] = {}  # of a parameter: its first name, and its layer, "" around the layers
+    prefixes = [f"{layer}." for layer in layers]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        first, owner_layer = owner.setdefault(id(parameter), (name, layer))
+        # parameters of a block may be in two layers, but not in a layer and around the layers
+        may_share = "" not in (layer, owner_layer) and id(parameter) in shared_in_blocks
+        if owner_layer != layer and not may_share:
+            raise ModelError(
+                f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
+                "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"
+            )

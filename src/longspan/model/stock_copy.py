@@ -13,15 +13,17 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank
-from longspan.comm.device_memory import unused_bytes
+from longspan.comm.device import unused_bytes
 from longspan.comm.first_rank import FirstRank
 from longspan.errors import ModelError, plural
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.execution import model_execution
-from longspan.model.kinds import find_language_model, unwrap_peft_model
 from longspan.model.layers import decoder_layers
-from longspan.model.saving import WholeWeights, stock_class, stock_configuration
-from longspan.model.weights.fill import empty_model
-from longspan.model.weights.local_tensors import tied_names
+from longspan.model.marks import find_language_model
+from longspan.model.saving.stock_model import stock_class, stock_configuration
+from longspan.model.saving.whole_weights import WholeWeights
+from longspan.model.weights.empty_model import empty_model
+from longspan.model.weights.tied_names import tied_names
 from longspan.plain_text import gib_text
 
 _ROOM = 0.7  # of the free bytes, for weights; the rest is for what a pass and its cache take
@@ -38,22 +40,25 @@ class StockCopy:
     """
 
     def __init__(self, model: Any, world: World, *, room: int | None = None) -> None:
-        inside: Any = unwrap_peft_model(find_language_model(model))
+        """Make the stock model without weights on the first rank; the first `run` gathers them."""
+        prepared_model: Any = unwrap_peft_model(find_language_model(model))
         self._world = world
-        self._weights = WholeWeights(inside, world)
+        self._weights = WholeWeights(prepared_model, world)
         self._weights.check_mergeable()
         self._names = self._weights.merged_names()
-        self._first = FirstRank(world, {"weights": self._gather})
+        self._first = FirstRank(world, {"weights": self._gather_weights})
         self._room = room
-        self.gathered = 0  # bytes, on the first rank
-        self.layers = self.staying = 0
+        # on the first rank, from the first run on
+        self.gathered_bytes = 0
+        self.layers = 0
+        self.staying = 0  # layers whose weights stay
         if is_first_rank(world):
-            config = stock_configuration(inside.config)
-            dtype = model_execution(inside).compute_dtype
+            config = stock_configuration(prepared_model.config)
+            dtype = model_execution(prepared_model).compute_dtype
             config._attn_implementation = None  # transformers chooses
             # as it would choose grouped products, which float64 has not
             config._experts_implementation = "eager" if dtype == torch.float64 else None
-            self._stock = empty_model(config, dtype, stock_class(inside)).eval()
+            self._stock = empty_model(config, dtype, stock_class(prepared_model)).eval()
             self._tied = tied_names(self._stock)
             self._targets = {name: x for name, x in self._stock.state_dict().items() if name in self._names}
 
@@ -69,21 +74,26 @@ class StockCopy:
         return self._first.run_on_first(run_with_weights, what)
 
     @torch.no_grad()
-    def _gather(self, names: Sequence[str]) -> list[Tensor]:
+    def _gather_weights(self, names: Sequence[str]) -> list[Tensor]:
+        """Return the merged weights of these names on the first rank, nothing that counts elsewhere; by all ranks."""
         return [self._weights.gather_merged(self._names[name], first_only=True) for name in names]
 
     def _place_weights(self) -> None:
-        """Gather what is around the layers and those for which there is room; others are gathered when they run."""
+        """Empty the stock model, gather what is around its layers and the first layers for which there is room, and
+        hook the others, which gather their weights before they run and drop them after.
+
+        Runs on the first rank, while the others answer its calls. Counts `layers` and `staying`.
+        """
         device = self._world.device
         layers = decoder_layers(self._stock)
         shared = {*self._tied.values()}
         names = {
             path: [n for n in self._targets if n.startswith(f"{path}.") and n not in shared] for path in layers
         }
-        of_layers = {name for inside in names.values() for name in inside}
-        around = [name for name in self._targets if name not in of_layers]
-        sizes = {path: self._count_bytes(inside) for path, inside in names.items()}
-        least = self._count_bytes(around) + 2 * max(sizes.values())
+        layer_weights = {name for layer_names in names.values() for name in layer_names}
+        other_weights = [name for name in self._targets if name not in layer_weights]
+        sizes = {path: self._count_bytes(layer_names) for path, layer_names in names.items()}
+        least = self._count_bytes(other_weights) + 2 * max(sizes.values())
         free = int(_ROOM * unused_bytes(device, self._world.ranks_of_host))
         room = self._room
         if room is None:
@@ -91,40 +101,44 @@ class StockCopy:
         if room < 0:
             raise ModelError(
                 f"a stock copy of the model needs {gib_text(least)} on the first rank, for "
-                f"{plural(len(around), 'weight')} around its layers and two layers, and may take {gib_text(free)} there"
+                f"{plural(len(other_weights), 'weight')} around its layers and two layers, and may take "
+                f"{gib_text(free)} there"
             )
         for module in self._stock.modules():
             for name, parameter in module._parameters.items():  # of a tower too, which no text runs
                 module._parameters[name] = None if parameter is None else _placeholder(parameter.dtype, device)
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        self._fetch(around)
+        self._fetch_weights(other_weights)
         for path, layer in layers.items():
             room -= sizes[path]
             if room >= 0:
-                self._fetch(names[path])
+                self._fetch_weights(names[path])
                 self.staying += 1
                 continue
-            layer.register_forward_pre_hook(partial(self._fetch, names[path]))
-            layer.register_forward_hook(partial(self._drop, names[path]))
+            layer.register_forward_pre_hook(partial(self._fetch_weights, names[path]))
+            layer.register_forward_hook(partial(self._drop_weights, names[path]))
         self.layers = len(layers)
 
     def _count_bytes(self, names: Sequence[str]) -> int:
+        """Return the bytes of the stock model's tensors of these names."""
         return sum(self._targets[name].nbytes for name in names)
 
-    def _fetch(self, names: Sequence[str], *_: Any) -> None:
+    def _fetch_weights(self, names: Sequence[str], *_: Any) -> None:
+        """Call the other ranks to gather these weights, and put them into the stock model; also a layer's hook."""
         with self._first.call_on_others("weights", names):
-            weights = self._gather(names)
+            weights = self._gather_weights(names)
         for name, weight in zip(names, weights, strict=True):
-            same = [name, *(other for other, first in self._tied.items() if first == name)]
-            self._set(same, weight.to(self._world.device, self._targets[name].dtype))
-            self.gathered += self._targets[name].nbytes
+            tied_names_of_it = [name, *(other for other, first in self._tied.items() if first == name)]
+            self._set_tensors(tied_names_of_it, weight.to(self._world.device, self._targets[name].dtype))
+            self.gathered_bytes += self._targets[name].nbytes
 
-    def _drop(self, names: Sequence[str], *_: Any) -> None:
+    def _drop_weights(self, names: Sequence[str], *_: Any) -> None:
+        """Free the weights of these names; a forward hook of a layer that does not stay."""
         for name in names:
-            self._set([name], _placeholder(self._targets[name].dtype, self._world.device))
+            self._set_tensors([name], _placeholder(self._targets[name].dtype, self._world.device))
 
-    def _set(self, names: Sequence[str], value: Tensor) -> None:
+    def _set_tensors(self, names: Sequence[str], value: Tensor) -> None:
         """Put one tensor in place of parameters or buffers of these names."""
         parameter = nn.Parameter(value, requires_grad=False)
         for name in names:
@@ -137,4 +151,5 @@ class StockCopy:
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return a parameter of no elements, which stands for a weight that is not here now."""
     return nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)

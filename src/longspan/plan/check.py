@@ -72,10 +72,8 @@ def check_comm_types(cp_comm_type: str | Sequence[str]) -> tuple[str, ...]:
     return types
 
 
-def check_hierarchical_sizes(types: Iterable[str], sizes: Sequence[int] | None, degree: int) -> None:
-    """Raise PlanError if a layer uses a2a+p2p and the two sizes are missing or do not multiply to the degree."""
-    if "a2a+p2p" not in types:
-        return
+def check_hierarchical_sizes(sizes: Sequence[int] | None, degree: int) -> None:
+    """Raise PlanError if the two sizes, which a2a+p2p needs, are missing or do not multiply to the degree."""
     if sizes is None or len(sizes) != 2:
         raise PlanError(
             f"cp_comm_type a2a+p2p needs hierarchical_context_parallel_sizes=(a2a, p2p) with product {degree}; "

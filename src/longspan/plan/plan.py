@@ -290,8 +290,8 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
     if group.parents is not None:
         _check_parents(where, group)
     try:
-        types = check_comm_types(group.cp_comm_type)
-        check_hierarchical_sizes(types, group.hierarchical_context_parallel_sizes, group.degree)
+        if "a2a+p2p" in check_comm_types(group.cp_comm_type):
+            check_hierarchical_sizes(group.hierarchical_context_parallel_sizes, group.degree)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
 

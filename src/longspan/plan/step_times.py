@@ -65,7 +65,9 @@ class GroupTable:
             tokens=np.add.reduceat(rows, first),
             squares=np.add.reduceat(squares, first),
             unpadded=np.add.reduceat(unpadded, first),
-            skipped=np.array([_count_skipped_rows(group) for _, group in groups], dtype=np.float64),
+            skipped=np.array(
+                [0.0 if group.pad_to is None else _count_skipped_rows(group, group.pad_to) for _, group in groups]
+            ),
             group=np.repeat(np.arange(len(groups)), degree),
             slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
             way=_int_array(way),
@@ -132,21 +134,19 @@ class GroupTable:
         return -(-rows // row_multiple) * row_multiple
 
 
-def _count_skipped_rows(group: Group) -> float:
+def _count_skipped_rows(group: Group, pad_to: int) -> float:
     """For how many rows no member computes experts and logits: its share of all, less the busiest's real ones, the
     first of each document. Shares are fractions of rows here, not rounded as in `Group.shares`.
     """
-    if group.pad_to is None:
-        return 0.0
     degree = group.degree
     lengths = _int_array(group.lengths)
-    share = group.pad_to * len(lengths) / degree
+    share = pad_to * len(lengths) / degree
     if group.partition == "zigzag":  # a member has an early and a late chunk of each document
-        borders = np.arange(2 * degree + 1)[:, None] * group.pad_to / (2 * degree)
+        borders = np.arange(2 * degree + 1)[:, None] * pad_to / (2 * degree)
         chunks = np.diff(np.minimum(borders, lengths).sum(axis=1))
         rows = (chunks + chunks[::-1])[:degree]
     else:
-        starts = np.arange(len(lengths)) * group.pad_to
+        starts = np.arange(len(lengths)) * pad_to
         rows = np.diff(np.clip(np.arange(degree + 1)[:, None] * share - starts, 0, lengths).sum(axis=1))
     return max(0.0, share - float(rows.max()))
 

@@ -21,6 +21,8 @@ NEAR = 0.02  # of the whole time: bars of the same slots so close are neighbours
 
 
 class Bar(NamedTuple):
+    """A document on `slots` neighbouring slots from `slot` on, from `start` to `stop`, in seconds as priced."""
+
     micro_batch: int
     document: int
     slot: int
@@ -107,7 +109,9 @@ def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
 
 
 def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
-    """A document gets a colour that no neighbour has, if there is one, and of these one whose hue no neighbour has;
+    """Return the index in FILLS of the colour of each document of these bars, the first of which choose first.
+
+    A document gets a colour that no neighbour has, if there is one, and of these one whose hue no neighbour has;
     among equals the colour with the least area so far. Neighbours touch the same slots, or adjacent ones, at the same
     time or within NEAR times the picture's length.
     """
@@ -129,7 +133,7 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
 
 
 def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
-    """The seconds that each group takes of each of its slots, per micro-batch, without the launches."""
+    """Return for each micro-batch the seconds that each of its groups takes of its slots, without the launches."""
     table = GroupTable.from_micro_batches(plan.micro_batches)
     seconds = table.group_seconds(cost, plan.node_size)
     return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1])
@@ -138,7 +142,9 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
 def _stack_groups(
     index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost
 ) -> Iterator[Bar]:
-    """On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `widths`. A group
+    """Yield the bars of a micro-batch, of number `index`, widest groups first.
+
+    On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `widths`. A group
     over slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
     """
     clock = begin.copy()  # (slots,)
@@ -163,7 +169,11 @@ def _stack_groups(
 
 
 def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_scale: float) -> Iterator[Summary]:
-    """A document over several slots is counted on its first one only, so that no summary counts it twice."""
+    """Yield summaries of bars that are too small, each over at most `most_slots` neighbours of one micro-batch.
+
+    `x_scale` is in pixels a second. A document over several slots is counted on its first one only, so that no summary
+    counts it twice.
+    """
     by_micro_batch: dict[int, list[Bar]] = {}
     for bar in small_bars:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)

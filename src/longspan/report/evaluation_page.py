@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from longspan.errors import plural
-from longspan.evaluation.request import Difference
 from longspan.evaluation.result import HELD_OUT, SAME
+from longspan.evaluation.saved_results import Difference
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.report.page import COLORS, Part, chart, curve, page, page_head, section, table
 from longspan.report.run_folder import EvalRow, RunFolder
@@ -20,8 +20,8 @@ _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 
 def degree_sections(run: RunFolder) -> Iterator[Part]:
-    """The table of the last evaluations of the held-out documents, a row for each degree. Losses are equal if they are
-    of as many tokens and differ by SAME at most, relative to the first.
+    """Yield the table of the last evaluations of the held-out documents, a row for each degree. Losses are equal if
+    they are of as many tokens and differ by SAME at most, relative to the first.
     """
     if not (rows := run.newest_by_degree):
         return
@@ -44,7 +44,7 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def completion_sections(run: RunFolder) -> Iterator[Part]:
-    """What the model wrote behind each prompt after the first and the last evaluations."""
+    """Yield what the model wrote behind each prompt after the first and the last evaluations."""
     rows = read_metrics(run.path / COMPLETIONS)
     steps = sorted({row["step"] for row in rows})
     shown = {*steps[:1], *steps[-_STEPS:]}
@@ -66,8 +66,8 @@ def loss_unit(run: RunFolder) -> str:
 
 
 def set_sections(run: RunFolder) -> Iterator[Part]:
-    """The curves and the last row of every set, if any has a name, and losses by position and by length. With a single
-    set its first evaluation is shown too, so that the change over the run is seen.
+    """Yield the curves and the last row of every set, if any has a name, and losses by position and by length. With a
+    single set its first evaluation is shown too, so that the change over the run is seen.
     """
     sets = evaluations_by_set(run)
     last = {name or HELD_OUT: rows[-1] for name, rows in sets.items()}
@@ -75,7 +75,7 @@ def set_sections(run: RunFolder) -> Iterator[Part]:
         curves = (_loss_marks(name or HELD_OUT, rows, color) for color, (name, rows) in enumerate(sets.items()))
         losses = chart("Loss of each set", loss_unit(run), *curves, format="loss", tall=True)
         rows = [(row, {"set": name, "step": f"{row.step:,}"}) for name, row in last.items()]
-        yield section("Evaluation sets", {"charts": [losses]}, evaluation_table(rows))
+        yield section("Evaluation sets", {"charts": [losses]}, evaluations_part(rows))
     if len(sets) == 1 and (rows := next(iter(sets.values())))[0].step < rows[-1].step:
         last = {f"after step {row.step:,}": row for row in (rows[-1], rows[0])}
     if charts := [*bucket_charts(last, loss_unit(run))]:
@@ -87,12 +87,14 @@ def set_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def _loss_marks(name: str, rows: Sequence[EvalRow], color: int) -> Part:
+    """Return the curve of the losses of evaluations by step, with a mark at each."""
     return curve(name, [row.step for row in rows], [row.loss for row in rows], color, "marks")
 
 
 def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
-    """The evaluations of every set by its name, one for each step; of a step's the last in the order of `record_key`:
-    that under a plan of several degrees, else that at the largest degree. The held-out documents, "", come first.
+    """Return the evaluations of every set by its name, one for each step; of a step's the last in the order of
+    `record_key`: that under a plan of several degrees, else that at the largest degree. The held-out documents, "",
+    come first.
     """
     sets = dict[str, dict[int, EvalRow]]()
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
@@ -100,8 +102,8 @@ def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
     return {name: list(rows.values()) for name, rows in sets.items()}
 
 
-def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
-    """A table of evaluations, each with cells of its own by the names of their columns, which come first."""
+def evaluations_part(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
+    """Return a table of evaluations, each with cells of its own by the names of their columns, which come first."""
     metrics = list(dict.fromkeys(name for row, _ in rows for name, _ in row.metrics))
     first_names = [name for _, first_cells in rows[:1] for name in first_cells]
     names = [*first_names, "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
@@ -118,8 +120,8 @@ def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
 
 
 def bucket_charts(rows: Mapping[str, EvalRow], unit: str = NATS) -> Iterator[Part]:
-    """The chart by position and that by length, with a curve for each of the first COLORS names; one bucket makes no
-    chart.
+    """Yield the chart by position and that by length, with a curve for each of the first COLORS names; one bucket makes
+    no chart.
     """
     for key, kind, x_label in (
         ("by_position", "position", "position in the document, from"),
@@ -138,6 +140,7 @@ def bucket_charts(rows: Mapping[str, EvalRow], unit: str = NATS) -> Iterator[Par
 
 
 def _position_text(first: int) -> str:
+    """Write a number of tokens: 4096 → '4K', 1000 → '1,000'."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if first >= size and first % size == 0:
             return f"{first // size}{unit}"
@@ -145,7 +148,7 @@ def _position_text(first: int) -> str:
 
 
 def degree_curves(run: RunFolder) -> Iterator[Part]:
-    """The losses of the held-out documents, a curve for each degree, the degree of most evaluations first."""
+    """Yield the losses of the held-out documents, a curve for each degree, the degree of most evaluations first."""
     by_degree = dict[str, list[EvalRow]]()
     for row in run.held_out:
         by_degree.setdefault(row.degree, []).append(row)
@@ -180,7 +183,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
             }
             cells |= {"seconds": seconds_text(values["seconds"]), "targets": f"{values['eval_targets']:,}"}
             rows.append((row, cells))
-    sections = [section("Evaluations", evaluation_table(rows))]
+    sections = [section("Evaluations", evaluations_part(rows))]
     differences = record.get("compare", {}).get("differences", ())
     sections += [_difference_section(Difference(**difference), names) for difference in differences]
     if charts := [*bucket_charts(charted)]:
@@ -190,6 +193,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
 
 
 def _difference_section(difference: Difference, names: Sequence[str]) -> Part:
+    """Return what is shown of the losses of two models, of these `names`, on one set."""
     error = difference.standard_error
     words = (
         f"loss of {names[1]} minus that of {names[0]}: "

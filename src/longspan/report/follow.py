@@ -33,12 +33,12 @@ State = Literal["waiting", "running", "done", "stopped", "broken"]
 
 @dataclass(frozen=True)
 class LiveRun:
-    """A run now: its records, the process at work, "" for none, and the seconds since it wrote metrics, or began."""
+    """A run now: its records, the process at work ("": none), and the seconds since it wrote metrics, or began."""
 
     run: RunFolder
     state: State
     holder: str = ""
-    idle: float = 0.0
+    idle_seconds: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> "LiveRun":
@@ -46,8 +46,8 @@ class LiveRun:
         holder = lock_holder_text(path)  # first: what a run that ends writes is there once its lock is gone
         run = RunFolder.read(path, live=True)
         files = (path / name for name in ("metrics.jsonl", "run.json"))
-        idle = min((time.time() - file.stat().st_mtime for file in files if file.is_file()), default=0.0)
-        return cls(run, _state_of(run, holder), holder, idle)
+        idle_seconds = min((time.time() - file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+        return cls(run, _state_of(run, holder), holder, idle_seconds)
 
     @property
     def step(self) -> int:
@@ -101,7 +101,9 @@ def lock_holder_text(folder: Path) -> str:
 
 
 def _state_of(run: RunFolder, holder: str) -> State:
-    """The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. A number that
+    """Return what became of a run, at which the process `holder` is at work ("": none).
+
+    The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. A number that
     the summary lacks is NaN, which equals nothing, so that a run without a summary is "broken".
     """
     if holder:
@@ -158,6 +160,7 @@ def live_page(live: LiveRun) -> tuple[str, dict[str, Any]]:
 
 
 def _progress_texts(live: LiveRun) -> Iterator[str]:
+    """Yield the parts of the sentence at the head of the page: where the run is, and how long it still takes."""
     if live.state != "running":
         yield live.state_sentence()
         if live.state == "waiting":
@@ -172,8 +175,8 @@ def _progress_texts(live: LiveRun) -> Iterator[str]:
     if usual_seconds > 0:
         if live.steps > live.step:
             yield f"about {seconds_text(usual_seconds * (live.steps - live.step))} of steps left"
-        if live.idle > max(30.0, STALLED * usual_seconds):
-            yield f"no step for {seconds_text(live.idle)}, where one takes {seconds_text(usual_seconds)}"
+        if live.idle_seconds > max(30.0, STALLED * usual_seconds):
+            yield f"no step for {seconds_text(live.idle_seconds)}, where one takes {seconds_text(usual_seconds)}"
 
 
 # ---- the server
@@ -250,12 +253,15 @@ def is_run_over(live: LiveRun, *, has_begun: bool) -> bool:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answers the requests of browsers: the page at /KEY/, its newer values at /KEY/data; all else is refused."""
+
     server: Any  # its `follower` is the one that made it
     server_version = "longspan"
     sys_version = ""
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
+        """Send the page, or its values; 204 where the page has them already (data?MARK)."""
         follower: Follower = self.server.follower
         path, _, shown_mark = self.path.partition("?")
         key, _, name = path.removeprefix("/").partition("/")
@@ -279,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send_text(200, "application/json", f'{{"mark":"{mark}",{answer.removeprefix("{")}')
 
     def _send_text(self, status: int, kind: str, words: str) -> None:
-        """An answer that is no page may load nothing in a browser."""
+        """Send an answer of this media type, compressed if that helps; only a page may load anything in a browser."""
         body = words.encode("utf-8", "replace")
         compressed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
         body = gzip.compress(body, 1) if compressed else body

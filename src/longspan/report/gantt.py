@@ -36,8 +36,8 @@ _FOOT = 44  # below it: the legend
 
 
 def plan_part(plan: Plan, name: str, seconds: float | None, *, measured: bool) -> Part:
-    """The facts of a plan and its picture, for a wide and for a narrow page. `seconds` are
-    the measured ones of its step. Without a `measured` machine times only compare, and none is shown.
+    """Return the facts of a plan and its picture, for a wide and for a narrow page. `seconds` are the measured ones of
+    its step. Without a `measured` machine times only compare, and none is shown.
     """
     counts = ((plural(row["count"], "group"), row["degree"], row["cp_comm_type"]) for row in group_counts(plan))
     groups = (f"{count} of {f'{n} slots, by {kind}' if n > 1 else 'one slot'}" for count, n, kind in counts)
@@ -56,6 +56,7 @@ def picture_legend(picture: str) -> list[tuple[str, str]]:
 
 
 def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a plan as name and text; `seconds` and `measured` as of `plan_part`."""
     degrees = sorted({group.degree for group in plan.groups})
     source = plan.cost.source or ""
     yield "planner", f"{plan.planner}, {plan.mode}"
@@ -84,7 +85,7 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
 
 
 def plan_fact_lines(plan: Plan) -> tuple[str, str]:
-    """The facts of a plan as two lines: as one they would be wider than its picture."""
+    """Return the facts of a plan as two lines: as one they would be wider than its picture."""
     facts = [f"{name} {value}" for name, value in plan_facts(plan)]
     return " · ".join(facts[:5]), " · ".join(facts[5:])
 
@@ -116,7 +117,7 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
 
 
 def slot_height(slots: int) -> float:
-    """The height of a slot in pixels: tall for few slots, and never a picture taller than a screen."""
+    """Return the height of a slot in pixels: tall for few slots, and never a picture taller than a screen."""
     return min(30.0, max(14.0, 240 / slots)) if slots <= 24 else min(14.0, 620 / slots)
 
 
@@ -140,7 +141,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, width: int = WIDTH) -> st
 
 
 def axis_ticks(end: float, count: int) -> list[float]:
-    """Multiples of a round number (1, 2, 2.5 or 5 times a power of ten) from 0 to `end`, at most about `count`."""
+    """List multiples of a round number (1, 2, 2.5 or 5 times a power of ten) from 0 to `end`, at most about `count`."""
     if not end > 0:
         return [0]
     least_step = end / count
@@ -150,6 +151,8 @@ def axis_ticks(end: float, count: int) -> list[float]:
 
 
 class _Canvas:
+    """Draws the parts of one picture as SVG elements; x is in seconds, or shares of the step, y in slots."""
+
     def __init__(self, picture: PlanBars, cost: Cost, width: int) -> None:
         self.picture = picture
         self.plan = picture.plan
@@ -163,6 +166,7 @@ class _Canvas:
         return _LEFT + value * self.x_scale
 
     def panels(self) -> Iterator[str]:
+        """Yield what lies behind the bars of each micro-batch: where slots are idle, and its fixed launch time."""
         room = sum((panel.stop - panel.work) * self.plan.slots for panel in self.picture.panels)
         is_idle = sum(bar.area for bar in self.picture.bars) < 0.999 * room
         for panel in self.picture.panels:
@@ -173,7 +177,10 @@ class _Canvas:
                 yield svg_element("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box)
 
     def bar(self, bar: Bar) -> str:
-        """Rectangles are smaller than their place by a gap, but never too small to be seen."""
+        """Return the rectangle of a bar, with the document's name where that has room.
+
+        Rectangles are smaller than their place by a gap, but never too small to be seen.
+        """
         x = self.x(bar.start)
         width = (bar.stop - bar.start) * self.x_scale
         y = _TOP + bar.slot * self.slot_height
@@ -196,6 +203,7 @@ class _Canvas:
         return rect + svg_element("text", name, class_="name", x=x + width / 2, y=y + height / 2 + 3.8)
 
     def summary(self, part: Summary) -> str:
+        """Return the hatched rectangle of documents too small to draw; its words show where it is pointed at."""
         slots = ranges_text(range(part.slot, part.slot + part.slots))
         words = f"micro-batch {part.micro_batch}, slots {slots}"
         info = f"{plural(part.documents, 'short document')}|{plural(part.tokens, 'token')}|{words}"
@@ -210,8 +218,8 @@ class _Canvas:
         )
 
     def slot_axis(self) -> Iterator[str]:
-        """Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart: at its middle if all are (n =
-        0), else at its top.
+        """Yield the numbers of slots, and lines between hosts. Every 2^n-th slot is numbered, so that numbers are at
+        least 13 pixels apart: at its middle if all are (n = 0), else at its top.
         """
         yield svg_text("slot", _LEFT - 8, _TOP - 9, "end")
         slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.slot_height)))
@@ -224,6 +232,7 @@ class _Canvas:
             yield svg_element("path", class_="node", d=lines)
 
     def value_axis(self) -> Iterator[str]:
+        """Yield the ticks below the picture: seconds of a machine, or shares of the step where none is named."""
         places = [(value, f"{value:g}") for value in axis_ticks(self.picture.end, 9 if self.right > 900 else 4)]
         if not self.timed:
             places = [(share * self.picture.end, f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
@@ -234,6 +243,7 @@ class _Canvas:
         yield svg_text(words, self.right, self.bottom + 32, "end")
 
     def panel_ends_and_names(self) -> Iterator[str]:
+        """Yield a line at the end of each micro-batch, and in lockstep its name above, as far as names have room."""
         last_name_x = -100.0
         for index, panel in enumerate(self.picture.panels):
             middle = self.x((panel.start + panel.stop) / 2)
@@ -247,6 +257,7 @@ class _Canvas:
 
 
 def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[tuple[str, str]]]:
+    """Return what is said of each `shown` document where it is pointed at: its tokens, group, and time as priced."""
     times = group_times(plan, cost)
     step_seconds = plan.timeline(cost).step_seconds or 1.0
     words = dict[int, list[tuple[str, str]]]()

@@ -37,8 +37,8 @@ def table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Part:
 
 
 def page(title: str, value: Mapping[str, Any], *, live: bool = False) -> str:
-    """The page that draws a value; a `live` one asks its server for newer ones. What the page shows is in it. The JSON
-    holds no `<`, so that no text in it ends its element or begins another.
+    """Return the page that draws a value; a `live` one asks its server for newer ones. What the page shows is in it.
+    The JSON holds no `<`, so that no text in it ends its element or begins another.
     """
     data = json.dumps(json_safe_values({"name": title, "live": live, **value}), separators=(",", ":"))
     return (
@@ -61,6 +61,7 @@ def content_policy(*, live: bool) -> str:
 
 
 def read_report_file(name: str) -> str:
+    """Return the text of page.css or page.js, which lie in this folder."""
     return files("longspan.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -78,11 +79,12 @@ MAX_POINTS = 900  # of one curve
 
 
 def finite_values(values: np.ndarray) -> np.ndarray:
+    """Return the values that are neither NaN nor infinite; a step without a value has NaN."""
     return values[np.isfinite(values)]
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the `window` values around each one, fewer at the ends, without those that are not finite."""
+    """Return the mean of the `window` values around each one, fewer at the ends, without those that are not finite."""
     is_finite = np.isfinite(values)
     total = np.concatenate(([0.0], np.cumsum(np.where(is_finite, values, 0.0))))
     count = np.concatenate(([0], np.cumsum(is_finite)))
@@ -94,8 +96,8 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most `limit` points of a curve: first, last, and the least and greatest value of each stretch between, so that
-    spikes survive. Values that are not finite are dropped.
+    """Return at most `limit` points of a curve: first, last, and the least and greatest value of each stretch between,
+    so that spikes survive. Values that are not finite are dropped.
     """
     is_finite = np.isfinite(y)
     x, y = x[is_finite], y[is_finite]
@@ -111,7 +113,7 @@ def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> tuple[np.ndarray, np
 
 
 def curve(name: str, x: Iterable[float], y: Iterable[float], color: int = 0, kind: str = "line") -> Part:
-    """A curve; its kind is "line", "faint" for raw data behind averages, or "marks" for few points."""
+    """Return a curve; its kind is "line", "faint" for raw data behind averages, or "marks" for few points."""
     points = thin_curve(np.array([*x], float), np.array([*y], float), MAX_POINTS)
     x_values, y_values = (
         [int(value) if value == int(value) else float(f"{value:.7g}") for value in values.tolist()]
@@ -121,9 +123,9 @@ def curve(name: str, x: Iterable[float], y: Iterable[float], color: int = 0, kin
 
 
 def chart(title: str, unit: str, *curves: Part, format: str = "number", **options: Any) -> Part:
-    """A chart of curves whose values are written as a "number", "loss", "percent" or "bytes". Options: `zero` puts 0 on
-    the y axis, `log` makes it logarithmic, `tall` gives the chart a row of its own; `references` are horizontal lines
-    [y, words], `events` vertical ones [x, words]; `x_label` is "step" if not given, and `x_names` name the places 0, 1,
-    2 and so on of the x axis.
+    """Return a chart of curves whose values are written as a "number", "loss", "percent" or "bytes". Options: `zero`
+    puts 0 on the y axis, `log` makes it logarithmic, `tall` gives the chart a row of its own; `references` are
+    horizontal lines [y, words], `events` vertical ones [x, words]; `x_label` is "step" if not given, and `x_names` name
+    the places 0, 1, 2 and so on of the x axis.
     """
     return {"title": title, "unit": unit, "series": [*curves], "format": format} | options

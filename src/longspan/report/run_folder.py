@@ -140,6 +140,7 @@ def number_to_draw(value: object) -> float:
 
 
 def _read_buckets(rows: object) -> tuple[Bucket, ...]:
+    """Return the buckets of a record; what is none is left out."""
     buckets = list[Bucket]()
     for row in rows if isinstance(rows, list) else []:
         if (
@@ -186,7 +187,7 @@ class RunFolder:
         Of a step or an evaluation that a resumed run repeated the last record counts; what cannot be read is noted.
         """
         path = Path(path)
-        rows, notes = _read_rows(path / "metrics.jsonl", live=live)
+        rows, notes = _read_metric_rows(path / "metrics.jsonl", live=live)
         train = {int(row["step"]): row for row in rows if "loss" in row}
         evaluations = {row.record_key: row for row in _evaluation_rows(rows, notes)}
         summary = _read_object(path / "summary.json", notes)
@@ -213,7 +214,7 @@ class RunFolder:
             final=tuple(_evaluation_rows(summary.get("eval_at_degrees", ()), notes)),
             config_text=config_text,
             config=config,
-            plans=tuple(_read_plans(path, shown_step, notes, live=live).items()),
+            plans=tuple(_read_shown_plans(path, shown_step, notes, live=live).items()),
             median=_step_name(shown_step) if shown_step and not live else "",
             summary=summary,
             facts=facts,
@@ -233,10 +234,12 @@ class RunFolder:
         return self.final if is_newest else tuple(row for row in self.held_out if row.step == last)
 
     def configured_value(self, section: str, name: str) -> Any:
+        """Return the value of a key of config.toml as it stands there; None where it does not."""
         values = self.config.get(section)
         return values.get(name) if isinstance(values, dict) else None
 
     def vocab_size(self) -> int | None:
+        """Return the size of the vocabulary by summary.json; None while a run trains, and for a model that scores."""
         size = self.summary.get("vocab_size")
         return size if isinstance(size, int) and not isinstance(size, bool) and size > 1 else None
 
@@ -248,8 +251,11 @@ class RunFolder:
         return float(values[0]) if values and values[0] > 0 else None
 
 
-def _read_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """A pipe of the name of the metrics is not waited for."""
+def _read_metric_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of metrics.jsonl, with a note if lines are damaged; a pipe of that name is not waited for.
+
+    Raises ConfigError for a folder that is no run's, and for a run without a row, unless it is `live`.
+    """
     folder = metrics.parent
     is_there = metrics.is_file()
     rows, damaged = read_json_rows(metrics) if is_there else ([], 0)
@@ -266,6 +272,7 @@ def _read_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the object in a JSON file; {} where it is not there, and, with a note added to `notes`, if damaged."""
     try:
         words = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "{}"
         value = json_safe_values(parse_json(words))
@@ -278,6 +285,7 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
+    """Yield the evaluations among rows of records; why others are left out is added to `notes`, once each."""
     for row in rows if isinstance(rows, list) else []:
         try:
             evaluation = EvalRow.from_row(row) if isinstance(row, dict) else None
@@ -289,6 +297,7 @@ def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
 
 
 def _read_config(file: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return the text of config.toml and its tables, with the keys of now; {} and a note in `notes` if damaged."""
     if not file.is_file():
         return "", {}
     words = file.read_text(encoding="utf-8", errors="replace")
@@ -299,8 +308,11 @@ def _read_config(file: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return words, {}
 
 
-def _read_plans(path: Path, step: int, notes: list[str], *, live: bool) -> dict[str, Plan]:
-    """`step` (0: none) is that whose plan is read from plans.jsonl. Files of plans/ are read at even distances."""
+def _read_shown_plans(path: Path, step: int, notes: list[str], *, live: bool) -> dict[str, Plan]:
+    """Return saved plans by the name that is shown: that of `step` (0: none) from plans.jsonl, and files of plans/.
+
+    At most MAX_PLANS files are read, at even distances, and none of a `live` run. What is damaged is noted in `notes`.
+    """
     plans = dict[str, Plan]()
     folder = path / "plans"
     plan_rows = path / "plans.jsonl"

@@ -121,6 +121,7 @@ def plan_page(plan: Plan, *, title: str = "plan") -> str:
 
 
 def run_head(run: RunFolder) -> Part:
+    """Return the head of a run's page: a sentence on its losses, its date and command, its steps and versions."""
     loss = finite_values(run.train["loss"])
     seconds = finite_values(run.train["seconds"])
     words = list[str]()
@@ -153,27 +154,34 @@ def run_head(run: RunFolder) -> Part:
 
 
 def session_text(run: RunFolder) -> str:
+    """Return the date and command of a run's last session; "" without run.json."""
     return " · ".join(map(str, filter(None, (run.facts.date, run.facts.command)))) if run.facts else ""
 
 
 def model_and_data_text(run: RunFolder) -> str:
+    """Say which model was trained on what, by config.toml; "" where it names no model."""
     model = run.configured_value("model", "path") or run.configured_value("model", "preset")
     data = run.configured_value("data", "path")
     return f"{model} on {data}" if model and data else str(model or "")
 
 
 def fact_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the facts of run.json."""
     if run.facts is not None:
         yield section("The run", {"facts": [line for line in run.facts.lines if line[0] != "report"]})
 
 
 def card_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the key figures of a run as cards; of a run that trains those of its last steps."""
     if cards := [*_key_figures(run, RECENT if run.live else 0)]:
         yield section("", {"cards": cards}, key="figures")
 
 
 def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
-    """Each is a name, a value and words about it. A column without a value has the median NaN, which equals nothing."""
+    """Yield the key figures of a run, each a name, a value and words about it; medians are of `recent` steps (0: all).
+
+    A column without a value has the median NaN, which equals nothing.
+    """
     train = run.train
     facts = run.facts
     of_steps = f"median of the last {recent} steps" if recent else "median"
@@ -235,8 +243,8 @@ def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
 
 
 def loss_sections(run: RunFolder) -> Iterator[Part]:
-    """The loss of every step, averaged where there are many, and of the held-out documents at each degree. A line marks
-    the loss of a uniform guess, the logarithm of the vocabulary's size V.
+    """Yield the loss of every step, averaged where there are many, and of the held-out documents at each degree. A line
+    marks the loss of a uniform guess, the logarithm of the vocabulary's size V.
     """
     if not len(run.step) and not run.evaluations:
         return
@@ -255,7 +263,7 @@ def loss_sections(run: RunFolder) -> Iterator[Part]:
 def _curves_of_steps(
     run: RunFolder, column: str, window: int, names: tuple[str, str], color: int = 0
 ) -> list[Part]:
-    """The curve of every step, and over it that of averages over a `window` of more than one."""
+    """Return the curve of every step, and over it that of averages over a `window` of more than one."""
     values = run.train[column]
     if window == 1:
         return [curve(names[0], run.step, values, color)]
@@ -267,7 +275,7 @@ def _curves_of_steps(
 
 
 def resume_events(run: RunFolder) -> list[tuple[int, str]]:
-    """Where the run was resumed: the last step before each time, and words, with the ranks if they changed."""
+    """List where the run was resumed: the last step before each time, and words, with the ranks if they changed."""
     sessions = run.facts.sessions if run.facts is not None else ()
     events = list[tuple[int, str]]()
     ranks_before = 0
@@ -279,9 +287,9 @@ def resume_events(run: RunFolder) -> list[tuple[int, str]]:
 
 
 def step_sections(run: RunFolder) -> Iterator[Part]:
-    """A chart for each figure that the run measured of its steps. Gradient norms get a logarithmic axis if one is over
-    30 times the median. Averages are over a sixtieth of all steps, from 100 steps on; the learning rate is smooth, and
-    an average of memory would hide its peak.
+    """Yield a chart for each figure that the run measured of its steps. Gradient norms get a logarithmic axis if one is
+    over 30 times the median. Averages are over a sixtieth of all steps, from 100 steps on; the learning rate is smooth,
+    and an average of memory would hide its peak.
     """
     if not len(run.step):
         return
@@ -313,6 +321,7 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def save_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the checkpoints in the run's folder, complete and not, and the size and seconds of the last saves."""
     folder = run.path / "checkpoints"
     parts = list[Part]()
     if folder.is_dir() and not run.configured_value("checkpoint", "dir"):
@@ -331,8 +340,8 @@ def save_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def memory_sections(run: RunFolder) -> Iterator[Part]:
-    """The plan of memory of run.json, bytes by what they are for, beside the measured peak. On GPUs the peak is what
-    torch allocates, so that a total without communicators stands above it.
+    """Yield the plan of memory of run.json, bytes by what they are for, beside the measured peak. On GPUs the peak is
+    what torch allocates, so that a total without communicators stands above it.
     """
     device = _planned_bytes(run, "device")
     host = _planned_bytes(run, "host")
@@ -358,20 +367,22 @@ def memory_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def measured_and_planned_peaks(run: RunFolder) -> tuple[float, float]:
-    """The most bytes of any step, and the planned ones, without communicators; 0 for what is not known."""
+    """Return the most bytes of any step, and the planned ones, without communicators; 0 for what is not known."""
     device = _planned_bytes(run, "device")
     planned = device.get("total", 0.0) - device.get("communicators", 0.0)
     return float(finite_values(run.train["memory_bytes"]).max(initial=0.0)), planned
 
 
 def _planned_bytes(run: RunFolder, memory: str) -> dict[str, float]:
+    """Return the bytes of run.json's plan of memory by what they are for, of "device" or "host"; {} without a plan."""
     values = run.facts.memory.get(memory) if run.facts is not None else None
-    known = values if isinstance(values, Mapping) else {}
+    planned = values if isinstance(values, Mapping) else {}
     names = (*MEMORY_KINDS, "total")
-    return {name: float(known[name]) for name in names if isinstance(known.get(name), int | float)}
+    return {name: float(planned[name]) for name in names if isinstance(planned.get(name), int | float)}
 
 
 def profile_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the profiler's tables of the last steps that were profiled."""
     files = sorted(run.path.glob("profiles/step-*/table.txt"))[-SHOWN:]  # of run/profile.py, which imports torch
     note = (
         "Milliseconds on the first rank, under the profiler, which makes a step longer. profiles/ has a trace of each "
@@ -383,9 +394,9 @@ def profile_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def plan_sections(run: RunFolder) -> Iterator[Part]:
-    """Pictures of plans, with a selector between them: first that of the step whose time is the median; where none was
-    measured, the middle one. A run records `predicted_seconds` if its plans are priced for its machine as it was
-    measured; else none is shown.
+    """Yield pictures of plans, with a selector between them: first that of the step whose time is the median; where
+    none was measured, the middle one. A run records `predicted_seconds` if its plans are priced for its machine as it
+    was measured; else none is shown.
     """
     if not run.plans:
         return
@@ -407,6 +418,7 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def notes_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield what could not be read, and which folders have records of a failure."""
     folders = {"hang": "a collective failed or timed out", "memory": "memory was short"}
     here = (folder for folder in folders if (run.path / folder).is_dir())
     notes = [*run.notes, *(f"{folders[folder]}; what was recorded is in the folder {folder}" for folder in here)]
@@ -415,6 +427,7 @@ def notes_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def configuration_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the text of config.toml, folded."""
     if run.config_text:
         text = {"title": "Configuration", "parts": [{"text": run.config_text}]}
         yield section("", {"details": text}, key="configuration")

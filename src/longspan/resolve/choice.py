@@ -95,9 +95,9 @@ class PlannerConfig:
     @classmethod
     def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlannerConfig":
         """Choose how training steps are planned."""
-        options = _section_options(config.context, config, cost or cost_without_model(config), heads)
-        options = replace(options, mode="free" if config.context.mode == "free" else "lockstep")
-        return replace(cls._from_section(config.context, options), depths=config.mtp.num_layers)
+        choice = cls._from_section(config.context, config, cost or cost_without_model(config), heads)
+        options = replace(choice.options, mode="free" if config.context.mode == "free" else "lockstep")
+        return replace(choice, options=options, depths=config.mtp.num_layers)
 
     @classmethod
     def evaluation(
@@ -111,20 +111,36 @@ class PlannerConfig:
         """Choose how evaluations are planned, of a named set or held-out documents, priced for forward passes only."""
         entry = entry or held_out_set(config)
         cost = (cost or cost_without_model(config)).forward_only()
-        options = _section_options(entry, config, cost, heads)
-        options = replace(options, cost=cost.for_partition(options.partition))
-        return cls._from_section(entry, options)
+        choice = cls._from_section(entry, config, cost, heads)
+        options = choice.options
+        return replace(choice, options=replace(options, cost=cost.for_partition(options.partition)))
 
     @classmethod
     def unpriced(cls, section: PlanSection, config: RunConfig, heads: int | None = None) -> "PlannerConfig":
         """Choose by the keys of a section, without a price: for checks."""
-        return cls._from_section(section, _section_options(section, config, DEFAULT_COST, heads))
+        return cls._from_section(section, config, DEFAULT_COST, heads)
 
     @classmethod
-    def _from_section(cls, section: PlanSection, options: PlanOptions) -> "PlannerConfig":
-        """Make the choice that the keys of a section leave; the planner "auto" counts as dynamic, and the degree "auto"
-        as 0.
+    def _from_section(
+        cls, section: PlanSection, config: RunConfig, cost: Cost, heads: int | None
+    ) -> "PlannerConfig":
+        """Make the choice that the keys of a section leave; planner "auto" counts as dynamic, degree "auto" as 0.
+
+        Rows "auto" are dealt out in zigzag, as many to each slot; schedules that split backward cost as 1F1B.
         """
+        cap = section.max_tokens_per_slot
+        node_size = config.context.node_size
+        parallel = config.parallel
+        options = PlanOptions(
+            max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
+            cp_comm_type=section.cp_comm_type or "p2p",
+            hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes or None,
+            cost=replace(cost, chunks=parallel.vpp if parallel.pipeline_schedule == "1f1b" else 1),
+            node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
+            row_multiple=plan_row_multiple(parallel),
+            partition="contiguous" if config.context.partition == "contiguous" else "zigzag",
+            heads=heads,
+        )
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
@@ -240,7 +256,9 @@ class PlannerConfig:
 
         Without `documents` each is computed whole.
         """
-        families = None if documents is None else self.find_families(documents, home, length_limits)
+        if documents is None:
+            return self.plan(lengths, home, targets=targets)
+        families = self.find_families(documents, home, length_limits)
         return plan_families(self.plan, lengths, families, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:
@@ -320,25 +338,6 @@ def list_choices(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> I
             continue
         for cp in degrees_to_compare(home, one):
             yield replace(one, degree=cp, options=options_at_degree(one.options, cp))
-
-
-def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
-    """Return the options of plans by the keys of a section. "auto" rows are dealt out in zigzag, which gives slots as
-    many; schedules that split backward cost as 1F1B.
-    """
-    cap = section.max_tokens_per_slot
-    node_size = config.context.node_size
-    parallel = config.parallel
-    return PlanOptions(
-        max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
-        cp_comm_type=section.cp_comm_type or "p2p",
-        hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes or None,
-        cost=replace(cost, chunks=parallel.vpp if parallel.pipeline_schedule == "1f1b" else 1),
-        node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
-        row_multiple=plan_row_multiple(config.parallel),
-        partition="contiguous" if config.context.partition == "contiguous" else "zigzag",
-        heads=heads,
-    )
 
 
 @dataclass(frozen=True)

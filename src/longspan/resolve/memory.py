@@ -1,7 +1,9 @@
 """What a run's keys say of its memory: the settings of its plan of memory, and the keys that the plan must keep."""
 
-from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
-from longspan.config.sections import ON_HOST, RunConfig, chooses_measures, given_checkpointing
+from longspan.config.defaults import encoder_default
+from longspan.config.dtypes import DTYPE_BYTES, compute_dtype_name
+from longspan.config.memory_keys import ON_HOST, chooses_measures, given_checkpointing
+from longspan.config.sections import RunConfig
 from longspan.plan import FixedMemory, MemorySettings
 from longspan.plan.memory.settings import UPDATES_PARTS, known_state_numbers
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name
+from longspan.config.dtypes import DTYPE_BYTES, compute_dtype_name
 from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig, given_checkpointing
+from longspan.config.memory_keys import given_checkpointing
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost import DEFAULT_COST

@@ -10,25 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from longspan.checkpoint.files import require_local_root
-from longspan.config.defaults import encoder_is_given, loss_arguments
-from longspan.config.file import nearest_hint
+from longspan.config.defaults import encoder_is_given
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
+from longspan.config.loss_arguments import loss_arguments
 from longspan.config.plan_section import EvalConfig, name_of_key
-from longspan.config.sections import (
-    RANDOM,
-    BestFigure,
-    NamedGroup,
-    RunConfig,
-    check_memory_keys,
-    held_out_set,
-    section_kinds,
-)
-from longspan.corpus.files import STDLIB, find_files
-from longspan.corpus.rows.sample import COLUMNS
+from longspan.config.sections import RANDOM, RunConfig, held_out_set, section_kinds
+from longspan.config.text_values import BestFigure, NamedGroup
+from longspan.corpus.rows.kinds import COLUMNS
+from longspan.corpus.sources.find_files import STDLIB, find_files
 from longspan.errors import ConfigError, import_object, plural
 from longspan.hub import adapter_folder_advice
 from longspan.layout import Layout
 from longspan.model import PRESETS
+from longspan.plain_text import nearest_hint
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.kernel_names import KERNEL_NAMES
 from longspan.plan.memory.settings import UPDATES_PARTS
@@ -82,13 +76,13 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
         check_parallel(home)
     if config.encoder.tp > 1:
         check_encoder_divides_ranks(config, home)
-    check_memory_keys(config.train)
     check_optimizer(config)
     check_plans(config, home, training=training)
     return home
 
 
 def check_keys_needed_by_keys(config: RunConfig) -> None:
+    """Raise ConfigError for a key that is not at its default and does nothing beside other keys (its `Needs`)."""
     for section, kind in section_kinds().items():
         for key in section_keys(kind):
             value = key_value(getattr(config, section), key.name)
@@ -96,10 +90,10 @@ def check_keys_needed_by_keys(config: RunConfig) -> None:
                 if need.value not in ("", value):
                     continue
                 other_section, _, other = need.key.partition(".")
-                if not need.allows(found := key_value(getattr(config, other_section), other)):
+                if not need.allows(other_value := key_value(getattr(config, other_section), other)):
                     raise ConfigError(
-                        f"{section}.{key.name} is {value!r}, which needs {need}, and {need.key} is {found!r}; set it, "
-                        f"or leave {section}.{key.name} out"
+                        f"{section}.{key.name} is {value!r}, which needs {need}, and {need.key} is "
+                        f"{other_value!r}; set it, or leave {section}.{key.name} out"
                     )
 
 
@@ -107,6 +101,7 @@ def check_keys_needed_by_keys(config: RunConfig) -> None:
 
 
 def check_data(config: RunConfig) -> None:
+    """Raise ConfigError for keys that name documents twice or not at all, and for columns that rows cannot have."""
     data = config.data
     count = len(config.data.sources)
     if count and data.split:
@@ -139,7 +134,7 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_paths_exist(config: RunConfig) -> None:
-    """Check that a model, a tokenizer and texts exist. Ranks find out what files contain."""
+    """Raise ConfigError or DataError for a model, a tokenizer or texts that are not there; no file is read."""
     model = config.model
     data = config.data
     paths = {"model.path": model.path, "model.config": model.config, "data.tokenizer": data.tokenizer}
@@ -158,6 +153,7 @@ def check_paths_exist(config: RunConfig) -> None:
 
 
 def check_eval_sets(config: RunConfig) -> None:
+    """Raise ConfigError for a table of [[evaluation.sets]] without a path, or without a name of its own."""
     names = [entry.name for entry in config.evaluation.sets]
     for number, entry in enumerate(config.evaluation.sets, 1):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", entry.name):
@@ -177,6 +173,7 @@ def check_eval_sets(config: RunConfig) -> None:
 
 
 def check_model_keys(config: RunConfig, *, training: bool) -> None:
+    """Raise ConfigError for keys that name no model or several, and with `training` where there is no learning rate."""
     model = config.model
     keys = [f"model.{key} = {name!r}" for key in ("path", "config", "preset") if (name := getattr(model, key))]
     if len(keys) > 1:
@@ -205,6 +202,7 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
 
 
 def check_precision(config: RunConfig) -> None:
+    """Raise ConfigError for arithmetic that the dtype of the parameters, or float8, does not go with."""
     dtype = config.model.dtype
     compute = config.model.compute_dtype
     float8 = config.train.float8
@@ -223,6 +221,7 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_lora(config: RunConfig) -> None:
+    """Raise ConfigError where peft is not installed, and for dropout that tensor-parallel ranks would draw apart."""
     lora = config.lora
     tp = config.parallel.tp
     if find_spec("peft") is None:
@@ -237,6 +236,7 @@ def check_lora(config: RunConfig) -> None:
 
 
 def check_encoder_divides_ranks(config: RunConfig, home: Layout) -> None:
+    """Raise ConfigError where encoder.tp does not divide the ranks, over all of which an encoder's home lies."""
     encoder = config.encoder
     count = len(home.ranks)
     if count % encoder.tp:
@@ -246,6 +246,7 @@ def check_encoder_divides_ranks(config: RunConfig, home: Layout) -> None:
 
 
 def refuse_encoder_without_images(config: RunConfig, images: int) -> None:
+    """Raise ConfigError where [encoder] is given and the data have no `images`."""
     if not images and encoder_is_given(config):
         raise ConfigError(
             "[encoder] is given, and no row of the data has images; leave it out, or give rows with images "
@@ -257,6 +258,7 @@ def refuse_encoder_without_images(config: RunConfig, images: int) -> None:
 
 
 def check_parallel(home: Layout) -> None:
+    """Raise ConfigError where ep does not divide the slots over which one copy of the weights is sharded."""
     copy_slots = home.slots // home.dp_replicate  # over which one copy of the weights is sharded
     if copy_slots % home.ep:
         raise ConfigError(
@@ -266,6 +268,10 @@ def check_parallel(home: Layout) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
+    """Raise ConfigError for a schedule, a class, its arguments or its groups that no optimizer can be made of.
+
+    Any optimizer but plain adamw is made once, of one small matrix; that imports torch.
+    """
     optimizer = config.optimizer
     named_groups = [*map(NamedGroup.from_text, optimizer.groups)]
     if not config.train.epochs:  # otherwise the number of steps follows from the corpus
@@ -273,7 +279,8 @@ def check_optimizer(config: RunConfig) -> None:
     if optimizer.class_ != "adamw" or optimizer.arguments:
         from torch import nn  # which --help does without
 
-        from longspan.train.optim.optimizer import EIGHT_BIT_NEEDS, OptimizerChoice, parameter_groups
+        from longspan.train.optim.optimizer import EIGHT_BIT_NEEDS, OptimizerChoice
+        from longspan.train.optim.parameter_groups import parameter_groups
 
         choice = OptimizerChoice.from_section(optimizer)
         matrix = nn.Sequential(nn.Linear(2, 2, bias=False))  # in a layer, as muon needs
@@ -305,6 +312,7 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def _check_known_or_dotted(key: str, name: str, known: Sequence[str]) -> None:
+    """Raise ConfigError for a name that is neither one of `known` nor the dotted name of something that is there."""
     if "." in name and import_object(name, f"{key} is {name!r}") is None:
         raise ConfigError(f"{key} is {name!r}, which its module does not have")
     if "." not in name and name not in known:
@@ -312,6 +320,11 @@ def _check_known_or_dotted(key: str, name: str, known: Sequence[str]) -> None:
 
 
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
+    """Raise ConfigError for planners, degrees, types and rows that are impossible on this home, or hold no document of
+    the greatest length.
+
+    Plans of evaluations are checked, with `training` those of steps too. No plan is made, and no model is read.
+    """
     context = config.context
     if config.run.machine:
         read_run_machine(config)  # raises for a file that holds none
@@ -350,6 +363,7 @@ def check_longest_training_document(
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
+    """Raise ConfigError where the longest document of an evaluation set, of file `origin`, fits no group of slots."""
     choice = PlannerConfig.unpriced(entry, config, heads)
     title = f"the longest document of set {entry.name!r}"
     _check_document_fits(
@@ -360,6 +374,10 @@ def check_longest_of_set(
 def _choices_and_limits(
     config: RunConfig, *, training: bool, heads: int | None = None
 ) -> Iterator[tuple[PlannerConfig, str, int]]:
+    """Yield how steps and evaluations are planned, without prices, each with the key that cuts documents and its value.
+
+    `heads` are the model's query heads; None: those of a preset, else unknown. A limit of 0 or less cuts nothing.
+    """
     if heads is None and config.model.preset_name:
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = "data.max_document_tokens", config.data.max_document_tokens
@@ -374,6 +392,10 @@ def _choices_and_limits(
 
 
 def _check_document_fits(choice: PlannerConfig, cut_by: str, home: Layout, longest: int, title: str) -> None:
+    """Raise ConfigError where a document of `longest` tokens (`title`) fits no group, with the rows that it needs.
+
+    `cut_by` is the key that would cut it.
+    """
     try:
         choice.check_longest_document(longest, home, title)
     except ConfigError as error:

@@ -8,23 +8,25 @@ from typing import Any
 import torch
 
 from longspan.comm import World
-from longspan.config.defaults import loss_arguments, loss_text
-from longspan.config.sections import NamedGroup
-from longspan.data.run_order import most_step_tokens
+from longspan.config.loss_arguments import loss_arguments, loss_text
+from longspan.config.sections import held_out_set
+from longspan.config.text_values import NamedGroup
+from longspan.data.run_epochs import most_step_tokens
 from longspan.errors import plural
 from longspan.files import read_json
 from longspan.host import usable_cores
 from longspan.model.execution import Execution, model_execution
-from longspan.model.kinds import packed_weights
+from longspan.model.marks import packed_weights
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.model_shape import read_experts
 from longspan.plan.shape.name_patterns import meets_any
+from longspan.resolve.choice import PlannerConfig
 from longspan.run.facts import RunFacts, time_and_command
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
-from longspan.train.optim.optimizer import find_named_group, names_of_parameters
-from longspan.train.step_end import counted_parameters
+from longspan.train.gradient_norm import counted_parameters
+from longspan.train.optim.parameter_groups import find_named_group, names_of_parameters
 from longspan.train.step_figures import world_device_name
 
 
@@ -62,6 +64,7 @@ def collect_facts(run: TrainingRun) -> RunFacts:
 
 
 def _count_hosts(world: World) -> int:
+    """Count the hosts of a world; its `node_size` counts slots, of tp ranks each."""
     return -(-len(world.home.ranks) // (world.node_size * world.home.tp))
 
 
@@ -73,6 +76,11 @@ def _fact_lines(
     sessions: Sequence[tuple[int, int]],
     by_pattern: Mapping[str, int],
 ) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a run as name and text, in the order in which they are shown.
+
+    Parameters are counted in the whole model, on the rank that holds most, and those that are trained; `by_pattern`
+    has those of each entry of optimizer.groups and train.freeze. `sessions` as of RunFacts. Without communication.
+    """
     config = run.config
     home = run.world.home
     lengths = run.corpus.lengths
@@ -117,7 +125,8 @@ def _fact_lines(
     reasons = [reason.removeprefix("evaluation ") for reason in run.reasons.degrees]
     # of held-out documents: a line below says it
     is_chosen = any(reason.startswith("at cp ") for reason in reasons)
-    evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out and not is_chosen else ""
+    held_out_plans = PlannerConfig.unpriced(held_out_set(config), config)
+    evaluated = f"; evaluation {held_out_plans.text}" if run.held_out and not is_chosen else ""
     priced = f"; priced for {run.cost.source}" if run.cost.source else ""
     yield "plans", f"{run.reasons.planner or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
     yield from (("evaluation", reason) for reason in reasons)
@@ -139,6 +148,7 @@ def _fact_lines(
 
 
 def _device_text(run: TrainingRun) -> str:
+    """Say how many devices of which kind a run has, or processes and cores of this host, and the backend."""
     ranks = len(run.world.home.ranks)
     hosts = _count_hosts(run.world)
     figures = run.figures
@@ -150,6 +160,7 @@ def _device_text(run: TrainingRun) -> str:
 
 
 def _count_text(count: int) -> str:
+    """Write a number of parameters: 8190735360 → '8.19 B', from a million on in units."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
@@ -157,7 +168,10 @@ def _count_text(count: int) -> str:
 
 
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
-    """Of the whole model, each once; on the rank that holds most; those trained. A stage's ranks count alike."""
+    """Count parameters: of the whole model, each once; on the rank that holds most; those trained.
+
+    Entered by all ranks. Packed weights count as the numbers that they stand for, and a stage's ranks count alike.
+    """
     parameters = counted_parameters(run.model)  # of this rank's stages
     packed = {id(run.model.get_parameter(name)): x for name, x in packed_weights(run.model).items()}
 
@@ -176,7 +190,10 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
 
 
 def _count_by_pattern(run: TrainingRun) -> dict[str, int]:
-    """The parameters of each entry of optimizer.groups and train.freeze, of the whole model; entered by all ranks."""
+    """Count the whole model's parameters that each entry of optimizer.groups or train.freeze meets.
+
+    Entered by all ranks. Those that are trained belong to the one group that gets them, frozen ones to each pattern.
+    """
     groups = {text: NamedGroup.from_text(text) for text in run.config.optimizer.groups}
     frozen = run.config.train.freeze
     names = names_of_parameters(run.model)
@@ -203,6 +220,7 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
 
 
 def _preferences_text(run: TrainingRun) -> str:
+    """Say which loss of preferences a run has, over how many pairs or answers, and what it is compared with."""
     reference = "the base model, without the adapter" if run.config.lora.rank else "the weights before step 1"
     count = plural(len(run.corpus) // 2, "answer" if run.config.train.loss == "kto" else "pair")
     compared = f"; reference: {reference}" if run.config.train.needs_reference else ""
@@ -210,6 +228,7 @@ def _preferences_text(run: TrainingRun) -> str:
 
 
 def _scores_text(run: TrainingRun, columns: int) -> str:
+    """Say what a model that scores gives, and its loss, for labels of so many `columns`."""
     from longspan.train.terms.scores import usual_problem
 
     scores = run.config.model.num_labels
@@ -222,6 +241,7 @@ def _scores_text(run: TrainingRun, columns: int) -> str:
 
 
 def _encoder_text(run: TrainingRun, model: MultimodalModel) -> str:
+    """Say how large an encoder is, where it lies, what of it is trained, and how many images it gets."""
     settings = run.config.encoder
     count = run.corpus.manifest.images
     (encoder,) = model.encoder_settings.values()

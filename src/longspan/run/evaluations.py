@@ -8,7 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from longspan.comm.all_ranks import StopSignal, run_on_every_rank, run_on_first_rank, signal_of_any_rank
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.keys import AUTO
 from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
@@ -19,7 +20,7 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
 from longspan.model.stock_copy import StockCopy
 from longspan.plan.shape.positions import position_limit
-from longspan.resolve.choice import PlannerConfig, degrees_to_compare
+from longspan.resolve.choice import PlannerConfig, degrees_to_compare, query_heads
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
@@ -107,8 +108,9 @@ class Evaluations:
 
     def list_work(self) -> Iterator[tuple[int, int, int]]:
         """Yield of each set what `ProgressDisplay.set_length` takes."""
+        heads = query_heads(self.run.model.config)
         for entry in self.run.sets:
-            choice = self.run.evaluation_choice(entry.config)
+            choice = PlannerConfig.unpriced(entry.config, self.run.config, heads)
             # held-out documents are evaluated at every degree
             degrees = () if entry.name else degrees_to_compare(self.run.world.home, choice)
             at_end = len({choice.degree, *degrees})
@@ -125,6 +127,7 @@ class Evaluations:
                 yield self._evaluate_set(entry, at_degree, done)
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlannerConfig, done: int) -> Evaluation | None:
+        """Evaluate a set under these plans after `done` steps; None, which is logged, where a signal ended it."""
         degree = f"at cp {choice.degree}" if choice.has_one_degree else f"by {choice.planner} plans"
         subject = " ".join(filter(None, (entry.name and f"of {entry.name}", degree)))
         options = EvaluationOptions(
@@ -178,10 +181,14 @@ class Evaluations:
         self.display.log(f"after step {done}: {written.cost}")
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
+        """Return whether metrics.jsonl, of the first rank, has an evaluation of the set after `done` steps."""
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
-        """`take_new_rows` gives the row of the first evaluation alone: a degree changes no loss."""
+        """Write the rows and plans of a set's evaluations, in the order of degrees, and show them.
+
+        `take_new_rows` gives the row of the first evaluation alone: a degree changes no loss.
+        """
         world = self.run.world
         self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])
         for evaluation in sorted(evaluations, key=attrgetter("cp")):

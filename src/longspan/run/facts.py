@@ -59,7 +59,8 @@ class RunFacts:
             return None
 
     def text(self) -> str:
-        lines = [line for line in self.lines if line[0] != "data"]  # of which the console has told before
+        """Return the facts as the console shows them, without "data", of which earlier lines told."""
+        lines = [line for line in self.lines if line[0] != "data"]
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
@@ -84,6 +85,7 @@ class TrainResult:
     end_reason: str = ""
 
     def summary(self) -> dict[str, Any]:
+        """Return the values of summary.json; numbers that are not finite are None."""
         values = {
             "step": self.done,
             "steps": self.steps,
@@ -100,6 +102,7 @@ class TrainResult:
         return json_safe_values(values)
 
     def degrees_text(self) -> str:
+        """Say how far the last losses at several degrees agree; "" for fewer than two."""
         if len(self.final) < 2:
             return ""
         difference = largest_difference([evaluation.loss for evaluation in self.final])
@@ -108,6 +111,7 @@ class TrainResult:
         return f"equal to {difference:.1e}: the same loss at every degree. "
 
     def text(self) -> str:
+        """Return the result as the console shows it: the mean loss, what stopped or ended the run, evaluations."""
         steps = min(LAST_STEPS, self.done)
         mean = f"mean loss of the last {plural(steps, 'step') if steps > 1 else 'step'}: {self.last_loss:.4f}"
         if self.vocab_size:  # no scores

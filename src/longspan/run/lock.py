@@ -41,6 +41,10 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
 
 
 def _lock_file(directory: Path, log: LogLine) -> TextIO:
+    """Make a run's folder and lock its run.lock, which then names this process; returns the file, which stays open.
+
+    Raises RunFolderError where another process has the lock. A file system without locks is only logged.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     file = path.open("a+", encoding="utf-8")

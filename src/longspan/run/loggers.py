@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, import_object
 from longspan.files import write_atomically
+from longspan.plain_text import nearest_hint
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -153,12 +153,15 @@ class RunLoggers:
         self.close()
 
     def log(self, row: Mapping[str, Any]) -> None:
+        """Hand a row of metrics.jsonl to all loggers."""
         self._call("log", row, row["step"])
 
     def log_completions(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Hand the rows of completions.jsonl of a step to the loggers that take them."""
         self._call("log_completions", rows, step)
 
     def _call(self, method: str, value: Any, step: int) -> None:
+        """Call a method of each logger that has it; a logger that raises is dropped, which is logged."""
         for name, logger in list(self._loggers.items()):
             try:
                 if (call := getattr(logger, method, None)) is not None:
@@ -171,6 +174,7 @@ class RunLoggers:
                 )
 
     def close(self) -> None:
+        """Close all loggers, the newest first; what one of them raises is only logged."""
         while self._loggers:
             name, logger = self._loggers.popitem()
             try:

@@ -14,16 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longspan.comm import World, raise_first_error
-from longspan.comm.all_ranks import (
-    LogLine,
-    StopSignal,
-    is_first_rank,
-    result_or_error,
-    run_on_every_rank,
-    signal_of_any_rank,
-)
-from longspan.comm.device_memory import peak_memory_bytes
+from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank
+from longspan.comm.device import peak_memory_bytes
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.sections import RunConfig
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
@@ -33,18 +28,19 @@ from longspan.resolve.choice import plan_steps_ahead
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final, open_prompts
 from longspan.run.facts import TrainResult
+from longspan.run.free_disk import check_free_disk
 from longspan.run.lock import run_lock
 from longspan.run.loggers import logger_classes
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, open_records, record_start_seconds, save_plan, write_facts
 from longspan.run.run_data import StepReader, TrainingRun
-from longspan.run.saves import Saves, check_free_disk, save_final_model
+from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
-from longspan.run.warm_up import warm_up_coming_steps
+from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 
 
 class Agreement(NamedTuple):
@@ -66,7 +62,8 @@ class Steps:
         steps = run.config.train.profile_steps
         self._profiles = StepProfiles(steps, run.dir / FOLDER, run.world, log) if steps else None
         self._allocator = AllocatorWatch(run.world.device)
-        self._said_what_is_shared = False
+        self._logged_shared = False
+        self._logged_divided = False
 
     def take_step(self, step: int) -> tuple[dict[str, Any], Plan]:
         """Run one optimizer step (from 0); returns its row of metrics (from 1) and its plan. A profiled step's seconds
@@ -78,9 +75,9 @@ class Steps:
         profiles = self._profiles
         documents, plan = reader.read_step(step)
         if isinstance(run.model, MultimodalModel):
-            reader.prepare_step(step + 1, run.model)
+            reader.prefetch_step(step + 1, run.model)
         with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
-            result = run.take_step(plan, documents, step, partial(reader.prepare_step, step + 1))
+            result = run.take_step(plan, documents, step, partial(self._work_beside_step, step))
         seconds = time.perf_counter() - started
         if profiles is None or step + 1 not in profiles.steps:
             self._slow_slots.add_ratio(result.slot_ratio)
@@ -103,9 +100,9 @@ class Steps:
             row["source_tokens"] = run.order.source_tokens(step)
         if plan.parents is not None:
             row["spared_tokens"] = plan.spared_rows
-            if not self._said_what_is_shared:
+            if not self._logged_shared:
                 self._log(f"step {step + 1}: {shared_line(plan, run.figures.shape)}")
-            self._said_what_is_shared = True
+            self._logged_shared = True
         images = [item.rows for item in getattr(documents, "items", ())]  # texts alone have no items
         row |= run.figures.step_figures(plan, seconds, images, result.encoders)
         if result.router is not None:
@@ -114,6 +111,19 @@ class Steps:
         if profiles is not None:
             profiles.write_files()
         return row | self._allocator.count_step_retries(), plan
+
+    def _work_beside_step(self, step: int) -> None:
+        """Do on the host, while `step` (from 0) computes, what needs no other rank: read the next step, and say once
+        where documents that begin alike are more than a group holds."""
+        self._reader.prefetch_step(step + 1)
+        run = self._run
+        if self._logged_divided or not is_first_rank(run.world):
+            return
+        documents = run.order.documents_to_share(step)
+        line = "" if documents is None else divided_line(run, documents)
+        if line:
+            self._log(f"step {step + 1}: {line}")
+            self._logged_divided = True
 
     def agree_after_step(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
         """Return what the ranks agree on after a step, by one message if none received a signal or failed."""
@@ -157,6 +167,25 @@ def shared_line(plan: Plan, shape: ModelShape | None) -> str:
     return line
 
 
+def divided_line(run: TrainingRun, documents: CorpusDocuments) -> str:
+    """Say which documents of a step begin alike and have more rows together than a group holds; "" for none."""
+    choice = run.training_choice
+    home = run.world.home
+    most = choice.most_family_rows(home)
+    # no family has more rows than its documents
+    if most is None or sum(documents.lengths) <= most:
+        return ""
+    families = choice.find_families(documents, home, run.order.length_limits)
+    if families is None or families.too_large is None:
+        return ""
+    count, rows = families.too_large
+    return (
+        f"{plural(count, 'document')} that begin alike have {rows:,} rows as one family, and a group holds {most:,} "
+        f"(context.max_tokens_per_slot {choice.options.rows:,} × degree {choice.widest_even_degree(home)}): they are "
+        "divided, or trained as separate documents (docs/shared-prefixes.md)"
+    )
+
+
 def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Starts | None = None) -> TrainResult:
     """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
 
@@ -187,6 +216,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
 
 @dataclass(frozen=True)
 class _Loop:
+    """The steps of one session of a run, from its warm-up to the last evaluation; all ranks call each method."""
+
     run: TrainingRun
     display: ProgressDisplay
     records: Records
@@ -194,13 +225,15 @@ class _Loop:
     starts: Starts
 
     def train(self, stop: StopSignal) -> TrainResult:
+        """Take the remaining steps; unless a signal stopped them, save the model and make the last evaluations."""
         run = self.run
         with plan_steps_ahead(run.training_choice, run.order, run.world.home) as plans:
             if run.done < run.config.train.steps:
                 check_free_disk(run, self.display.log)
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")
-            warm_up_coming_steps(run, self.display.log, self.starts)
+            if needs_warm_up(run.world):
+                warm_up_coming_steps(run, self.display.log, self.starts)
             self.starts.end_part("kernels")
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)
@@ -238,11 +271,10 @@ class _Loop:
         stopped = ""
         is_over = False
         with saves.save_before_errors():
-            if run.done < settings.steps:
+            if 0 < run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
-                if run.done:
-                    saves.keep_if_best(self.evaluations.take_new_rows())
-                    is_over = saves.loses_patience(evaluated)
+                saves.keep_if_best(self.evaluations.take_new_rows())
+                is_over = saves.loses_patience(evaluated)
             while saves.done < settings.steps and not stopped and not is_over:
                 self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
                 row, plan = steps.take_step(saves.done)

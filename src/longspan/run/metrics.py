@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from longspan.files import as_json, json_safe_values, name_file_in_errors, parse_json, read_lines
 from longspan.run.loggers import RunLoggers
@@ -16,7 +16,7 @@ _MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
 _MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no run takes so many
 
 
-class StepLog:
+class StepLog(AbstractContextManager["StepLog"]):
     """Appends lines of steps to a file, flushed one by one; a resumed run keeps those up to a step, and no torn one."""
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
@@ -24,10 +24,7 @@ class StepLog:
         if path is not None:
             with name_file_in_errors(path):
                 self._file = path.open("a+b")
-                self._file.truncate(_bytes_to_keep(path, after_step))
-
-    def __enter__(self) -> Self:
-        return self
+                self._file.truncate(_bytes_to_keep(path, after_step) if after_step else 0)
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
@@ -46,6 +43,7 @@ _STEP = re.compile(rb'{"step": ?(\d+),')
 
 
 def _bytes_to_keep(path: Path, after_step: int) -> int:
+    """Return how many bytes the lines up to a step have: all before a later step, a torn line, or what is no row."""
     length = 0
     with path.open("rb") as lines:
         for line in lines:
@@ -62,9 +60,11 @@ class MetricsLog(StepLog):
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
         super().__init__(path, after_step=after_step)
         self._loggers = loggers
-        self.evaluated = evaluations_in_rows(read_metrics(path) if path else [])
+        # steps and sets of which an evaluation is recorded; on other ranks those of this session
+        self.evaluated = evaluations_in_rows(read_metrics(path)) if path and after_step else set[tuple[int, str]]()
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row, and hand it to the loggers. Raises OSError for what the disk refuses."""
         self.evaluated |= evaluations_in_rows([row])
         self.write_line(as_json(row))
         if self._loggers is not None:
@@ -77,9 +77,10 @@ class CompletionsLog(StepLog):
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
         super().__init__(path, after_step=after_step)
         self._loggers = loggers
-        self.steps = {row["step"] for row in read_metrics(path)} if path else set[int]()
+        self.steps = {row["step"] for row in read_metrics(path)} if path and after_step else set[int]()
 
     def write_rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append the completions of a step, and hand them to the loggers together."""
         self.steps.add(step)
         for row in rows:
             self.write_line(as_json({"step": step, **row}))
@@ -88,10 +89,12 @@ class CompletionsLog(StepLog):
 
 
 def evaluations_in_rows(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
+    """Return the steps after which rows have evaluations, each with the name of the set ("": held-out documents)."""
     return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file like metrics.jsonl, without damaged lines; [] where it is not there."""
     return read_json_rows(path)[0] if path.exists() else []
 
 

@@ -57,6 +57,7 @@ class StepProfiles:
                 self.log(text)
 
     def _write_rank_files(self) -> str:
+        """Write this rank's trace, and on the first rank the table, which is returned to be logged; "" on others."""
         folder = self.folder / f"step-{self._step:06d}"
         world = self.world
         profile = self._profile
@@ -72,5 +73,6 @@ class StepProfiles:
 
 
 def wait_for_gpu(world: World) -> None:
+    """Wait until this rank's GPU has done all its work; on a CPU nothing is waited for."""
     if world.device.type == "cuda":
         torch.cuda.synchronize()

@@ -48,6 +48,7 @@ class ProgressDisplay:
         self._evaluations = tuple(evaluations)  # a generator would keep a failed run, and its groups, alive
 
     def log(self, text: str) -> None:
+        """Write a line at once, from any thread."""
         if self._stream is not None:
             with self._writing:
                 print(text, file=self._stream, flush=True)
@@ -67,6 +68,7 @@ class ProgressDisplay:
             self.log("  ".join(filter(None, (text, *_step_figures(row), self._remaining_time(step)))))
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Write the line of an evaluation, from its row of metrics; its time does not count as that of steps."""
         self.begin_work("after an evaluation")
         name = row.get("eval_name")
         tokens = row["eval_tokens"]
@@ -89,6 +91,7 @@ class ProgressDisplay:
         self._begun = self._begun if again else time.monotonic()
 
     def _log_while_quiet(self) -> None:
+        """Say what takes so long where no line came for LINE_SECONDS; in a thread, until the display is left."""
         while not self._ended.wait(min(1.0, LINE_SECONDS / 4)):
             now = time.monotonic()
             if now - self._written >= LINE_SECONDS:
@@ -98,7 +101,10 @@ class ProgressDisplay:
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _remaining_time(self, step: int) -> str:
-        """A token of evaluations, without backward pass, takes a third of a step's until one is done."""
+        """Return how long the steps after this one and their evaluations will take; "" until two steps were timed.
+
+        A token of evaluations, without backward pass, takes a third of a step's until one is done.
+        """
         assert self._timed_since is not None
         began, first_step = self._timed_since
         if not first_step < step < self._steps:
@@ -114,6 +120,7 @@ class ProgressDisplay:
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
+    """Return what the line of a step says, as far as its row of metrics has it."""
     figures = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.3g}", f"norm {row['grad_norm']:.3g}"]
     if "rewards/margins" in row:
         figures.append(f"margin {row['rewards/margins']:.3g}")
@@ -126,6 +133,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _evaluation_texts(row: Mapping[str, Any]) -> list[str]:
+    """Return the metrics of an evaluation's row as text, those of one's own by name; the loss is not among them."""
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",

@@ -17,7 +17,7 @@ from longspan.run.facts import LAST_STEPS, LOCK, RunFacts
 from longspan.run.loggers import LoggerClass, RunLoggers, RunStart
 from longspan.run.metrics import COMPLETIONS, CompletionsLog, MetricsLog, StepLog, evaluations_in_rows, read_metrics
 from longspan.run.run_data import TrainingRun
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 
 
 class PlanLog(StepLog):
@@ -33,7 +33,7 @@ class PlanLog(StepLog):
 
 
 class Records(NamedTuple):
-    """The logs of a session: rows of metrics, and the plans of its steps."""
+    """The logs of a session: rows of metrics, the plans of its steps, and completions; other ranks write nothing."""
 
     run: TrainingRun
     metrics: MetricsLog
@@ -122,6 +122,7 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
 def _open_loggers(
     run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine
 ) -> RunLoggers:
+    """Make the loggers of a session; none for a run that has come to its end with all evaluations."""
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= evaluations_in_rows(rows):

@@ -16,17 +16,21 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, held_out_set
-from longspan.corpus.build import (
-    build_shared_corpus,
-    documents_with_images,
-    load_configured_tokenizer,
-    open_or_build_run_corpus,
-    open_shared_corpus,
+from longspan.corpus.for_model import (
+    fit_documents_to_model,
 )
 from longspan.corpus.recipe import CorpusSettings, find_kinds
-from longspan.corpus.tokenizer import load_tokenizer, token_bytes
-from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.run_order import documents_line, make_step_order
+from longspan.corpus.run_corpus import (
+    load_configured_tokenizer,
+    open_corpus_on_all_ranks,
+    open_or_build_corpus,
+    open_shared_corpus,
+)
+from longspan.corpus.token_bytes import token_bytes
+from longspan.corpus.tokenizer import load_tokenizer
+from longspan.data.corpus_documents import Corpus, CorpusDocuments
+from longspan.data.run_epochs import documents_line
+from longspan.data.run_order import make_step_order
 from longspan.data.shared_prefixes import cut_documents
 from longspan.data.step_order import StepOrder, documents_of_units, sample_documents
 from longspan.errors import ConfigError, DataError, EvaluationError, plural
@@ -37,7 +41,8 @@ from longspan.plan import AsyncPlanner, Plan
 from longspan.resolve.choice import query_heads
 from longspan.resolve.resolved import Reasons
 from longspan.run.checks import check_longest_of_set, check_longest_training_document
-from longspan.train.training import Training, check_set_length
+from longspan.train.run_model.rope_scaling import check_set_length
+from longspan.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class EvaluationSet:
         return int(lengths[longest]), self.documents.origin(longest)
 
     def describe_set(self) -> str:
+        """Say how many documents and tokens the set has, and when it is evaluated."""
         lengths = self.documents.lengths
         every = self.config.every
         targets = getattr(self.documents, "targets", None)
@@ -89,20 +95,22 @@ class EvaluationSet:
 def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
     """Open the set of a table [[evaluation.sets]], without its metrics; all ranks together, once the run has its
     tokenizer."""
-    corpus = _shared_corpus(config, entry, world, log)
+    corpus = _open_corpus_of_set(config, entry, world, log)
     units = sample_documents(len(corpus) // corpus.unit, entry.documents, config.train.seed)
     documents = corpus.select(documents_of_units(units, corpus.unit))
     return EvaluationSet(entry, documents)
 
 
-def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
+def _corpus_settings_of_set(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
+    """Return how the texts of a table [[evaluation.sets]] become a corpus, in evaluation/NAME of the run's folder."""
     names = {"folder": f"evaluation/{entry.name}", "prefix": entry.prefix}
     return CorpusSettings.for_set(config, entry.path, entry.split, entry.max_document_tokens, **names)
 
 
-def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
+def _open_corpus_of_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
+    """Open the corpus of a set, which the first rank makes if it is not there; entered by all ranks."""
     directory = Path(config.run.dir)
-    settings = _corpus_settings(config, entry)
+    settings = _corpus_settings_of_set(config, entry)
 
     def build_corpus() -> None:
         folder = directory / settings.folder
@@ -110,7 +118,7 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
         log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
         with name_file_in_errors(folder):
             tokenizer = load_configured_tokenizer(config) or load_tokenizer(directory)
-            open_or_build_run_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
+            open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
 
     run_on_first_rank(world, build_corpus, DataError)
     return run_on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)
@@ -179,16 +187,18 @@ class RunData:
 
     @property
     def images(self) -> int:
+        """How many images the corpus and all sets have."""
         set_images = [len(getattr(s.documents, "items", ())) for s in self.sets]  # texts alone have no items
         return len(self.corpus.images or ()) + sum(set_images)
 
-    def list_compared(self, config: RunConfig, done: int) -> tuple[CorpusDocuments, ...]:
-        """The documents of the steps after `done`, and of the evaluation sets, which a reference model reads too."""
+    def list_reference_documents(self, config: RunConfig, done: int) -> tuple[CorpusDocuments, ...]:
+        """List what a reference model reads too: the documents of the steps after `done`, and those of each set."""
         steps = (self.order.documents_of_step(step) for step in range(done, config.train.steps))
         trained = sorted({document for documents in steps for document in documents})
         return (self.corpus.select(trained), *(s.documents for s in self.sets))
 
     def check_longest_documents(self, config: RunConfig, world: World) -> None:
+        """Raise ConfigError where the longest document of the corpus, or of a set, fits no group or no position."""
         (longest, origin), heads = self.longest, query_heads(self.model)
         check_longest_training_document(config, world.home, longest, origin, heads)
         for entry in (s for s in replace_eval_tables(self.sets, config) if s.name):
@@ -204,7 +214,7 @@ def open_data(
 
     def check_rows_of_sets() -> None:
         for entry in config.evaluation.sets:
-            settings = _corpus_settings(config, entry)
+            settings = _corpus_settings_of_set(config, entry)
             find_kinds(settings, settings.find_source_files(Path(config.run.dir)))
 
     def load_own_metrics() -> dict[str, Metric]:
@@ -220,18 +230,18 @@ def open_data(
     if config.evaluation.sets:
         run_on_first_rank(world, check_rows_of_sets, DataError)
     metrics = run_on_every_rank(world, load_own_metrics, ConfigError) if config.evaluation.metrics else {}
-    corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
+    corpus = open_corpus_on_all_ranks(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
     sets = open_evaluation_sets(config, corpus, corpus.select(order.evaluation), world, log)
     run_dir = Path(config.run.dir)
 
     def add_images() -> tuple[EvaluationSet, ...]:
-        return tuple(
-            replace(s, documents=documents_with_images(s.documents, model, run_dir), metrics=metrics) for s in sets
-        )
+        return tuple(replace(s, documents=fit_documents_to_model(s.documents, model, run_dir)) for s in sets)
 
-    sets = run_on_every_rank(world, add_images, DataError)
+    if config.evaluation.sets:  # documents that are held out are of the corpus, which has its images
+        sets = run_on_every_rank(world, add_images, DataError)
+    sets = tuple(replace(s, metrics=metrics) for s in sets)
     longest = int(np.argmax(corpus.lengths))
     return RunData(model, corpus, order, sets, (int(corpus.lengths[longest]), corpus.origin(longest)))
 
@@ -245,20 +255,24 @@ class StepReader:
     _next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
     def read_step(self, step: int) -> tuple[Any, Plan]:
-        prepared = self._next
+        """Return the documents of a step (from 0), cut as its plan shares prefixes, and the plan, waited for if need
+        be.
+        """
+        prefetched = self._next
         self._next = None
-        if prepared is not None and prepared[0] == step:
-            return prepared[1:]
+        if prefetched is not None and prefetched[0] == step:
+            return prefetched[1:]
         plan = self.plans.plan(step)
-        return self._select(step, plan), plan
+        return self._select_documents(step, plan), plan
 
-    def _select(self, step: int, plan: Plan) -> Any:
+    def _select_documents(self, step: int, plan: Plan) -> Any:
+        """Select the documents of a step, with common prefixes apart where the plan has them so."""
         documents = self.run.order.select(self.run.corpus, step)
         if plan.parents is None:
             return documents
         return cut_documents(documents, plan.lengths, plan.parents, depths=self.run.config.mtp.num_layers)
 
-    def prepare_step(self, step: int, model: MultimodalModel | None = None) -> None:
+    def prefetch_step(self, step: int, model: MultimodalModel | None = None) -> None:
         """Select the documents of the next step, where its plan is ready: no rank waits, and `read_step` raises errors.
 
         With `model`, also plan the waves of its images and read them, in threads, while this step runs.
@@ -274,7 +288,7 @@ class StepReader:
             plan = self.plans.plan_if_made(step)
             if plan is None:
                 return
-            documents = self._select(step, plan)
+            documents = self._select_documents(step, plan)
             self._next = (step, documents, plan)
             if model is not None:
                 from longspan.train.terms.encoders import plan_waves_ahead

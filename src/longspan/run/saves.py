@@ -5,17 +5,14 @@ are written, and that training goes on meanwhile, is in `checkpoint/`. An error 
 rank, saves nothing: no rank can tell whether the others would join, and the last checkpoint stands.
 
 The best checkpoint is that of `checkpoint.keep_best`, by a figure of the run's evaluations. `best.json` in the run's
-folder
-has the last two steps that were the best when they were evaluated, with their figures: a run that ends while it writes
-the newer one's checkpoint goes on with the older.
+folder has the last two steps that were the best when they were evaluated, with their figures: a run that ends while it
+writes the newer one's checkpoint goes on with the older.
 """
 
 import json
-import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from longspan.checkpoint.files import checkpoint_path, complete_checkpoints, rem
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_every_rank, run_on_first_rank
-from longspan.config.sections import BestFigure
+from longspan.config.text_values import BestFigure
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import (
     CheckpointError,
@@ -40,11 +37,8 @@ from longspan.errors import (
 from longspan.files import write_atomically
 from longspan.model import save_model
 from longspan.model.weights.hf_folder import read_configuration
-from longspan.model.weights.local_tensors import local_tensor
 from longspan.model.weights.tokenizer_files import RunFolderFiles
-from longspan.plain_text import bytes_text
 from longspan.run.run_data import TrainingRun
-from longspan.train.optim.state_numbers import optimizer_state_numbers
 
 BEST_FILE = "best.json"
 
@@ -113,7 +107,7 @@ class Saves:
 
     def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep this step's checkpoint if the `rows` of its evaluations have the best figure so far."""
-        if self._best is None or not rows or not self._best.keep_if_best(rows, self.done):
+        if self._best is None or not rows or not self._best.record_if_best(rows, self.done):
             return
         self.save_if_unsaved()
         self.saver.best = self.done
@@ -150,6 +144,7 @@ class Saves:
             run_on_first_rank(self._run.world, remove, CheckpointError)
 
     def wait(self) -> None:
+        """Wait until the save under way is complete; all ranks call it together. Raises CheckpointError."""
         self.saver.wait()
 
     def take_save_columns(self) -> dict[str, Any]:
@@ -193,6 +188,7 @@ class Saves:
             raise
 
     def _try_to_save(self) -> str:
+        """Save the weights as they are, and wait for that; returns a note that says whether they are saved."""
         saved_step = self._saved  # before `save` changes it
         try:
             self.save(keep_all=True)
@@ -217,14 +213,20 @@ class BestCheckpoint:
 
     @property
     def step(self) -> int:
+        """The best step; 0 for none."""
         return self._bests[-1][0] if self._bests else 0
 
     def load_bests(self, done: int, saved: Collection[int]) -> None:
+        """Read best.json, and keep of it the steps up to `done` whose checkpoints are among the `saved` ones."""
         stored = run_on_first_rank(self._world, self._read_bests, RunFolderError)
         self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
 
-    def keep_if_best(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
-        """Keep a step if its evaluations have a better figure, on the first rank, than all before."""
+    def record_if_best(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
+        """Note a step as the best, here and in best.json, if its evaluations have a better figure than all before.
+
+        The first rank's rows count. Returns whether it is the best; the caller keeps its checkpoint. Raises ConfigError
+        where rows do not name the figure.
+        """
         try:
             value = self._world.control.broadcast_object(self.figure.figure_in_rows(rows))
         except ConfigError as error:  # every rank has the same rows, and raises it
@@ -245,6 +247,7 @@ class BestCheckpoint:
         return True
 
     def _read_bests(self) -> list[tuple[int, float]]:
+        """Return steps and values of best.json; [], which is logged, for a damaged file and for another figure's."""
         try:
             stored = json.loads(self._file.read_text(encoding="utf-8"))
             if {key: stored[key] for key in vars(self.figure)} != vars(self.figure):
@@ -260,73 +263,6 @@ class BestCheckpoint:
             return []
 
 
-def check_free_disk(run: TrainingRun, log: LogLine) -> None:
-    """Compare the disk's free bytes with those of RUN/model, and of the checkpoints that it is to hold at once, before
-    step 1.
-
-    These are the newest that are kept, the best, and the one that is written, as far as the steps that are left make so
-    many; saves by the clock may make more, which is only logged. Raises ConfigError, on every rank, for too little room
-    without `checkpoint.allow_little_disk`.
-    """
-    config = run.config
-    settings = config.checkpoint
-    lora = config.lora.rank > 0
-    numbers = optimizer_state_numbers(replace(config.optimizer, moments=""), lora=lora, dtype=config.model.dtype)
-    groups = run.optimizer.param_groups
-    # of muon, which has a second moment of the others
-    matrices = {p for group in groups if group.get("is_matrix") for p in group["params"]}
-    saved_dtype: Any = None if lora else read_configuration(run.dir).dtype  # as in `save_final_model`
-    local_bytes = 0.0
-    local_model = 0
-    for parameter in run.model.parameters():
-        if parameter.requires_grad or not lora:
-            local = local_tensor(parameter.detach())
-            # moments in eight bits are saved in bfloat16
-            state_bytes = 2 if config.optimizer.moments else local.dtype.itemsize
-            kept = numbers + 1 if matrices and parameter not in matrices else numbers
-            local_bytes += local.nbytes + local.numel() * kept * state_bytes * parameter.requires_grad
-            local_model += local.numel() * (saved_dtype or local.dtype).itemsize
-    bytes_of_ranks = run.world.control.gather_objects((local_bytes, local_model), "bytes of a checkpoint")
-    size, model = (int(sum(sizes) / run.world.home.dp_replicate) for sizes in zip(*bytes_of_ranks, strict=True))
-
-    def refuse(text: str) -> None:
-        if not settings.allow_little_disk:
-            raise ConfigError(f"{text}; checkpoint.allow_little_disk = true trains all the same")
-        log(text)
-
-    def compare_bytes() -> None:
-        folder = next(path for path in (run.checkpoints, *run.checkpoints.absolute().parents) if path.exists())
-        free = shutil.disk_usage(folder).free
-        beside = model
-        if folder.stat().st_dev != run.dir.stat().st_dev:
-            beside = 0
-            if (free_there := shutil.disk_usage(run.dir).free) < model:
-                refuse(
-                    f"the model that a run saves at its end takes {bytes_text(model)}, and {run.dir} has "
-                    f"{bytes_text(free_there)} free; make room, or set run.dir to another disk"
-                )
-        there = len(complete_checkpoints(run.checkpoints))
-        steps = config.train.steps - run.done
-        to_come = -(-steps // settings.every) if settings.every else 1
-        most = max(1, settings.save_total_limit + bool(settings.keep_best) + 1 - there)
-        if not settings.save_total_limit:
-            most = to_come
-        needed = min(to_come, most)
-        wanted = most if settings.minutes else needed
-        room = max(0, free - beside)
-        if room >= wanted * size:
-            return
-        model_text = f", RUN/model {bytes_text(beside)}" if beside else ""
-        count = needed if room < needed * size else wanted
-        (refuse if room < needed * size else log)(
-            f"a checkpoint takes {bytes_text(size)}{model_text}, and {folder} has {bytes_text(free)} free, for "
-            f"{room // size} of {plural(count, 'more checkpoint')} at once ({there} are there); make room, lower "
-            "checkpoint.save_total_limit, or set checkpoint.dir to another disk"
-        )
-
-    run_on_first_rank(run.world, compare_bytes, ConfigError)
-
-
 def save_final_model(run: TrainingRun) -> None:
     """Save the last weights as RUN/model in the dtype that config.json names, an adapter in its own."""
     dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
@@ -336,4 +272,5 @@ def save_final_model(run: TrainingRun) -> None:
 
 
 def is_due(done: int, every: int) -> bool:
+    """Return whether something that happens `every` steps (0: never) is due after `done` of them."""
     return every > 0 and done > 0 and done % every == 0

@@ -11,26 +11,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from longspan.checkpoint.base import BASE, check_base_weights_unchanged, keep_base
+from longspan.checkpoint.base import BASE, check_base_weights_unchanged, record_base_weights
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
 from longspan.comm.world_machine import set_world_machine
-from longspan.config.defaults import absolute_path, warn_about_small_updates
+from longspan.config.defaults import warn_about_small_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
+from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.corpus.build import check_ids_in_vocabulary
-from longspan.data.documents import CorpusDocuments
-from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, share_none, source_lines
+from longspan.corpus.for_model import check_ids_in_vocabulary
+from longspan.data.corpus_documents import CorpusDocuments
+from longspan.data.run_epochs import most_step_tokens, set_epoch_steps, source_lines
+from longspan.data.run_order import allow_sharing, forbid_sharing
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references
 from longspan.files import read_json, write_atomically
-from longspan.model.kinds import find_language_model
 from longspan.model.load import torch_dtype
-from longspan.model.seams.call_rules import call_rules, refuse_randomness
+from longspan.model.marks import find_language_model
+from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.resolve.choice import PlannerConfig, query_heads
@@ -43,18 +46,12 @@ from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
-from longspan.train.run_depths import depths_line
-from longspan.train.starts import Starts
-from longspan.train.training import (
-    AnyModel,
-    check_run_model,
-    load_run_model,
-    make_model_without_weights,
-    make_optimizer,
-    prepare_run_model,
-    read_model_configuration,
-    scale_positions,
-)
+from longspan.train.run_model.depths import depths_line
+from longspan.train.run_model.load import load_run_model, make_model_without_weights, read_model_configuration
+from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model
+from longspan.train.run_model.rope_scaling import scale_positions
+from longspan.train.start.start_times import Starts
+from longspan.train.training import build_run_optimizer
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -87,7 +84,7 @@ def write_model_files(
         replace_with_copy(folder / GENERATION, directory / GENERATION)
     else:
         (directory / GENERATION).unlink(missing_ok=True)
-    stops, missing = _add_stops(directory, config, ends)
+    stops, missing = _add_stop_ids(directory, config, ends)
     if missing:
         name = settings.source or settings.preset_name
         alone = "; with the adapter alone give it to generate()" if adapter else ""
@@ -102,11 +99,17 @@ def write_model_files(
         )
 
 
-def _add_stops(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[list[int], list[str]]:
-    """Add `ends` to eos_token_id of generation_config.json; return all ids there, and the names that it lacked."""
+def _add_stop_ids(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[list[int], list[str]]:
+    """Add `ends` to eos_token_id of generation_config.json in `directory`, which is made if it is not there.
+
+    Returns all ids there, and the names that it lacked. Raises DataError for a file that cannot be read.
+    """
     file = directory / GENERATION
-    read_stop_token_ids(directory)  # raises DataError for a file that is none
-    settings = read_json(file) if file.is_file() else GenerationConfig.from_model_config(config).to_diff_dict()
+    if file.is_file():
+        read_stop_token_ids(directory)  # for its errors
+        settings = read_json(file)
+    else:
+        settings = GenerationConfig.from_model_config(config).to_diff_dict()
     settings.pop("_from_model_config", None)
     eos: Any = settings.get("eos_token_id")
     stops: list[int] = [*eos] if isinstance(eos, list) else [eos] * (eos is not None)
@@ -140,13 +143,10 @@ def set_up_model(
 
         refuse_other_labels(configuration.problem_type, config.model.num_labels, data.corpus.labels.shape[1])
 
-    def load() -> Any:
-        if resumed and not config.lora.rank:
-            return make_model_without_weights(config, configuration=configuration, images=images)
-        return load_run_model(config, configuration, images=images)
-
+    load = make_model_without_weights if resumed and not config.lora.rank else load_run_model
+    load_model = partial(load, config, configuration=configuration, images=images)
     with silence_warnings_of_other_ranks(world):
-        model = run_on_every_rank(world, load, ModelError)
+        model: Any = run_on_every_rank(world, load_model, ModelError)
     if data.corpus.labels is not None:  # by which transformers finds the token that is scored, in what is saved
         model.config.pad_token_id = configuration.pad_token_id = data.corpus.pad
     run_dir = Path(config.run.dir)
@@ -231,11 +231,16 @@ def check_steps_left(
 
 
 def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _with_preset_name(state.get("config", {})), _with_preset_name(json.loads(json.dumps(config.tables())))
+    """Return the tables of a checkpoint's configuration and of this one, both as JSON gives them back."""
+    tables = json.loads(json.dumps(config.tables()))
+    return _tables_with_preset_name(state.get("config", {})), _tables_with_preset_name(tables)
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    """A key that the checkpoint lacks, or that is "auto" now, is not compared."""
+    """Raise CheckpointError where documents had another order, ConfigError where a key that a run keeps has changed.
+
+    A key that the checkpoint lacks, or that is "auto" now, is not compared. `path` is the checkpoint of `state`.
+    """
     order = ORDER_OF_SOURCES if config.data.sources else ORDER
     if state.get("order") != order:
         raise CheckpointError(
@@ -262,14 +267,18 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
             )
 
 
-def _with_preset_name(config: dict[str, Any]) -> dict[str, Any]:
-    # also a default preset, which may have been left out
+def _tables_with_preset_name(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of a configuration with the name of its preset, also of a default one that was left out."""
     model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
     return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
 
 
 def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
-    """Keys of the folder, of hosts and of evaluation may change, and so may one that is "auto" now."""
+    """Raise ConfigError where a run that has come to its end has other keys now, else log that it is shown.
+
+    `before` and `now` are tables of configurations. Keys of the folder, of hosts and of evaluation may change, and so
+    may one that is "auto" now.
+    """
     changes = [
         f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
         for section in sorted(now.keys() & before.keys() - {"run", "checkpoint", "evaluation"})
@@ -302,7 +311,8 @@ def open_run_documents(
         config = config.with_keys("evaluation", documents=state["config"]["evaluation"]["documents"])
     node_size = config.context.node_size
     config = set_node_size(config, world.node_size)
-    set_world_machine(world, partial(read_run_machine, config), KEY)
+    if config.run.machine:
+        set_world_machine(world, partial(read_run_machine, config), KEY)
     if checkpoint is not None:
         check = partial(check_base_weights_unchanged, Path(config.run.dir), config, goes_on=True)
         run_on_first_rank(world, check, ModelError)
@@ -312,7 +322,7 @@ def open_run_documents(
     if checkpoint is None:  # what is wrong with the model is found before a corpus is made
         for line in run_on_every_rank(world, lambda: check_run_model(config, world, model_config), ModelError):
             log(line)
-        run_on_first_rank(world, partial(keep_base, Path(config.run.dir), config), ModelError)
+        run_on_first_rank(world, partial(record_base_weights, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
     config = config.with_keys("evaluation", documents=data.order.held_out_texts)
     config = set_epoch_steps(config, data.order, log)
@@ -359,23 +369,29 @@ def resolve_run(
 
 
 def resolve_with_kept_rows(config: RunConfig, facts: Facts, world: World, log: LogLine) -> Resolved:
-    """Resolve a configuration with rows of a slot that are "auto", and keep the rows that it gets."""
+    """Resolve a configuration with rows of a slot that are "auto", and keep the rows in the run's folder.
+
+    Where an earlier start has kept rows, they hold again. Entered by all ranks; the first decides.
+    """
     resolved = resolve_on_ranks(config, facts, world, log, decide=_resolve_or_take_kept)
-    kept = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
-    assert kept is not None
-    log(kept.line)
+    kept_rows = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
+    assert kept_rows is not None
+    log(kept_rows.line)
     return resolved
 
 
 def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
-    """Memory is planned for the rows that were chosen at first, also where the run has halved them since."""
+    """Resolve with the rows that the run's folder has, else choose rows and write them there; on the first rank.
+
+    Memory is planned for the rows that were chosen at first, also where the run has halved them since.
+    """
     ranks = len(facts.home.ranks)
-    kept = read_kept_rows(config, ranks)
-    resolved = resolve(set_rows(config, kept.planned) if kept else config, facts)
-    if kept is None:
+    kept_rows = read_kept_rows(config, ranks)
+    resolved = resolve(set_rows(config, kept_rows.planned) if kept_rows else config, facts)
+    if kept_rows is None:
         keep_rows(config, int(resolved.config.context.max_tokens_per_slot), ranks)
-    elif kept.rows < kept.planned:
-        halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None))
+    elif kept_rows.rows < kept_rows.planned:
+        halved = resolve(set_rows(config, kept_rows.rows), replace(facts, budget=None))
         cost = Way(halved.config, facts).cost(resolved.memory)
         resolved = replace(halved, memory=resolved.memory, cost=cost)
     return resolved
@@ -394,23 +410,23 @@ def set_up(
     configuration = fit_configuration(data, config, world, log)
     starts.end_part("data")
     done = int(state.get("step", 0))
-    share_by_keys(config, data.order, data.corpus, log)
+    allow_sharing(config, data.order, data.corpus, log)
     resolved = resolve_run(config, data, configuration, world, log, done=done)
     config = resolved.config
     memory = resolved.memory
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
-    compared = data.list_compared(config, done) if config.train.needs_reference else ()
+    compared = data.list_reference_documents(config, done) if config.train.needs_reference else ()
     has_references = open_references(compared, config, world) if compared else True
     reads_checkpoint = checkpoint is not None and has_references
     model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
     if data.order.sharing is not None:
         rules = call_rules(find_language_model(model))
         data.order.length_limits = rules.length_limits
-        share_none(data.order, log, *rules.separate_features(training=True))
+        forbid_sharing(data.order, log, *rules.separate_features(training=True))
     starts.end_part("model")
     world.seed = config.train.seed
-    optimizer = make_optimizer(config, world, model, memory=memory)
+    optimizer = build_run_optimizer(config, world, model, memory=memory)
     if not has_references:
         choice = PlannerConfig.training(config, cost=resolved.cost, heads=query_heads(configuration))
         compute_references(model, compared, config, choice, world, log, stopped)

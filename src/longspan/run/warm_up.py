@@ -18,26 +18,27 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
-from longspan.comm.device_memory import peak_memory_bytes
-from longspan.comm.watch import is_out_of_memory
+from longspan.comm.device import is_out_of_memory, peak_memory_bytes
 from longspan.config.plan_section import ONE_DEGREE
-from longspan.data.document import NO_TARGET, SyntheticDocument, count_targets
+from longspan.data.document import NO_TARGET, count_targets
 from longspan.data.scored_document import ScoredDocument
+from longspan.data.synthetic_documents import SyntheticDocument
 from longspan.errors import plural
 from longspan.layout import Integers
 from longspan.model.compiled_layers import compiled_graphs_text
-from longspan.model.kinds import find_language_model
-from longspan.model.layers import score_columns, vocabulary_size
+from longspan.model.kinds import score_columns
+from longspan.model.layers import vocabulary_size
+from longspan.model.marks import find_language_model
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.step_times import slot_rows
 from longspan.resolve.choice import StepPlanner
 from longspan.resolve.kept_rows import SlotRowsError
 from longspan.run.run_data import TrainingRun
 from longspan.train.optim.optimizer import allocate_adam_states
-from longspan.train.read_rows import WEIGHTS
-from longspan.train.starts import Starts
+from longspan.train.rows.read_rows import WEIGHTS
+from longspan.train.start.start_times import Starts
 from longspan.train.step import run_step
-from longspan.train.terms.token_loss import LossTokens
+from longspan.train.terms.loss_tokens import LossTokens
 from longspan.train.training import Training
 
 # FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and where the longest tile has
@@ -65,6 +66,7 @@ def group_kind(group: Group) -> tuple[object, ...]:
 
 
 def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...], Group]:
+    """Return of each `group_kind` the group with the fewest rows of a slot; that with most rows comes first."""
     smallest: dict[tuple[object, ...], Group] = {}
     for plan in plans:
         for group in plan.groups:
@@ -75,6 +77,7 @@ def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...
 
 
 def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
+    """Return the micro-batch, of all plans, in which a slot has most rows."""
     batches = [(plan, batch) for plan in plans for batch in plan.micro_batches]
     return max(batches, key=lambda item: int(slot_rows((item[1],), item[0].slots, item[0].row_multiple).max()))[1]
 
@@ -87,6 +90,7 @@ def shorten_group(group: Group) -> Group:
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
+    """Return micro-batches, one or two, in which every slot belongs to a copy of this group; copies share documents."""
     degree = group.degree
     filled_slots = slots // group.degree * group.degree
     blocks = [tuple(range(first, first + degree)) for first in range(0, filled_slots, degree)]
@@ -97,6 +101,7 @@ def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
 
 
 def make_plan_like(plan: Plan, batches: Sequence[MicroBatch]) -> Plan:
+    """Make a plan of these micro-batches, with documents numbered anew, under the settings of another plan."""
     lengths = list[int]()
     numbered = list[MicroBatch]()
     for batch in batches:
@@ -181,11 +186,15 @@ def plan_warm_up(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: i
 
 
 def _pad_to_multiple(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
+    """Repeat the last micro-batch until their number is a multiple, as pipelines need it."""
     return batches + batches[-1:] * (-len(batches) % multiple)
 
 
 def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
-    """Plans that mix degrees may need any group later: every pair of at most CONNECTED slots is connected."""
+    """Make the groups of these plans, and connect every pair of at most CONNECTED slots where degrees are mixed.
+
+    Plans that mix degrees may need any group later. Entered by all ranks.
+    """
     world = training.world
     config = training.config
     for plan in plans:
@@ -196,6 +205,8 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
 
 
 class _Prefix(SyntheticDocument):
+    """A synthetic document that others continue: it predicts nothing."""
+
     targets = 0
     ahead = 1 << 20  # tokens behind it, more than depths of multi-token prediction read
 
@@ -204,6 +215,10 @@ class _Prefix(SyntheticDocument):
 
 
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
+    """Run a step of synthetic documents under this plan, without an update; entered by all ranks.
+
+    With `backward` gradients are left on the parameters, and the losses of routers and depths are computed too.
+    """
     model = find_language_model(training.model)
     prefixes = set(plan.parents or ())
     parents = plan.parents or (-1,) * len(plan.lengths)
@@ -222,6 +237,7 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
 
 
 def _make_scored(document: SyntheticDocument) -> ScoredDocument:
+    """Make the document of a model that scores, with these tokens: its last row is scored, no row of a prefix."""
     none = np.arange(0)
     scored = ScoredDocument(
         document[np.arange(len(document))], rows=none if isinstance(document, _Prefix) else None
@@ -231,11 +247,12 @@ def _make_scored(document: SyntheticDocument) -> ScoredDocument:
 
 
 def _sum_scores(scores: Tensor, at: LossTokens) -> Tensor:
+    """A loss for models that score: the weighted sum of a row's scores, so that every score gets a gradient."""
     return scores.reshape(len(at), -1).sum(-1) * at[WEIGHTS]
 
 
 def warm_up_coming_steps(run: TrainingRun, log: LogLine, starts: Starts) -> None:
-    if not needs_warm_up(run.world) or run.done == run.config.train.steps:
+    if run.done == run.config.train.steps:
         return
     planner = StepPlanner(run.training_choice, run.order, run.world.home)
     count = COMING if run.training_choice.has_one_degree else COMING_DYNAMIC

@@ -10,8 +10,8 @@ import torch
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
-from longspan.comm.device_memory import allocator_retries, peak_memory_bytes, peak_reserved_bytes
-from longspan.comm.watch import error_in_one_line, is_out_of_memory
+from longspan.comm.device import allocator_retries, is_out_of_memory, peak_memory_bytes, peak_reserved_bytes
+from longspan.comm.watch import error_in_one_line
 from longspan.comm.world import open_worlds
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
@@ -70,6 +70,7 @@ def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
 
 
 def _write_allocator_snapshot(run: TrainingRun) -> str:
+    """Write what the allocator of this rank's GPU holds into the run's folder; returns a line that says where."""
     if run.world.device.type != "cuda":
         return "\non a CPU the most is the whole process's, with Python and its libraries"
     file = run.dir / "memory" / f"rank-{run.world.rank}.pickle"
@@ -82,6 +83,7 @@ def _write_allocator_snapshot(run: TrainingRun) -> str:
 
 
 def _memory_table(run: TrainingRun) -> str:
+    """Return the table of a GPU's memory by part, planned beside measured now, on this rank."""
     planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
     measured = _measured_bytes(run)
     measured["most at one time"] = peak_memory_bytes(run.world.device)
@@ -96,6 +98,7 @@ def _memory_table(run: TrainingRun) -> str:
 
 
 def _measured_bytes(run: TrainingRun) -> dict[str, int]:
+    """Return the bytes of weights, gradients and states that lie on this rank's device now."""
     parameters = list(run.model.parameters())
     optimizer = run.optimizer
     states = optimizer.host_states if isinstance(optimizer, OffloadedStates) else optimizer.state
@@ -117,11 +120,7 @@ def _measured_bytes(run: TrainingRun) -> dict[str, int]:
 
 
 STEPS = 20  # whose median counts
-
-
 SLOWER = 1.10  # than the other slots for the same rows
-
-
 MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
 
 
@@ -133,6 +132,7 @@ class SlowSlots:
         self._is_named = False
 
     def add_ratio(self, ratio: float | None) -> None:
+        """Add this slot's seconds a row in a step over those of the other slots; None where they were not timed."""
         if ratio is not None:
             self._ratios.append(ratio)
 
@@ -152,7 +152,7 @@ class SlowSlots:
                 "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
                 "its device and at what else runs there"
             )
-        text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
+        text = world.control.broadcast_object(text, source=rank, label="name of a slow slot")
         log(text)
         for open_world in open_worlds():  # each of which may have to say why it waits
             open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]

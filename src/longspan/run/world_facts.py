@@ -10,7 +10,8 @@ import torch
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig, check_memory_keys, chooses_measures
+from longspan.config.memory_keys import check_gpu_memory_limit, chooses_measures
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError
 from longspan.host import free_host_bytes
 from longspan.plan import MemoryBudget
@@ -19,7 +20,7 @@ from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
 from longspan.resolve.facts import Facts
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.run_cost import run_machine
-from longspan.ssm.kernels.packages import fla_unsupported_reason
+from longspan.ssm.kernels.fla import fla_unsupported_reason
 from longspan.train.optim.state_numbers import optimizer_state_numbers
 
 
@@ -40,7 +41,8 @@ def gather_facts(
     train = config.train
     budget = None
     if more.get("done", 0) < steps:
-        check_memory_keys(train, gpu=gpu)
+        if gpu:
+            check_gpu_memory_limit(train)
         if chooses_measures(train, gpu=gpu) or config.context.max_tokens_per_slot == AUTO:
             budget = memory_budget(config, world)
     return Facts(

@@ -14,8 +14,9 @@ import torch
 
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.channel import Channel
+from longspan.errors import LayoutError
 from longspan.layout.segments import Flags, Integers
-from longspan.ssm.kernels.call import LocalRuns
+from longspan.ssm.kernels.local_runs import LocalRuns
 
 
 class Runs(NamedTuple):
@@ -48,10 +49,11 @@ class Chains:
         self.device: torch.device = device
         self.member: int = part.member
         self.degree: int = part.degree
-        self.halos: dict[int, Any] = {}  # `conv.Halo` by width, as `conv.find_halo` makes them
+        self.halos: dict[int, Any] = {}  # `conv.Halo` by width, as `conv.cached_halo` makes them
 
     @property
     def channel(self) -> Channel:
+        """The channel of the group's slots. Raises CommError where the world has been left."""
         return world_of(self.part.world_key).channels.find_channel(self.part.group.slots)
 
     @cached_property
@@ -87,11 +89,12 @@ class Chains:
 
     @cached_property
     def lengths(self) -> Integers:
+        """How many rows each run of this member has: (R,), in the order in which it holds them."""
         return (self.runs.stop - self.runs.start)[self.local_indices]
 
     @cached_property
     def local_runs(self) -> LocalRuns:
-        """Shared are those whose document has further runs."""
+        """This member's runs as kernels take them; shared are those whose document has further runs."""
         shared = (self.runs.place > 0) | ~self.runs.last
         return LocalRuns(self.lengths, self.device, shared[self.local_indices])
 
@@ -151,6 +154,8 @@ class Chains:
 class Passing:
     """Which runs send a state (or its gradient), and which also a transition, and where each lies in the gathered rows.
 
+    A member sends the states of its runs that leave, one after another, and behind them the transitions.
+
     `leaving` and `carrying` number the senders among this member's runs; `any` says whether any member sends anything.
     """
 
@@ -162,17 +167,13 @@ class Passing:
         self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # in the order of `local_indices`
         self.carrying: Integers = np.flatnonzero(carries[local_indices])
         self.any: bool = bool(leaves.any())
-        self._counts: dict[tuple[int, int], list[int]] = {}
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 
     def count_rows(self, state_rows: int, transition_rows: int) -> list[int]:
         """Count the rows that each member sends, if a state is `state_rows` rows and a transition `transition_rows`."""
-        sizes = state_rows, transition_rows
-        if sizes not in self._counts:
-            members = (self.chains.runs.member[senders] for senders in (self._leaves, self._carries))
-            states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in members)
-            self._counts[sizes] = (states * state_rows + transitions * transition_rows).tolist()
-        return self._counts[sizes]
+        members = (self.chains.runs.member[senders] for senders in (self._leaves, self._carries))
+        states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in members)
+        return (states * state_rows + transitions * transition_rows).tolist()
 
     def first_rows(
         self, state_rows: int, transition_rows: int, starts: tuple[int, ...]
@@ -201,6 +202,15 @@ chains_by_shard = WeakKeyDictionary[SequenceShard, tuple[Chains, ...]]()  # free
 
 
 def shard_chains(shard: SequenceShard) -> tuple[Chains, ...]:
+    """Return the chains of each part of a shard, in the order of its parts; made at the first call, and freed with the
+    shard.
+    """
     if shard not in chains_by_shard:
         chains_by_shard[shard] = tuple(Chains(part, shard.device) for part in shard.parts)
     return chains_by_shard[shard]
+
+
+def check_is_shard(caller: str, shard: object) -> None:
+    """Raise LayoutError, naming the calling function, unless it got a shard."""
+    if not isinstance(shard, SequenceShard):
+        raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")

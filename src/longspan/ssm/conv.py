@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm import Handle, SequenceShard, to_device
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers, expand_runs
-from longspan.ssm.chains import Chains, shard_chains
+from longspan.ssm.chains import Chains, check_is_shard, shard_chains
 from longspan.ssm.kernels.convolutions import (
     Convolution,
     ConvolutionGradients,
@@ -27,7 +27,7 @@ from longspan.ssm.kernels.convolutions import (
     RowsBefore,
     choose_convolution,
 )
-from longspan.ssm.state_pass import check_is_shard, join_part_rows
+from longspan.ssm.state_pass import join_part_rows
 
 
 class Halo:
@@ -102,9 +102,11 @@ class Halo:
         return table
 
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> RowsBefore:
-        """Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The
-        columns of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the
-        first.
+        """Return where runs of these lengths lie with the rows before them, from the table of arriving rows
+        (`_arrival_table`).
+
+        Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The columns
+        of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the first.
         """
         rows = int(lengths.sum())
         ends = np.cumsum(lengths)
@@ -120,6 +122,9 @@ class Halo:
         return RowsBefore(self._width, *(to_device(x, self._device) for x in indices))
 
     def _index_first_rows(self, lengths: Integers, arrived: Integers) -> FirstRows:
+        """Return the first rows of the runs that read arriving rows, as `FirstRows`, from the lengths of runs and the
+        table of arrivals.
+        """
         readers = np.flatnonzero((arrived >= 0).any(1))
         start = (np.cumsum(lengths) - lengths)[readers]
         count = np.minimum(lengths[readers], self._width)
@@ -129,7 +134,8 @@ class Halo:
         return FirstRows(rows, self._lay_out_runs(count, arrived), *places)
 
 
-def find_halo(chains: Chains, width: int) -> Halo:
+def cached_halo(chains: Chains, width: int) -> Halo:
+    """Return the halo of this width of a group's chains, made at the first call and kept in them for all layers."""
     if width not in chains.halos:
         chains.halos[width] = Halo(chains, width)
     return chains.halos[width]
@@ -155,7 +161,9 @@ def causal_conv(
 
 
 def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
-    """Raise LayoutError for inputs that no kernel can take, before rows are on their way: other members would wait."""
+    """Raise LayoutError for inputs that no kernel can take, before rows are on their way: other members would wait for
+    them.
+    """
     weight, *biases = parameters
     check_is_shard("causal_conv", shard)
     if x.ndim != 2 or x.shape[0] != shard.local_rows:
@@ -172,7 +180,9 @@ def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: Sequenc
 
 
 class _CausalConv(torch.autograd.Function):
-    """Rows before runs, and their gradients, travel while a member's own rows are convolved."""
+    """The convolution of all parts of a shard: rows before runs, and their gradients, travel while own rows are
+    convolved.
+    """
 
     @staticmethod
     def forward(
@@ -191,7 +201,7 @@ class _CausalConv(torch.autograd.Function):
         outs = list[Tensor]()
         arrived = list[Tensor]()
         for x_part, part_chains, handle in zip(rows, chains, handles, strict=True):
-            halo = find_halo(part_chains, width)
+            halo = cached_halo(part_chains, width)
             y = x_part
             if len(x_part):
                 y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.before)
@@ -224,7 +234,7 @@ class _CausalConv(torch.autograd.Function):
         part_gradients = [part.gradients(ctx.kernel) for part in parts]
         for part, gradients_of_part, handle in zip(parts, part_gradients, handles, strict=True):
             if handle is not None:
-                gradients_of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())
+                gradients_of_part[0].index_add_(0, cached_halo(part.chains, width).rows, handle.wait())
         dxs, dweights, dbiases = zip(*part_gradients, strict=True) if part_gradients else ((), (), ())
         dx = join_part_rows(dxs[::-1], x)
         return None, None, None, dx, _sum_gradients(dweights), _sum_gradients(dbiases)
@@ -241,14 +251,18 @@ class _ConvPart(NamedTuple):
 
     @property
     def halo(self) -> Halo:
-        return find_halo(self.chains, self.convolution.weight.shape[1] - 1)
+        return cached_halo(self.chains, self.convolution.weight.shape[1] - 1)
 
     def arrived_gradients(self, kernel: ConvolutionKernel) -> Tensor:
+        """Return the gradients of the arrived rows, which go back to their owners; none where none arrived."""
         if not len(self.arrived):
             return self.arrived
         return kernel.arrived_gradients(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
 
     def gradients(self, kernel: ConvolutionKernel) -> ConvolutionGradients:
+        """Return the gradients of x, weight and bias by this part, without what the rows that were sent get from
+        others.
+        """
         if not len(self.x):
             return self.x, None, None  # no rows, and kernels take at least one; exchanges are entered all the same
         return kernel.backward(
@@ -257,12 +271,18 @@ class _ConvPart(NamedTuple):
 
 
 def _sum_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Sum the gradients of a parameter over parts; None where no part has one."""
     present = [x for x in gradients if x is not None]
     return sum(present[1:], start=present[0]) if present else None
 
 
 def _send_halo(x: Tensor, chains: Chains, width: int, *, back: bool = False) -> Handle | None:
-    halo = find_halo(chains, width)
+    """Start sending rows before runs to the members that read them; None where no member of the group sends any.
+
+    With `back`, x are gradients of the rows that arrived, which go to the members that sent those. Otherwise x are this
+    member's local rows.
+    """
+    halo = cached_halo(chains, width)
     label = "rows before a run, convolution"
     if not halo.travels:
         return None

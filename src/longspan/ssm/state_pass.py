@@ -17,21 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm import SequenceShard
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
-from longspan.ssm.chains import Chains, Passing, shard_chains
+from longspan.ssm.chains import Chains, Passing, check_is_shard, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, ScanKernel, scan_kernel
-from longspan.ssm.kernels.call import (
-    Forward,
-    SavedScan,
-    index_on_device,
-    map_states,
-    pick_rows,
-    put_rows,
-    state_dtype,
-)
-from longspan.ssm.kernels.packages import fla_function, fla_unsupported_call_reason
+from longspan.ssm.kernels.interface import SavedScan, ScanForward, map_states, state_dtype
+from longspan.ssm.kernels.local_runs import index_on_device, pick_rows, put_rows
 
 
 class ForwardFold:
@@ -41,7 +33,7 @@ class ForwardFold:
     sent where no run of the group passes a state on.
     """
 
-    def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
+    def __init__(self, chains: Chains, inputs: Inputs, scan: ScanForward) -> None:
         self.chains: Chains = chains
         self.inputs: Inputs = inputs
         self.transitions = inputs.k.new_zeros(0)
@@ -170,13 +162,18 @@ class _GatheredSummaries:
         self._handle = channel.all_gather_rows(rows, counts, label)
 
     def wait(self) -> "_GatheredSummaries":
+        """Wait until all summaries are here; only then `states` and `transitions` may be called."""
         self._rows = self._handle.wait()
         return self
 
     def states(self, runs: Integers) -> Tensor:
+        """Return the gathered states (n, H, K, V) of these runs, which must be among those that sent one."""
         return self._select_runs(runs, 0)
 
     def transitions(self, runs: Integers) -> Tensor:
+        """Return the gathered transitions (n, H, K, K) or (n, H, 1, 1) of these runs, which must be among those that
+        sent one.
+        """
         return self._select_runs(runs, 1)
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:
@@ -194,21 +191,12 @@ class _GatheredSummaries:
 
 
 def _put_local_runs(into: Tensor, values: Tensor, local_number_of_run: Integers) -> None:
-    """`local_number_of_run` are the runs' numbers among this member's (−1: not here, left out)."""
+    """Write the values of the runs that are this member's into `into` (R, …), in place; `local_number_of_run` are their
+    numbers here (−1: not here, left out).
+    """
     local = (local_number_of_run >= 0).nonzero()[0]
     if len(local):
         put_rows(into, local_number_of_run[local], pick_rows(values, local))
-
-
-def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
-    """Compute x / √(Σ x² + epsilon) over the last dimension.
-
-    fla's kernel, where it can be used, leaves half precision as it is; torch's operations make it float32.
-    """
-    if not fla_unsupported_call_reason(x.dtype, x.device):
-        return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
-    x = x if x.dtype == torch.float64 else x.float()
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
 
 
 @break_graphs_around
@@ -233,11 +221,6 @@ def linear_scan(
         None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
     ]
     return _StatePass.apply(shard_chains(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def check_is_shard(caller: str, shard: object) -> None:
-    if not isinstance(shard, SequenceShard):
-        raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
 
 
 def _check_scan_inputs(
@@ -334,12 +317,14 @@ class _StatePass(torch.autograd.Function):
 
 
 def _kernel_unless_empty(kernel: ScanKernel, chains: Chains) -> ScanKernel:
-    """Other kernels than torch's operations need rows."""
+    """Return the kernel, or torch's operations where this member holds no rows, of which other kernels need one."""
     return kernel if len(chains.lengths) else TORCH
 
 
 def join_part_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """A single part is not copied; without a part there are zeros."""
+    """Join the results of a shard's parts by rows; a single part is not copied, and without a part there are zeros like
+    `like`.
+    """
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts)) if parts else torch.zeros_like(like)

@@ -15,19 +15,18 @@ if TYPE_CHECKING:
     from longspan.model import disable_adapter as disable_adapter
     from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
     from longspan.resolve.choice import PlannerConfig as PlannerConfig
-    from longspan.train.gather import gather_documents as gather_documents
+    from longspan.train.document_log_probs import token_log_probs as token_log_probs
+    from longspan.train.gradient_norm import clip_grad_norm as clip_grad_norm, grad_norm as grad_norm
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
     from longspan.train.optim.offload_states import offload_optimizer_states as offload_optimizer_states
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
-    from longspan.train.read_rows import read_inputs_and_labels as read_inputs_and_labels
-    from longspan.train.step import (
-        StepResult as StepResult,
-        run_step as run_step,
-        token_log_probs as token_log_probs,
-    )
-    from longspan.train.step_end import clip_grad_norm as clip_grad_norm, grad_norm as grad_norm
+    from longspan.train.rows.gather_documents import gather_documents as gather_documents
+    from longspan.train.rows.read_rows import read_inputs_and_labels as read_inputs_and_labels
+    from longspan.train.step import StepResult as StepResult, run_step as run_step
+    from longspan.train.terms.collected_log_probs import TokenLogProbs as TokenLogProbs
     from longspan.train.terms.document_loss import DocumentLoss as DocumentLoss
+    from longspan.train.terms.loss_tokens import LossTokens as LossTokens
     from longspan.train.terms.micro_batch_loss import (
         MicroBatchLoss as MicroBatchLoss,
         MicroBatchTokens as MicroBatchTokens,
@@ -37,9 +36,7 @@ if TYPE_CHECKING:
         TokenScores as TokenScores,
         reward_loss as reward_loss,
         score_loss as score_loss,
-        scores as scores,
         token_scores as token_scores,
     )
-    from longspan.train.terms.token_loss import LossTokens as LossTokens, TokenLogProbs as TokenLogProbs
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -29,6 +29,7 @@ class DeviceClock:
             self._spans.append((events[0], events[1]))
 
     def seconds(self) -> float:
+        """Return the seconds of all blocks so far; on a GPU it waits for the end of the last one."""
         if not self._gpu:
             return self._seconds
         for _, end in self._spans:

@@ -33,8 +33,9 @@ def share_where_faster(
     """Plan documents of these lengths, and return them as the plan has them: common prefixes apart where model and
     planner are exact then and the plan is predicted to be faster, else as they are.
 
-    `plan` makes plans as `choice.plan` does; without it the last ones are kept. A line of the first rank says why
-    documents that begin alike are computed whole.
+    `plan` makes plans as `choice.plan` does; without it the last ones are kept. `targets` are those of all documents.
+    A line of the first rank, written once for each reason, says why documents that begin alike are computed whole.
+    Enters no collective: all ranks come to the same.
     """
     rules = call_rules(model)
     features = rules.separate_features(training=training)
@@ -45,24 +46,26 @@ def share_where_faster(
         searching = replace(choice, planner=AUTO)
     families = searching.find_families(documents, world.home, rules.length_limits)
     plan = plan or partial(cached_plan, choice)
-    made = plan_families(plan, lengths, None if reasons else families, world.home, targets=targets)
+    family_plan = plan_families(plan, lengths, None if reasons else families, world.home, targets=targets)
     if families is not None and not reasons:
         if families.left_out:
             reasons.append(f"max_tokens_per_slot lets a group hold {searching.most_family_rows(world.home):,} rows")
-        elif made.parents is None:
+        elif family_plan.parents is None:
             reasons.append("that is predicted to be faster")
     if families is not None and reasons and world.rank == 0:
         _log_once(" and ".join(reasons))
-    if made.parents is None:
-        return documents, made
-    return cut_documents(documents, made.lengths, made.parents, depths=choice.depths), made
+    if family_plan.parents is None:
+        return documents, family_plan
+    return cut_documents(documents, family_plan.lengths, family_plan.parents, depths=choice.depths), family_plan
 
 
 @lru_cache(maxsize=8)
 def cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, **options: Any) -> Plan:
+    """Return the plan of `choice.plan`, one of the last eight for equal arguments."""
     return choice.plan(lengths, home, **options)
 
 
 @cache
 def _log_once(reasons: str) -> None:
+    """Warn that documents are computed whole; of equal reasons the first alone."""
     _log.warning("documents that begin alike are computed whole, as %s (docs/shared-prefixes.md)", reasons)

@@ -6,11 +6,8 @@ are computed twice, and only of the rows that predict a token. What turns hidden
 summing over slots, is the step's business (`step.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,86 +17,15 @@ from torch.nn import functional as F
 
 from longspan.comm import to_device
 from longspan.data.document import NO_TARGET
-from longspan.train.read_rows import WEIGHTS, LocalBatch, target_rows
-
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_COLUMNS = 4096  # that a program has at a time
-_ENTROPY_PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
-
-# From derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits. Once: it may reuse its memory.
-GradientOf = Callable[[Tensor], Tensor]
-
-
-@torch.no_grad()
-def target_log_probs_and_gradient(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Compute log-probabilities (t,) of token `ids` (t,) under logits (t, V), and the function of their gradient.
-
-    The softmax is in float32, in float64 for float64 logits. The derivative by logits is onehot − softmax.
-    """
-    logits = logits.detach()
-    if uses_softmax_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
-        return _log_probs_by_kernels(logits, ids)
-    columns = ids.unsqueeze(1)
-    wide_logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
-    wide_logits -= wide_logits.amax(-1, keepdim=True)
-    target_logits = wide_logits.gather(1, columns).squeeze(1)  # (t,)
-    total = wide_logits.exp_().sum(-1)  # (t,)
-
-    def logit_gradient(slopes: Tensor) -> Tensor:
-        slopes = slopes.to(wide_logits.dtype)
-        wide_logits.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, columns, slopes.unsqueeze(1))
-        return wide_logits.to(logits.dtype)
-
-    return target_logits - total.log(), logit_gradient
-
-
-def uses_softmax_kernels(dtype: torch.dtype, device: str) -> bool:
-    return device == "cuda" and dtype in _KERNEL_DTYPES and find_softmax_kernels() is not None
-
-
-def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    rows, vocabulary = logits.shape
-    log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
-    if rows:
-        arguments = (logits, ids, log_probs, log_total, vocabulary, logits.stride(0))
-        find_softmax_kernels().log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
-
-    def logit_gradient(slopes: Tensor) -> Tensor:
-        gradient = logits.new_empty((rows, vocabulary))
-        if rows:
-            slopes = slopes.to(torch.float32).contiguous()
-            arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0))
-            find_softmax_kernels().logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](
-                *arguments, COLUMNS=_COLUMNS
-            )
-        return gradient
-
-    return log_probs, logit_gradient
-
-
-@cache
-def find_softmax_kernels() -> Any:
-    return None if find_spec("triton") is None else import_module("longspan.train.softmax_kernels")
-
-
-@torch.no_grad()
-def row_scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Return the scores themselves, (t,) of one column or (t, L), in float32 at least, and how to take gradients."""
-    scores = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    return scores.squeeze(1), lambda slopes: slopes.to(logits.dtype).reshape(logits.shape)
-
-
-@torch.no_grad()
-def add_entropy_gradient(gradient: Tensor, logits: Tensor, slopes: Tensor) -> None:
-    """Add the derivative of the entropies H of softmaxes p by logits (t, V), times slopes (t,): −p (log p + H)."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    for part in cut_into_chunks(len(logits), max(1, len(logits) // _ENTROPY_PARTS)):
-        # of −inf, which adds 0
-        log_probs = logits[part].to(dtype).log_softmax(-1).clamp_(min=torch.finfo(dtype).min)
-        probs = log_probs.exp()
-        entropies = -(probs * log_probs).sum(-1, keepdim=True)
-        gradient[part] -= (log_probs.add_(entropies).mul_(probs) * slopes[part].unsqueeze(1)).to(gradient.dtype)
-
+from longspan.train.log_probs import (
+    GradientOf,
+    add_entropy_gradient,
+    cut_into_chunks,
+    row_scores,
+    target_log_probs_and_gradient,
+    uses_softmax_kernels,
+)
+from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
 
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
@@ -155,6 +81,7 @@ class TemperedHead(NamedTuple):
         return self.head.vocabulary
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits divided by the temperature, in float32 at least."""
         logits = self.head(hidden)
         return (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
 
@@ -189,6 +116,7 @@ class CrossEntropy:
 
 
 def cross_entropy(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return minus the sum of log-probabilities (t,), and its derivatives, which are −1; a LossOfRows."""
     return -log_probs.sum(dtype=torch.float64), log_probs.new_full(log_probs.shape, -1.0)
 
 
@@ -200,11 +128,6 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     wide_logits = logits if logits.dtype == torch.float64 else logits.float()
     losses = F.cross_entropy(wide_logits, labels, ignore_index=NO_TARGET, reduction="none")  # (T,)
     return losses.sum(dtype=torch.float64)
-
-
-def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-probability of each row's target (t,), of logits (t, V), in float32 at least; no gradient."""
-    return target_log_probs_and_gradient(logits, targets)[0]
 
 
 def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int) -> Tensor:
@@ -249,10 +172,12 @@ def _one_padding_target(targets: Targets) -> Targets:
 
 
 def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a loss of 0 with derivatives 0, for a padding target; a LossOfRows."""
     return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
 
 
 def _rows_of_chunk(hidden: Tensor, head: Head, rows: int) -> int:
+    """Return `rows`, or where that is 0 as many rows as a chunk's bytes hold."""
     return rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
 
 
@@ -264,14 +189,11 @@ def rows_per_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
 
 
-def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
-    """Divide rows into runs of at most `rows` rows, as even as can be; no rows are one empty run."""
-    count = max(1, -(-total // rows))
-    for i in range(count):
-        yield slice(total * i // count, total * (i + 1) // count)
-
-
 class _ChunkedLoss(torch.autograd.Function):
+    """The sum of `chunked_loss` for autograd: forward computes all gradients of hidden states and head, backward scales
+    them.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -283,6 +205,12 @@ class _ChunkedLoss(torch.autograd.Function):
         numbers: Callable[[Tensor, Tensor], tuple[Tensor, GradientOf]],
         *parameters: Tensor,
     ) -> Tensor:
+        """Return the sum of the losses (a float64 scalar), and save the gradients of hidden states and head, chunk by
+        chunk.
+
+        `rows` are those of a chunk; `numbers` are log-probabilities or scores of logits, with their gradient.
+        `parameters` are the head's, once more, for autograd.
+        """
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor] = []
@@ -293,11 +221,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = head(rows_in)
             log_probs, gradient_of = numbers(logits, targets.ids[chunk])
             with torch.enable_grad():  # a caller's loss is differentiated inside
-                loss, slopes, *of_entropy = losses(log_probs, chunk, logits)
+                loss, slopes, *entropy_slopes = losses(log_probs, chunk, logits)
             total += loss.detach()
             logit_gradient = gradient_of(slopes.detach())
-            if of_entropy:
-                add_entropy_gradient(logit_gradient, logits.detach(), of_entropy[0])
+            if entropy_slopes:
+                add_entropy_gradient(logit_gradient, logits.detach(), entropy_slopes[0])
             del log_probs, gradient_of, slopes  # the memory of the exponentials
             leaves = (*([rows_in] if gradient is not None else []), *parameters)
             gradients = list(torch.autograd.grad(logits, leaves, logit_gradient))
@@ -313,6 +241,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the saved gradients times that of the loss, in the parameters' dtypes."""
         saved = list(ctx.saved_tensors)
         hidden_gradient = saved.pop(0) * gradients[0] if ctx.has_hidden_gradient else None
         parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]

@@ -10,7 +10,7 @@ binds the same micro-batches; the first stage reads token ids, and only the last
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,21 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
-from longspan.model.kinds import is_pipeline, keep_float8_weights
-from longspan.model.layers import preserve_modes
-from longspan.model.seams.call_rules import is_prepared
-from longspan.model.sharding import (
+from longspan.model.fsdp_passes import (
     defer_until_last_pass,
-    drop_gradients_after_error,
-    fsdp_modules,
+    drop_unsummed_gradients,
     keep_parameters_whole,
     keeps_parameters_gathered,
     reshard,
-    sum_gradients_over_slots,
 )
+from longspan.model.layers import preserve_modes
+from longspan.model.marks import is_pipeline, keep_float8_weights
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.sharding import fsdp_modules, sum_gradients_over_slots
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
-from longspan.train.read_rows import LocalBatch, padding_batch, read_local_batches
+from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
+from longspan.train.rows.read_rows import LocalBatch, bring_gathered_rows, padding_batch, read_micro_batches
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ LossFn = Callable[..., Tensor]
 class Term:
     """What one feature adds to a step; each method is neutral, and a term overrides those that it needs.
 
-    `step_terms` makes and checks the terms of a step. All ranks have the same terms and call them in one order:
-    `read` (or `read_portion`), `extend_passes`, `passes_context` with `prepare_passes` inside,
-    `raise_error`, `sums`, `results`. `depths` is how many depths of multi-token prediction the term runs.
+    `step_terms` makes and checks the terms of a step. All ranks have the same terms and call them in one order: `read`
+    (or, of an evaluation, `read_portion`), `extend_passes`, `passes_context` with `prepare_passes` inside,
+    `raise_error`, `sums`, `results`. A term lives for one step, and keeps what it counts in itself. `depths` is how
+    many depths of multi-token prediction it runs.
     """
 
     depths = 0
@@ -92,9 +93,10 @@ class Term:
 class Passes:
     """What all passes of one step share: model, plan and world, with or without gradients, and how to make the loss.
 
-    `loss_fn` returns the sum of the losses of a micro-batch's rows, whose gradients are divided by `divisor`.
-    `keywords` goes to every call of the model; `depths` of multi-token prediction run where there is a loss.
-    `frees_parameters`: whether passes without backward free at their end what FSDP2 has gathered.
+    `model` is the language model, without encoders. `loss_fn` returns the sum of the losses of a micro-batch's rows,
+    whose gradients are divided by `divisor`. `routing` counts the experts' loads of the step, None without experts.
+    `depths` of multi-token prediction run where there is a loss. `frees_parameters`: whether passes without backward
+    free at their end what FSDP2 has gathered. `temperature` divides logits.
     """
 
     model: nn.Module
@@ -104,7 +106,6 @@ class Passes:
     loss_fn: LossFn
     divisor: float = 1.0
     routing: "RouterStatistics | None" = None
-    keywords: Mapping[str, Any] = field(default_factory=dict)
     frees_parameters: bool = True
     depths: int = 0
     terms: tuple[Term, ...] = ()
@@ -112,7 +113,9 @@ class Passes:
 
     @classmethod
     def with_terms(cls, inputs: StepInputs, terms: Sequence[Term], loss_fn: LossFn, **settings: Any) -> "Passes":
-        """Make the passes of a step with what its terms add."""
+        """Return the passes of a step with what its terms add, in the order of `terms`; `settings` are
+        further fields.
+        """
         passes = cls(
             model=inputs.language_model,
             plan=inputs.plan,
@@ -126,6 +129,7 @@ class Passes:
         return replace(passes, terms=tuple(terms))
 
     def mean_loss(self, loss_sum: Tensor) -> Tensor:
+        """Return this rank's share of the step's loss: a sum over targets, divided once for all slots."""
         return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
@@ -133,12 +137,15 @@ class Passes:
         return lambda hidden, head, *deeper: self.loss_fn(batch, hidden, self.tempered_head(head), *deeper)
 
     def tempered_head(self, head: Head) -> Head:
+        """Return the head with its logits divided by the step's temperature."""
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
-    def model_arguments(self, *, counting: bool = False) -> dict[str, Any]:
-        """Return keyword arguments of one more call of the model; `counting`: it only counts the experts' loads."""
-        router = {} if self.routing is None else {"router": self.routing.add_micro_batch(counting=counting)}
-        return {**self.keywords, **router}
+    def arguments_of_next_call(self, *, counting: bool = False) -> dict[str, Any]:
+        """Return the keyword arguments of one more call of the model, which `routing` counts as a micro-batch.
+
+        `counting`: the call only counts the experts' loads, and makes no loss.
+        """
+        return {} if self.routing is None else {"router": self.routing.add_micro_batch(counting=counting)}
 
     @property
     def needs_loads_first(self) -> bool:
@@ -151,13 +158,26 @@ class Passes:
             self.routing.compute_load_fractions()
 
 
-def default_divisor(plan: Plan) -> float:
-    return float(max(plan.targets, 1))
+_HINT = (
+    "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
+    "ranks or on none, and temperature= be the same"
+)
 
 
-def read_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
-    """Read this rank's rows of a whole step, and what its terms need; entered by all ranks."""
-    batches = read_local_batches(inputs, sum(term.depths for term in terms), temperature)
+def read_step_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
+    """Read this rank's rows of a whole step, and what its terms need; entered by all ranks.
+
+    Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
+    neither inputs nor targets. Depths of multi-token prediction read as many tokens further ahead. Raises DataError, on
+    every rank, where any rank cannot read, and CommError where ranks hold different plans or temperatures.
+    """
+    depths = sum(term.depths for term in terms)
+    inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
+    digest = text_digest(f"{plan.digest()} {float(temperature)}")
+    # One message tells that plans are the same and that every rank could read its rows.
+    batches = read_and_compare_digest(
+        lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
+    )
     for term in terms:
         term.read(batches)
     return batches
@@ -178,6 +198,11 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+    """Run the passes in training or evaluation mode, with or without gradients, and restore every module's mode.
+
+    With gradients these are summed over slots inside, and dropped after an error. Without, gathered parameters are
+    freed at the end. Entered by all ranks; returns this rank's sum of the loss.
+    """
     model = passes.model
     world = passes.world
     backward = passes.backward
@@ -190,8 +215,12 @@ def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
-            with sum_gradients_over_slots(model, world), drop_gradients_after_error(model):
-                return run(passes, batches)
+            with sum_gradients_over_slots(model, world):
+                try:
+                    return run(passes, batches)
+                except BaseException:
+                    drop_unsummed_gradients(model)
+                    raise
         try:
             return run(passes, batches)
         finally:
@@ -200,11 +229,12 @@ def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """In free mode slots run different numbers of micro-batches, so no collective of all slots may be inside:
-    parameters are gathered before all passes, and a last pass over padding sums gradients. In lockstep slots enter
-    each pass together. Where loads of experts count for a whole step, every micro-batch runs forward once more
-    before the first backward pass; in lockstep the first micro-batch does not, as its own forward pass comes before
-    that.
+    """Run a model without stages over this rank's micro-batches; return the sum of their loss on the device.
+
+    In free mode slots run different numbers of micro-batches, so no collective of all slots may be inside: parameters
+    are gathered before all passes, and a last pass over padding sums gradients. In lockstep slots enter each pass
+    together. Where loads of experts count for a whole step, every micro-batch runs forward once more before the first
+    backward pass; in lockstep the first micro-batch does not, as its own forward pass comes before that.
     """
     model = passes.model
     free = passes.plan.mode == "free"
@@ -213,7 +243,7 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
         if passes.needs_loads_first:
             with torch.no_grad():
                 for batch in batches[0 if free else 1 :]:
-                    arguments = _model_inputs(batch) | passes.model_arguments(counting=True)
+                    arguments = _model_inputs(batch) | passes.arguments_of_next_call(counting=True)
                     model(**arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
         if free:
             passes.compute_load_fractions()
@@ -234,7 +264,11 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
-    inputs = _model_inputs(batch) | passes.model_arguments()
+    """Run one micro-batch forward and return the sum of its loss, a float64 scalar.
+
+    A prepared model applies the loss to its last hidden states; any other gives logits of all rows.
+    """
+    inputs = _model_inputs(batch) | passes.arguments_of_next_call()
     if passes.depths:
         inputs |= _future_ids(batch)
     if is_prepared(passes.model):
@@ -245,23 +279,29 @@ def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
 
 
 def _model_inputs(batch: LocalBatch) -> dict[str, Any]:
+    """Return a micro-batch's ids and positions (1, T), or the documents' own positions (n, 1, T), and its shard."""
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
-    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _batch_positions(batch)
+    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _own_position_ids(batch)
 
 
-def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
+def _own_position_ids(batch: LocalBatch) -> dict[str, Tensor]:
+    """Return the documents' own positions (n, 1, T) on the device, as a keyword of the model; {} if they are plain."""
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
 def _future_ids(batch: LocalBatch) -> dict[str, Tensor]:
+    """Return the ids (depths, T) of the tokens 1, 2, … after each row, which depths of multi-token prediction read."""
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}
 
 
 def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Micro-batches of padding are added where the schedule needs more of them. Schedules are torch's."""
+    """Run this rank's stages over its micro-batches, by torch's schedules; return the last stage's sum of the loss.
+
+    Micro-batches of padding are added where the schedule needs more of them. Other stages return 0.
+    """
     model: Any = passes.model
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     if passes.needs_loads_first:
@@ -277,12 +317,19 @@ def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> "StageInput":
-    """The last stage adds its loss to `total` and returns its share of the step's; None: only loads are counted."""
+    """Return what the stages of a pipeline get for one micro-batch, and how the last one makes its output.
+
+    The last stage adds its loss to `total`, in place, and returns its share of the step's; with None only loads are
+    counted.
+    """
     from longspan.model.pipeline.stages import StageInput
 
     ids = to_device(batch.ids, passes.world.device)[None]
 
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+        """Return this micro-batch's share of the step's loss, of the last stage's `part`, and add its
+        loss to `total`.
+        """
         if total is None:
             return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
         future_ids = _future_ids(batch) if passes.depths else {}
@@ -291,5 +338,8 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> "St
         return passes.mean_loss(loss)
 
     return StageInput(
-        batch.shard, ids, make_output, passes.model_arguments(counting=total is None) | _batch_positions(batch)
+        batch.shard,
+        ids,
+        make_output,
+        passes.arguments_of_next_call(counting=total is None) | _own_position_ids(batch),
     )

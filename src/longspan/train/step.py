@@ -9,7 +9,7 @@ add to it are its terms (`terms/`): a step enters no module of a feature that is
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +18,22 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import LossError
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
 from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
-from longspan.train.passes import Passes, default_divisor, launch_passes, read_batches, run_passes
-from longspan.train.read_rows import text_digest
+from longspan.train.passes import Passes, launch_passes, read_step_batches
 from longspan.train.step_end import StepEnd
 from longspan.train.step_inputs import check_step_arguments, check_temperature, check_update_arguments
-from longspan.train.terms.step_terms import encoder_terms, step_terms
+from longspan.train.terms.step_terms import step_terms
 
 if TYPE_CHECKING:
     from longspan.model.experts.router import RouterCoefficients, RouterLosses
     from longspan.train.terms.document_loss import DocumentLoss
-    from longspan.train.terms.encoders import EncoderTimes
+    from longspan.train.terms.encoding import EncoderTimes
     from longspan.train.terms.micro_batch_loss import MicroBatchLoss
     from longspan.train.terms.mtp import MtpLoss
-    from longspan.train.terms.token_loss import LossFunction, TokenLogProbs
+    from longspan.train.terms.token_loss import LossFunction
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,11 @@ def run_step(
         chunk_rows=loss_chunk_rows,
         time_slots=time_slots,
     )
-    batches = read_batches(inputs, terms, temperature)
+    batches = read_step_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     loss_fn = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
-    passes = Passes.with_terms(inputs, terms, loss_fn, divisor=default_divisor(plan), temperature=temperature)
+    passes = Passes.with_terms(inputs, terms, loss_fn, divisor=float(max(plan.targets, 1)), temperature=temperature)
     loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()
@@ -154,7 +153,7 @@ def run_step(
         sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, host_work or (lambda: None)).finish_step(
             loss_sum
         )
-        term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
+        term_results = [term.results(values) for term, values in zip(terms, sums.by_term, strict=True)]
     return StepResult(
         loss=sums.loss / passes.divisor,
         loss_sum=sums.loss,
@@ -167,47 +166,3 @@ def run_step(
         divisor=passes.divisor,
         **{name: value for results in term_results for name, value in results.items()},
     )
-
-
-def token_log_probs(
-    model: nn.Module,
-    plan: Plan,
-    documents: Any,
-    world: World,
-    loss_chunk_rows: int = 0,
-    *,
-    also: Sequence[str] = (),
-    temperature: float = 1.0,
-) -> "TokenLogProbs":
-    """Compute the log-probability of each token of a plan's documents that has a label, on every rank; no gradient.
-
-    >>> before = token_log_probs(model, plan_fixed(lengths, world.home, cp=4), documents, world)
-    >>> before.of(3), before.sums[3]
-
-    `also` names other numbers of the distribution that predicts each token: "entropy" (in nats), "top1" (1 where the
-    token is the likeliest), "mean_logits" (over the vocabulary) and "log_sum_sq_probs" (log Σ p²).
-
-    >>> token_log_probs(model, plan, documents, world, also=["entropy"]).value("entropy", 3)
-
-    `temperature` divides logits before the softmax, so that all these numbers are of a sampler at that temperature.
-
-    The model runs in evaluation mode, as by `run_step(…, backward=False)`, under any plan of these documents. All ranks
-    call it together; it refuses what `run_step` refuses. Raises LossError for another name in `also`, CommError where
-    ranks ask for different names.
-    """
-    from longspan.train.terms.token_loss import CollectedLogProbs, check_value_names
-
-    also = check_value_names(also)
-    check_temperature(temperature)
-    inputs = check_step_arguments(model, plan, documents, world, backward=False)
-    if score_columns(inputs.language_model):
-        raise LossError(
-            "the model makes scores, and no log-probabilities of tokens; use longspan.train.token_scores"
-        )
-    hint = "Give every rank the same names in the same order"
-    world.control.compare_digests(text_digest(" ".join(also)), what="lists also=", hint=hint)
-    terms = encoder_terms(inputs)
-    batches = read_batches(inputs, terms, temperature)
-    log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also, bases=plan.bases)
-    run_passes(Passes.with_terms(inputs, terms, log_probs, temperature=temperature), batches)
-    return log_probs.sum_over_ranks(world)

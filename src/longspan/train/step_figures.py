@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.model.execution import model_execution
-from longspan.model.kinds import adapter_of_prepared_model
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
@@ -22,7 +22,7 @@ from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops
 
 if TYPE_CHECKING:  # of models with images
     from longspan.plan.items.encoder_shape import EncoderShape, Trained
-    from longspan.train.terms.encoders import EncoderTimes
+    from longspan.train.terms.encoding import EncoderTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +46,20 @@ class StepFigures:
     def step_figures(
         self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: "EncoderTimes | None" = None
     ) -> dict[str, float]:
-        """Return figures of a step that took `seconds`: `tflops` of a device, `mfu`, `predicted_seconds`,
-        `bound_share`.
+        """Return figures of one step of this plan that took `seconds`, for its row of metrics.
 
-        `images` are the rows of each image, whose FLOPs count too. `encoders` give their share of the step's time, and
-        that which the plans predict.
+        `tflops` of each device and `mfu` (its share of the peak) count the model's FLOPs and those of `images`, the
+        rows of each image. `predicted_seconds` is the plan's, `bound_share` its lower bound as a share of `seconds`;
+        both only where plans are priced for these devices. `encoders` add `encoder_share` of the step's time, as
+        measured and as predicted.
         """
         figures = dict[str, float]()
-        in_encoders = encoders.predicted_seconds if encoders else 0.0
+        encoder_seconds = encoders.predicted_seconds if encoders else 0.0
         if encoders is not None:
             figures["encoder_share"] = round(encoders.seconds / seconds, 4)
-            figures["predicted_encoder_share"] = round(in_encoders / (in_encoders + plan.predicted_seconds), 4)
+            figures["predicted_encoder_share"] = round(
+                encoder_seconds / (encoder_seconds + plan.predicted_seconds), 4
+            )
         if self.shape is not None and not (images and self.images is None):
             flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, bases=plan.bases)
             flops += self.images.flops(images, trained=self.trained) if self.images else 0
@@ -65,13 +68,13 @@ class StepFigures:
             if self.peak is not None:
                 figures["mfu"] = round(tflops / self.peak, 6)
         if self.priced_here:
-            figures["predicted_seconds"] = round(plan.predicted_seconds + in_encoders, 6)
-            figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
+            figures["predicted_seconds"] = round(plan.predicted_seconds + encoder_seconds, 6)
+            figures["bound_share"] = round((plan.lower_bound_seconds + encoder_seconds) / seconds, 6)
         return figures
 
 
-def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
-    """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
+def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
+    """Make the figures of a run's prepared model on this world's devices; `cost` is what its plans are priced by."""
     device = world_device_name(world)
     shape = None
     images = None
@@ -82,7 +85,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     try:
         shape = ModelShape.of(model.config, depths=config.mtp.num_layers)
         if encoder is not None:
-            from longspan.model.take_apart import find_trained_part
+            from longspan.model.multimodal.image_modules import find_trained_part
             from longspan.plan.items.encoder_shape import EncoderShape
 
             trained = find_trained_part(encoder)
@@ -93,7 +96,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tensorfloat32"
     # longspan's own prices of H200s count too
-    known = "H200" in device and cost.source == Machine.known("H200").source
+    is_known_machine = "H200" in device and cost.source == Machine.known("H200").source
     return StepFigures(
         shape=shape,
         images=images,
@@ -101,10 +104,11 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         frozen=adapter_of_prepared_model(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, dtype),
-        priced_here=known or bool(config.run.machine),
+        priced_here=is_known_machine or bool(config.run.machine),
         uncounted=uncounted,
     )
 
 
 def world_device_name(world: World) -> str:
+    """Return the name of this rank's GPU as CUDA has it, or "CPU"."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"

@@ -14,14 +14,11 @@ from longspan.comm import World
 from longspan.data.document import count_targets
 from longspan.errors import DataError, LossError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
-from longspan.model.kinds import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
-from longspan.model.layers import score_columns
-from longspan.model.seams.call_rules import (
-    call_rules,
-    refuse_documents_beyond_positions,
-    refuse_randomness,
-    refuse_unprepared_model,
-)
+from longspan.model.kinds import score_columns
+from longspan.model.marks import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
+from longspan.model.seams.call_rules import call_rules, refuse_unprepared_model
+from longspan.model.seams.position_tables import refuse_documents_beyond_positions
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
 from longspan.train.optim.offload_states import OffloadedStates
 
@@ -32,11 +29,15 @@ if TYPE_CHECKING:
 class StepDocuments:
     """The documents of one plan: indexed by document, with the facts about them that all ranks count once.
 
-    `items` are the places that encoders fill; None for a model without encoders. Raises DataError or ModelError where
-    documents and encoders do not belong together.
+    `documents` is what the caller gave, `lengths` the plan's tokens of each. `items` are the places that encoders fill;
+    None for a model without encoders. Raises DataError or ModelError where documents and encoders do not belong
+    together.
     """
 
     def __init__(self, model: nn.Module, documents: Any, lengths: Sequence[int]) -> None:
+        """Take the documents of a plan of these `lengths`; none is read, and targets are counted when they are first
+        asked for.
+        """
         self.documents: Any = documents
         self._scores = score_columns(getattr(model, "language_model", model)) > 0
         self.lengths: tuple[int, ...] = tuple(lengths)
@@ -64,8 +65,14 @@ class StepDocuments:
 
     @cached_property
     def targets_by_document(self) -> tuple[int, ...]:
-        """Tokens that each document predicts. Raises PlanError for one that is missing or of another length."""
-        counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
+        """The number of tokens that each document predicts, counted on first use from labels alone.
+
+        Raises PlanError for a document that is missing or of another length, DataError for one that the model's head
+        does not take. Counting also notes which documents continue another.
+        """
+        counts = tuple(
+            self._check_and_count_targets(document, length) for document, length in enumerate(self.lengths)
+        )
         if self.items is None:
             return counts
         from longspan.data.item_documents import count_text_targets
@@ -73,7 +80,9 @@ class StepDocuments:
         return count_text_targets(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
-        """Raise PlanError for a plan of other targets than the documents have, or of other families."""
+        """Raise PlanError for a plan of other targets than the documents have, or of other families; counts them
+        before.
+        """
         targets = sum(self.targets_by_document)
         if self._parents or plan.parents is not None:
             self._check_parents(plan)
@@ -87,10 +96,15 @@ class StepDocuments:
         )
 
     def _check_parents(self, plan: Plan) -> None:
+        """Raise PlanError where a document continues another than the plan says, or where a shared prefix predicts
+        tokens.
+
+        Documents must have been counted: only then are their own parents known.
+        """
         planned = plan.parents or (-1,) * len(plan.lengths)
         for document, parent in enumerate(planned):
-            if (own := self._parents.get(document, -1)) != parent:
-                texts = [f"continues document {p}" if p >= 0 else "continues none" for p in (own, parent)]
+            if (given_parent := self._parents.get(document, -1)) != parent:
+                texts = [f"continues document {p}" if p >= 0 else "continues none" for p in (given_parent, parent)]
                 raise PlanError(
                     f"document {document} {texts[0]} and in the plan it {texts[1]}; plan the lengths of what "
                     "share_prefixes returns with parents=shared.parents, and give the step the same documents"
@@ -102,7 +116,12 @@ class StepDocuments:
                     "of these would count once for all of them; share only rows without a target (share_prefixes)"
                 )
 
-    def _count_targets(self, document: int, length: int) -> int:
+    def _check_and_count_targets(self, document: int, length: int) -> int:
+        """Return the targets of one document of `length` tokens by the plan, and note its parent, if it continues one.
+
+        Raises PlanError for a document that is missing, of another length or no sequence, DataError for one that the
+        head does not take.
+        """
         try:
             value = self.documents[document]
         except (IndexError, KeyError) as error:
@@ -172,7 +191,7 @@ def check_step_arguments(
         )
     documents.check_targets(plan)
     if plan.parents is not None:
-        rules.check_families(plan.micro_batches, training=backward)
+        rules.check_shared_prefixes(plan.micro_batches, training=backward)
         if is_multimodal(model):
             raise ModelError(
                 "documents of the plan share prefixes, and a MultimodalModel takes whole documents; plan them before "
@@ -185,6 +204,9 @@ def check_step_arguments(
 
 
 def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
+    """Raise ModelError for a model without the home's stages, PlanError for a plan of other slots or a mode it cannot
+    run.
+    """
     if world.home.pp > 1 and not is_pipeline(model):
         raise ModelError(
             f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "
@@ -206,8 +228,11 @@ def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
 
 
 def check_update_arguments(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
-    """Raise ModelError for an update without gradients, that torch's kernels refuse, or of parameters on the host; or a
-    norm that clips nothing.
+    """Raise ModelError for an optimizer without backward, or whose parameters it cannot update, or a norm that clips
+    nothing.
+
+    It cannot update parameters that wait on the host, unless its states do too, and plain beside sharded ones in one
+    group of torch's fused or foreach kernels.
     """
     if optimizer is not None and not backward:
         raise ModelError(
@@ -240,6 +265,9 @@ def check_temperature(temperature: float, *, has_mtp: bool = False) -> None:
 
 
 def _refuse_mixed_parameters(index: int, group: dict[str, Any]) -> None:
+    """Raise ModelError for group `index` of an optimizer with plain and sharded parameters, if torch's kernels update
+    it.
+    """
     parameters = group["params"]
     sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
     if not 0 < sharded < len(parameters):

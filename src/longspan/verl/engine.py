@@ -36,10 +36,12 @@ from longspan.errors import CheckpointError, ConfigError, DataError, NonFiniteEr
 from longspan.hub import find_local_path
 from longspan.layout import Layout
 from longspan.model import disable_adapter, image_tokens, prepare, save_model, weights_by_name
-from longspan.model.kinds import adapter_of_prepared_model, belongs_to_adapter, name_without_adapter
+from longspan.model.adapted_modules import belongs_to_adapter, name_without_adapter
+from longspan.model.adapters.adapter_files import name_in_peft_files
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.load import load_model, torch_dtype
-from longspan.model.lora import NewAdapter, add_lora, name_in_peft_files
-from longspan.model.saving import WholeWeights
+from longspan.model.marks import adapter_of_prepared_model
+from longspan.model.saving.whole_weights import WholeWeights
 from longspan.model.score_heads import add_score_head, score_class
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 from longspan.plan import Cost, Plan
@@ -97,6 +99,10 @@ class LongspanEngine(BaseEngine):
     def __init__(
         self, model_config: Any, engine_config: LongspanEngineConfig, optimizer_config: Any, checkpoint_config: Any
     ) -> None:
+        """Open the world of all ranks, and one group for each alone; the model is loaded by `initialize`.
+
+        Raises ConfigError for settings of the model that this engine would leave out.
+        """
         super().__init__()
         refuse_model_settings(model_config)
         self.model_config = model_config
@@ -129,9 +135,11 @@ class LongspanEngine(BaseEngine):
         return 0
 
     def get_data_parallel_group(self) -> Any:
+        """Return a group of this rank alone: to verl all ranks are one data-parallel rank."""
         return self._alone
 
     def is_mp_src_rank_with_outputs(self) -> bool:
+        """Return whether this is the rank whose outputs verl reads."""
         return self.world.rank == self.world.home.ranks[0]
 
     # ---- the model
@@ -160,6 +168,7 @@ class LongspanEngine(BaseEngine):
         self.to("cpu", model=offload, optimizer=self.is_optimizer_offload_enabled, grad=offload)
 
     def _load_model(self) -> Any:
+        """Return the model of `model.path`, with a new adapter if one is asked for, not yet prepared."""
         if (rank := self.model_config.lora_rank) > 0 and self._has_images:
             raise ConfigError(
                 f"model.lora_rank is {rank}, and {self.model_config.hf_config.model_type} reads images: an adapter's "
@@ -179,14 +188,17 @@ class LongspanEngine(BaseEngine):
         return model
 
     def _model_path(self) -> str:
+        """Return the model's folder on this host, by its path or its name on the Hub."""
         return find_local_path(self.model_config.local_path, "model.path", weights=True)
 
     def _stock_configuration(self) -> Any:
+        """Return a copy of verl's configuration of the model, as transformers loads it."""
         config = deepcopy(self.model_config.hf_config)  # with verl's override_config
         config._attn_implementation = "sdpa"  # verl's is flash_attention_2, which need not be there
         return config
 
     def _build_schedule(self) -> Any:
+        """Return verl's schedule of the learning rate over the optimizer, as its FSDP engine has it."""
         settings = self.optimizer_config
         total = settings.total_training_steps
         warmup = settings.lr_warmup_steps
@@ -235,7 +247,10 @@ class LongspanEngine(BaseEngine):
     # ---- steps
 
     def _plan(self, documents: Any, data: Any, *, forward_only: bool) -> tuple[Any, Plan]:
-        """Return documents whose common prefixes are apart, where all is exact then, and their plan."""
+        """Return documents whose common prefixes are apart, where all is exact then, and their plan.
+
+        The bound of rows is the engine's, or verl's tokens per GPU of this batch. Documents with images stay whole.
+        """
         settings = self.engine_config
         limit = settings.max_tokens_per_slot
         if limit is None:
@@ -263,6 +278,9 @@ class LongspanEngine(BaseEngine):
         )
 
     def _cost(self, *, forward_only: bool) -> Cost:
+        """Return the cost by which plans are priced, of a forward pass or of both; that of a Qwen3-8B if
+        there is none.
+        """
         home = self.world.home
         recomputes = self.model_config.enable_gradient_checkpointing and not forward_only
         try:
@@ -281,6 +299,7 @@ class LongspanEngine(BaseEngine):
             return Cost().forward_only() if forward_only else Cost()
 
     def _documents(self, samples: Samples) -> Any:
+        """Return a batch's samples as documents that a step takes, with their images if the model reads any."""
         documents = [
             Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)
         ]
@@ -298,6 +317,7 @@ class LongspanEngine(BaseEngine):
         )
 
     def _refuse_images(self, samples: Samples) -> None:
+        """Raise DataError for samples with images, which this model does not read."""
         if any(samples.images):
             raise DataError(
                 f"{sum(map(bool, samples.images))} of {len(samples.images)} samples of verl have images, and "
@@ -307,12 +327,18 @@ class LongspanEngine(BaseEngine):
     def _compute_values(
         self, plan: Plan, documents: Any, names: list[str], temperature: float
     ) -> dict[str, Callable[[int], Any]]:
-        """Compute values by longspan's names, of each document (length,), its shared prefix among it."""
+        """Return functions of a document's number to values (length,), its shared prefix among them, by longspan's
+        names.
+
+        A forward pass computes them on every rank; `names` are those besides log-probabilities.
+        """
         values = token_log_probs(self.module, plan, documents, self.world, also=names, temperature=temperature)
         return {"log_probs": values.of, **{name: partial(values.value, name) for name in names}}
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
-        """Turn values of tokens into verl's output, where that of token j + 1 is row j's; 0 where none is predicted."""
+        """Turn values of tokens, end to end, into verl's output, where that of token j + 1 is row j's; 0 where none is
+        predicted.
+        """
         predicts = torch.from_numpy(np.concatenate(samples.predicted)).roll(-1)
         rows = {name: x.roll(-1) for name, x in values.items()}  # at first tokens is 0
         if "log_sum_sq_probs" in rows:
@@ -321,6 +347,7 @@ class LongspanEngine(BaseEngine):
 
     @property
     def _values_dtype(self) -> torch.dtype:
+        """The dtype of values that verl gets."""
         return torch.float64 if self.engine_config.model_dtype == "float64" else torch.float32
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> dict[str, Any]:
@@ -339,6 +366,7 @@ class LongspanEngine(BaseEngine):
         result: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
 
         def compute_loss(output: dict[str, Tensor], data: Any) -> Tensor:
+            """Return verl's loss of an output, and note it and its metrics in `result`."""
             loss, metrics = loss_function(model_output=output, data=data, dp_group=self._alone)
             result["loss"].append(float(loss.detach()))
             append_to_dict(result["metrics"], metrics)
@@ -347,28 +375,34 @@ class LongspanEngine(BaseEngine):
         if forward_only:
             values = self._compute_values(plan, documents, names, temperature)
             numbers = range(len(samples.ids))
-            of_all = {name: np.concatenate([of(d) for d in numbers]) for name, of in values.items()}
-            result["model_output"] = self._outputs({n: torch.from_numpy(x) for n, x in of_all.items()}, samples)
+            all_values = {name: np.concatenate([of(d) for d in numbers]) for name, of in values.items()}
+            result["model_output"] = self._outputs({n: torch.from_numpy(x) for n, x in all_values.items()}, samples)
             if loss_function is None:
                 return result | {"loss": [1.0]}
             compute_loss(result["model_output"], data)
             return result
-        padded, kept = pad_answers(data), dict[str, dict[int, Tensor]]()
+        padded, collected = pad_answers(data), dict[str, dict[int, Tensor]]()
 
         def loss_of_tokens(tokens: MicroBatchTokens) -> Tensor:
+            """Return verl's loss of one micro-batch, of its tokens' values; these are kept where verl
+            wants the output.
+            """
             if tu.get_non_tensor_data(data, "return_model_output", False):
                 for name, x in tokens.values.items():
                     parts = x.detach().split(tokens.lengths)
-                    kept.setdefault(name, {}).update(zip(tokens.documents, parts, strict=True))
+                    collected.setdefault(name, {}).update(zip(tokens.documents, parts, strict=True))
             part = tu.index_select_tensor_dict(padded, [*tokens.documents])
             return compute_loss(self._outputs(tokens.values, samples.select(tokens.documents)), part)
 
         loss = MicroBatchLoss(loss_of_tokens, also=names)
         run_step(self.module, plan, documents, self.world, loss=loss, temperature=temperature)
-        of_all = {name: torch.cat([parts[d] for d in range(len(samples.ids))]) for name, parts in kept.items()}
-        return result | {"model_output": self._outputs(of_all, samples) if kept else {}}
+        all_values = {
+            name: torch.cat([parts[d] for d in range(len(samples.ids))]) for name, parts in collected.items()
+        }
+        return result | {"model_output": self._outputs(all_values, samples) if collected else {}}
 
     def _temperature(self, data: Any) -> float:
+        """Return the temperature by which the batch's logits are divided."""
         return read_temperature(data)
 
     def optimizer_zero_grad(self) -> None:
@@ -407,15 +441,15 @@ class LongspanEngine(BaseEngine):
             return unfuse_moe_params(merged, kind), None
         weights = WholeWeights(self.module, self.world)
         config = adapter.config
-        of_adapter = {
+        adapter_names = {
             name: name_in_peft_files(name, adapter.name) for name in weights.names if belongs_to_adapter(name)
         }
         if base_sync_done:
-            return ((stock, weights.gather_tensor(name)) for name, stock in of_adapter.items()), config.to_dict()
+            return ((stock, weights.gather_tensor(name)) for name, stock in adapter_names.items()), config.to_dict()
         base = (
             (replace_lora_wrapper(name_without_adapter(name), config), weights.gather_tensor(name))
             for name in weights.names
-            if name not in of_adapter
+            if name not in adapter_names
         )
         return unfuse_moe_params(base, kind), config.to_dict()
 
@@ -474,6 +508,7 @@ class LongspanEngine(BaseEngine):
 
 
 def _refuse_hdfs(path: str | None) -> None:
+    """Raise ConfigError for a path on HDFS."""
     if path is not None:
         raise ConfigError(f"hdfs_path is {path!r}; checkpoints go to folders that all machines share: leave it out")
 
@@ -485,6 +520,7 @@ class LongspanValueEngine(LongspanEngine):
     reads_images = False
 
     def _load_model(self) -> Any:
+        """Return a model with one score of each row: the folder's own head, or a new one on a language model."""
         path = self._model_path()
         config = self._stock_configuration()
         config.num_labels = 1
@@ -495,10 +531,11 @@ class LongspanValueEngine(LongspanEngine):
             stock: Any = score_class(config, "ForTokenClassification")
             return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype), **FOLDER_OPTIONS)
         model = load_model(path, config=config, dtype=dtype, sharded=True)
-        given = kind.endswith("ForTokenClassification")
-        return model if given else add_score_head(model, tokens=True, seed=self.engine_config.seed)
+        has_head = kind.endswith("ForTokenClassification")
+        return model if has_head else add_score_head(model, tokens=True, seed=self.engine_config.seed)
 
     def _documents(self, samples: Samples) -> Any:
+        """Return samples as documents of which the rows before each answer's tokens count."""
         self._refuse_images(samples)
         rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]  # those that predict an answer's tokens
         return [ScoredDocument(ids, rows=chosen) for ids, chosen in zip(samples.ids, rows, strict=True)]
@@ -506,10 +543,12 @@ class LongspanValueEngine(LongspanEngine):
     def _compute_values(
         self, plan: Plan, documents: Any, names: list[str], temperature: float
     ) -> dict[str, Callable[[int], Any]]:
+        """Return the function of a document's number to its scores (length,)."""
         values = token_scores(self.module, plan, documents, self.world)
         return {"scores": lambda document: values.of(document)[:, 0]}
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
+        """Return scores, end to end, as verl's values."""
         return {"values": samples.nest(values["scores"].to(self._values_dtype))}
 
     def _temperature(self, data: Any) -> float:

@@ -31,6 +31,7 @@ class Samples:
     images: list[list[ImageInput]]
 
     def select(self, samples: Sequence[int]) -> "Samples":
+        """Return some of the samples, in this order."""
         ids = [self.ids[i] for i in samples]
         predicted = [self.predicted[i] for i in samples]
         offsets = torch.tensor(np.cumsum([0, *map(len, ids)]))
@@ -71,16 +72,16 @@ def read_samples(data: Any) -> Samples:
 
 def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
     """Cut pixels of a sample into those of its images: (patches, size) by grids (images, 3), or (images, 3, H, W)."""
-    given = {name: x for name, x in entry.items() if x is not None and name != "mm_token_type_ids"}  # as ids say
-    if further := sorted(given.keys() - {"pixel_values", "image_grid_thw"}):
+    tensors = {name: x for name, x in entry.items() if x is not None and name != "mm_token_type_ids"}  # as ids say
+    if further := sorted(tensors.keys() - {"pixel_values", "image_grid_thw"}):
         raise DataError(
             f"sample {sample} of verl has {', '.join(further)}; the engine reads pixel_values and image_grid_thw, of "
             "images of one tile"
         )
-    if "pixel_values" not in given:
+    if "pixel_values" not in tensors:
         return []
-    pixels = given["pixel_values"]
-    grids = given.get("image_grid_thw")
+    pixels = tensors["pixel_values"]
+    grids = tensors.get("image_grid_thw")
     if grids is None:
         return [ImageInput(image[None]) for image in pixels]
     counts = grids.prod(-1).tolist()
@@ -94,6 +95,7 @@ def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
 
 
 def _answer_lengths(data: Any) -> list[int]:
+    """Return the tokens of each sample's answer, padding left out."""
     answers = data["responses"]
     if answers.is_nested:
         return answers.offsets().diff().tolist()

@@ -34,6 +34,7 @@ class LongspanEngineConfig(EngineConfig):
     prepare: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for keys that do not go together, or that the engine would not follow."""
         super().__post_init__()
         if self.strategy != "longspan":
             raise ConfigError(f"engine.strategy is {self.strategy!r} of a LongspanEngineConfig; use 'longspan'")
@@ -51,7 +52,10 @@ class LongspanEngineConfig(EngineConfig):
             )
 
     def planner_choice(self, **keywords: Any) -> PlannerConfig:
-        """`keywords` are options of plans, with the cost of one device; those of `plan` win."""
+        """Return how mini-batches are planned; `keywords` are options of plans, and those of the key `plan` win.
+
+        A degree that is given makes planner "auto" a fixed one, as in a run's keys.
+        """
         options = {**keywords, **self.plan}
         degrees = options.pop("min_cp", 1), options.pop("max_cp", None) or 0
         degree = self.context_parallel_size

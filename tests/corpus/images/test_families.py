@@ -23,7 +23,8 @@ from longspan.errors import DataError
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.layers import base_model
 from longspan.model.vision.image_encoder import encode_images
-from longspan.model.vision.image_tokens import image_feature_parameters, image_tokens
+from longspan.model.vision.image_inputs import image_feature_parameters
+from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from tests.corpus.images.families import FAMILIES, family_config, family_folder, image_processor
 from tests.corpus.images.folders import TURNS, saved, write_images

@@ -17,14 +17,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from longspan.config.sections import DataConfig
-from longspan.corpus.build import open_or_build_run_corpus
 from longspan.corpus.document_encoder import cut_into_documents
 from longspan.corpus.image_documents import ImageDocuments, attach_images
 from longspan.corpus.images.image_file import ImageFile, import_pillow
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.recipe import CorpusSettings
+from longspan.corpus.run_corpus import open_or_build_corpus
 from longspan.corpus.tokenizer import load_tokenizer
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.errors import DataError
 from longspan.model.vision.image_tokens import ImageTokens
 from tests.corpus.images.folders import llava_folder, qwen_folder, with_broken_pixels, write_images, write_rows
@@ -60,7 +60,7 @@ MESSAGES = {
 def build(folder: Path, model: Path, *, resumed: bool = False, log: Any = lambda _: None, **data: Any) -> Corpus:
     keys: dict[str, Any] = {"path": str(folder / "rows.jsonl"), "max_document_tokens": 0}
     corpus_settings, tokenizer = CorpusSettings(replace(DataConfig(), **keys | data)), load_tokenizer(model)
-    return open_or_build_run_corpus(corpus_settings, folder / "run", tokenizer=tokenizer, resumed=resumed, log=log)
+    return open_or_build_corpus(corpus_settings, folder / "run", tokenizer=tokenizer, resumed=resumed, log=log)
 
 
 def corpus_of(folder: Path, rows: list[Row], model: Path, **data: Any) -> Corpus:

@@ -20,16 +20,16 @@ def family(name: str) -> Callable[..., Any]:
     return lambda tmp_path, _: families.test_ids_and_rows_are_those_of_the_stock_processor(name, tmp_path)
 
 
-ROWS, DOCUMENTS, ENCODER = "corpus.rows.media", "corpus.image_documents", "corpus.document_encoder"
+ROWS, DOCUMENTS, ENCODER = "corpus.rows.media.placeholders", "corpus.image_documents", "corpus.document_encoder"
 Change = tuple[str, str, str]
 moving = partial(videos.test_tokens_places_and_positions, "qwen2.5-vl")
 cut = tables.test_long_documents_are_cut_before_an_image
-PIXELS = "self._load_pictures(placed, self._find_bytes(placed))"
+PIXELS = "self._load_pictures(placed, self._image_files(placed))"
 PLACES = "image._replace(start=image.start - piece.start, stop=image.stop - piece.start)"
 FIELDS = "for name, x in tensors.items()}"
 MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "answers where they stood before placeholders": (
-        (ROWS, "int(a + grown_before[(starts < a).sum()])", "int(a)"),
+        (ROWS, "int(start + grown_before[(starts < start).sum()])", "int(start)"),
         tables.test_placeholders_are_no_targets_and_answers_are,
     ),
     "placeholders are targets": (
@@ -37,7 +37,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         tables.test_texts_name_images,
     ),
     "another image's pixels": (
-        (DOCUMENTS, PIXELS, PIXELS.replace("bytes(placed)", "bytes(self.table[0])")),
+        (DOCUMENTS, PIXELS, PIXELS.replace("files(placed)", "files(self.table[0])")),
         tables.test_bytes_in_tables,
     ),
     "frames of the video's beginning": (
@@ -46,12 +46,12 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     ),
     "times of groups as if of frames": ((ROWS, "video.interval * size", "video.interval"), moving),
     "frames of a group in one order for all": (
-        ("corpus.images.without_torchvision", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
+        ("corpus.images.video_processor", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
         videos.test_pixels_are_those_of_the_image_processor,
     ),
     "videos of a row are one": ((DOCUMENTS, "(p.document, p.image.number)", "0"), moving),
     "the images of the document before": (
-        ("data.images", "(document, document + 1)", "(document - 1, document)"),
+        ("data.image_table", "(document, document + 1)", "(document - 1, document)"),
         stock,
     ),
     "a field is dropped": (

@@ -12,7 +12,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.corpus.image_documents import ImageReader
 from longspan.corpus.images.image_file import ImageFile
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.data.step_order import StepOrder
 from longspan.run.metrics import read_metrics
@@ -120,8 +120,8 @@ def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[
     corpus = Corpus(Path(config.run.dir) / "corpus")
     order, images = make_step_order(config, corpus), corpus.images
     assert images is not None and isinstance(order, StepOrder)
-    steps = sum(len(images.document_images(d)) for step in range(2) for d in order.documents_of_step(step))
-    held_out = sum(len(images.document_images(d)) for d in order.evaluation)
+    steps = sum(len(images.images_of_document(d)) for step in range(2) for d in order.documents_of_step(step))
+    held_out = sum(len(images.images_of_document(d)) for d in order.evaluation)
     evaluations = 3  # after the first step, and after the last at two degrees
     once = steps + evaluations * held_out
     assert once <= first.given + second.given <= once + 4 + evaluations < 1.5 * once

@@ -12,7 +12,8 @@ from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.errors import DataError
-from longspan.model.vision.image_tokens import ImageTokens, Video, VideoTokens
+from longspan.model.vision.image_tokens import ImageTokens
+from longspan.model.vision.videos import Video, VideoTokens
 from tests.corpus.images.folders import llava_folder, qwen3_folder, qwen_folder, write_images
 from tests.corpus.images.test_images import asks, corpus_of, ids_of
 from tests.model.vision.models import config_of

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import KEYS, BadRow, Kind, Row, Sample, rename_columns
+from longspan.corpus.rows.kinds import KEYS, Kind, rename_columns
+from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, TOOL, TOOLS, asks, says

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import KIND_TEXTS, MASKS, Row, RowSettings, Sample, common_kind
+from longspan.corpus.rows.kinds import KIND_TEXTS, MASKS, common_kind
+from longspan.corpus.rows.sample import Row, RowSettings, Sample
 from longspan.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, asks, says

@@ -10,12 +10,13 @@ from transformers import AutoTokenizer
 
 from longspan.config.file import load_config
 from longspan.config.sections import DataConfig
-from longspan.corpus import builder
-from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
+from longspan.corpus import build_documents as builder
 from longspan.corpus.lines import encoding_line, missing_end_line, unseen_line
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, rename_columns, row_kind
+from longspan.corpus.rows.kinds import rename_columns, row_kind
+from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
+from longspan.corpus.run_corpus import load_configured_tokenizer, open_or_build_corpus
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.manifest import LeftOut
 from longspan.errors import ConfigError, DataError
@@ -102,7 +103,7 @@ def test_a_corpus_of_renamed_columns(tmp_path: Path, folder: Path) -> None:
         path = path if path.exists() else rows_as("parquet", tmp_path / name, rows)
         data = DataConfig(path=str(path), rename_columns=columns, max_document_tokens=0)
         run, tokenizer = tmp_path / f"run-{name}", load_tokenizer(folder)
-        corpus = open_or_build_run_corpus(CorpusSettings(data), run, tokenizer=tokenizer, resumed=resumed, log=print)
+        corpus = open_or_build_corpus(CorpusSettings(data), run, tokenizer=tokenizer, resumed=resumed, log=print)
         return corpus.lengths.tolist()
 
     assert build(rows, "renamed", columns) == build(plain, "plain", ())
@@ -177,7 +178,7 @@ def test_a_template_of_a_file_writes_chats_and_goes_with_the_model(tmp_path: Pat
     encoding, stock = RowEncoding("messages", tokenizer), encoding_of(folder)
     assert encoding.template.plain == OPEN and encoding.digest != stock.digest
     run = tmp_path / "run"
-    open_or_build_run_corpus(CorpusSettings(config.data), run, tokenizer=tokenizer, resumed=False, log=print)
+    open_or_build_corpus(CorpusSettings(config.data), run, tokenizer=tokenizer, resumed=False, log=print)
     RunFolderFiles(run).save_pretrained(tmp_path / "export")
     for saved in (run, tmp_path / "export"):
         assert [name for name in TEMPLATE_FILES if (saved / name).exists()] == ["chat_template.jinja"]
@@ -185,7 +186,7 @@ def test_a_template_of_a_file_writes_chats_and_goes_with_the_model(tmp_path: Pat
         assert encoding_of(saved).template.plain == OPEN
     file.write_text(OPEN + " ")
     with pytest.raises(DataError, match="its rows become other tokens than they did"):
-        open_or_build_run_corpus(
+        open_or_build_corpus(
             CorpusSettings(config.data), run, tokenizer=load_configured_tokenizer(config), resumed=True, log=print
         )
     file.unlink()
@@ -210,9 +211,7 @@ def lines_of(folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", n
     path = path if path.exists() else rows_as(form, folder / "rows", rows)
     data = DataConfig(path=str(path), max_document_tokens=0)
     settings = CorpusSettings(data, num_labels=num_labels)
-    open_or_build_run_corpus(
-        settings, folder / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append
-    )
+    open_or_build_corpus(settings, folder / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
     return lines
 
 

@@ -9,18 +9,19 @@ from tests.corpus.rows.families import FAMILIES, encoding_of, said, write_folder
 from tests.corpus.rows.test_chat import BY_HAND
 from tests.mutation import mutated
 
-ROWS = "corpus.rows"
-TURNS = f"{ROWS}.infer_turns"
+CHATS = "corpus.rows.chats"
+TURNS = f"{CHATS}.infer_turns"
+TOKENS = f"{CHATS}.turn_tokens"
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place
     "the prompt is a target": (TURNS, "return at + len(prompt)", "return at"),
     "the prompt of another turn": (TURNS, "text.rfind(prompt, turn_before.ends[-1], begin)", "text.find(prompt)"),
     "a thought is not the assistant's": (TURNS, "pairs.sort(key=lambda pair: pair[0])", "pairs = pairs[-1:]"),
-    "the end of a turn is no target": (TURNS, "return self._find_end_token(inside[i:]).end()", "return start"),
-    "an end that is a token too late": (TURNS, "self._find_end_token(inside[i:]).end()", "tokens[-1].end()"),
-    "marks are counted with the others": (TURNS, "removed += len(match.group())", "removed += 0"),
-    "tokens by where they end": (f"{ROWS}.chat", "(begins < stop) & (ends > start)",
+    "the end of a turn is no target": (TOKENS, "return self._find_end_token(inside[i:]).end()", "return start"),
+    "an end that is a token too late": (TOKENS, "self._find_end_token(inside[i:]).end()", "tokens[-1].end()"),
+    "marks are counted with the others": (f"{CHATS}.marks", "removed += len(match.group())", "removed += 0"),
+    "tokens by where they end": (f"{CHATS}.chat", "(begins < stop) & (ends > start)",
                                  "(begins < stop) & (ends >= start)"),
-    "the beginning of text twice": (f"{ROWS}.chat", "encode_with_spans(text, borders)",
+    "the beginning of text twice": (f"{CHATS}.chat", "encode_with_spans(text, borders)",
                                     "encode_with_spans(chr(65) + text, borders)"),
 }  # fmt: skip
 

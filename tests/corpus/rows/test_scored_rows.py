@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import Row as DataRow, RowSettings, row_kind
+from longspan.corpus.rows.kinds import row_kind
+from longspan.corpus.rows.sample import Row as DataRow, RowSettings
 from longspan.corpus.tokenizer import load_tokenizer
 from tests.corpus.rows.conversations import TOOL, asks, says
 from tests.corpus.rows.families import encode_one, refusal, write_folder

@@ -8,9 +8,11 @@ import pytest
 
 from longspan import Layout, Plan, plan_fixed
 from longspan.config.file import load_config
-from longspan.evaluation.metrics import Bucket, Mean
-from longspan.evaluation.request import SavedWeights, SetResult, SubjectResult, differences_by_set
+from longspan.evaluation.metrics import Mean
+from longspan.evaluation.request import SavedWeights
 from longspan.evaluation.result import Evaluation
+from longspan.evaluation.row_sums import Bucket
+from longspan.evaluation.saved_results import SetResult, SubjectResult, differences_by_set
 
 LENGTHS = (100, 40, 300, 7, 129)
 DRAW = np.random.default_rng(0)

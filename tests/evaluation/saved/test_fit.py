@@ -10,7 +10,7 @@ from longspan.cli.eval import check_request, make_request, parse_eval
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
-from longspan.evaluation.request import changes_line, fit_evaluation_plans, fit_home_to_ranks, layout_changes
+from longspan.evaluation.fit_layout import changes_line, fit_evaluation_plans, fit_home_to_ranks, layout_changes
 from longspan.layout import Layout
 from longspan.resolve.choice import PlannerConfig, home_of
 from longspan.run.checks import check_config, check_longest_of_set

@@ -23,17 +23,9 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.host import free_host_bytes
 from longspan.layout import Layout
-from longspan.model import prepare
-from longspan.model.activations import host_offload
-from longspan.model.activations.host_offload import (
-    HOST_OFFLOAD,
-    ON_DEVICE,
-    HostArena,
-    HostOffload,
-    HostRange,
-    ParkedLayer,
-    check_free_host_memory,
-)
+from longspan.model import host_arena, prepare
+from longspan.model.activations.host_offload import HOST_OFFLOAD, ON_DEVICE, HostOffload, ParkedLayer
+from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import run_step
@@ -114,7 +106,7 @@ def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back(monk
 
 
 def test_an_arena_larger_than_what_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_offload, "free_host_bytes", lambda: 5000)
+    monkeypatch.setattr(host_arena, "free_host_bytes", lambda: 5000)
     arena = HostArena(CPU, 4096)
     places: list[HostRange] = [arena.take_range(4096)]
     with pytest.raises(

@@ -21,9 +21,10 @@ from longspan.comm import Channel, World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import execution, prepare
-from longspan.model.activations.host_offload import HostArena, HostOffload
+from longspan.model.activations.host_offload import HostOffload
 from longspan.model.activations.recompute import run_checkpointed
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
+from longspan.model.host_arena import HostArena
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -253,7 +254,7 @@ def test_a_gpu_initialized_inside_a_checkpoint_on_the_cpu_is_no_error(monkeypatc
         return rows.sin()
 
     rows = torch.ones(3, requires_grad=True)
-    run_checkpointed(run, rows, measure="full").sum().backward()
+    run_checkpointed(run, rows, policy="full").sum().backward()
     assert rows.grad is not None
 
 

@@ -14,15 +14,15 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness import image_trial, small_copies
+from longspan.model.exactness import image_trial, trials
 from longspan.model.exactness.class_trial import (
     ClassTrial,
+    draws_of_exact_class,
     needs_class_trial,
-    refuse_inexact_class,
     try_small_model_of_class,
 )
 from longspan.model.exactness.image_trial import reasons_against_images
-from longspan.model.take_apart import video_tokens
+from longspan.model.multimodal.video_tokens import video_tokens
 from longspan.plan import plan_fixed
 from longspan.plan.shape.families import Family
 from longspan.testing import backend
@@ -39,9 +39,9 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    small_copies._results.clear()
+    trials._results.clear()
     yield
-    small_copies._results.clear()
+    trials._results.clear()
 
 
 # AFMoE gives attention its mask by name
@@ -153,7 +153,7 @@ def _model_with(monkeypatch: pytest.MonkeyPatch, case: str) -> PreTrainedModel:
 def test_rows_that_are_not_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, says = _model_with(monkeypatch, case), NOT_EXACT[case][1]
     with pytest.raises(ModelError, match=f"Qwen3MoeForCausalLM cannot run exactly .*: .*{says}"):
-        refuse_inexact_class(model)
+        draws_of_exact_class(model)
     if case == "capacity":
         with pytest.raises(ModelError, match=says), World(Layout(ranks=1), backend=backend()) as world:
             prepare(model, world, shard_parameters=False)
@@ -163,7 +163,7 @@ def test_experts_that_are_not_what_we_compute(monkeypatch: pytest.MonkeyPatch) -
     stock = qwen3_moe.Qwen3MoeExperts.forward
     monkeypatch.setattr(qwen3_moe.Qwen3MoeExperts, "forward", lambda *args: 2 * stock(*args))
     with pytest.raises(ModelError, match=r"layers.0.mlp.experts \(Qwen3MoeExperts\) computes something of its own"):
-        refuse_inexact_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
+        draws_of_exact_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
 
 
 def _train(model: PreTrainedModel) -> None:
@@ -178,7 +178,7 @@ def test_draws_of_experts_are_refused_in_training(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ModelError, match=r"PhimoeForCausalLM draws .*: exponential_ .*it does so by its code"):
         _train(model)
     monkeypatch.setattr(Block, "forward", _with_noise)
-    monkeypatch.setattr("longspan.model.seams.meta_pass._draw_words", lambda *_: ())
+    monkeypatch.setattr("longspan.model.seams.meta_pass._draws_numbers", lambda *_: False)
     with pytest.raises(ModelError, match="draws at random outside attention in training: numbers by which a small"):
         _train(family_model("qwen3_moe"))
 

@@ -16,9 +16,10 @@ from longspan.model import prepare
 from longspan.model.exactness.check_model import refuse_unsupported_model
 from longspan.model.experts.moe import connect_experts
 from longspan.model.layers import decoder_layers
-from longspan.model.seams.attention_calls import IMPLEMENTATION, hook_layer_arguments
-from longspan.model.seams.call_rules import refuse_shared_layers
+from longspan.model.seams.attention_calls import IMPLEMENTATION
 from longspan.model.seams.meta_pass import record_calls_and_draws
+from longspan.model.seams.running_layer import hook_layer_arguments
+from longspan.model.sharding import refuse_shared_layers
 from longspan.plan import plan_fixed
 from longspan.train import run_step
 from tests.model.stock import SIZES, texts, tiny

@@ -153,10 +153,11 @@ MUTATIONS: dict[str, tuple[str, str, str, str, str]] = {  # home, family, module
         "cp 2", "minimax_m2", "model.experts.router", "softmax.topk(top_k, dim", "softmax.topk(top_k - 1, dim",
     ),
     "shared experts in parts of the rows": (
-        PARTS, "glm4_moe", "model.tensor_parallel.tensor_parallel", "copy_input if whole", "copy_input if False",
+        PARTS, "glm4_moe", "model.tensor_parallel.split_model", "copy_input if whole", "copy_input if False",
     ),
     "an attention's whole inputs": (
-        "tp 2", "minimax_m2", "model.tensor_parallel.styles", "partial(tp_split, world_key=key, dim=-1) if whole",
+        "tp 2", "minimax_m2", "model.tensor_parallel.split_modules",
+        "partial(tp_split, world_key=key, dim=-1) if whole",
         "(lambda x: x.chunk(world.home.tp, -1)[0]) if whole",
     ),
 }  # fmt: skip

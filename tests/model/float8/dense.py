@@ -53,9 +53,9 @@ def random_model(experts: int = 0) -> PreTrainedModel:
 @contextmanager
 def float8_on_cpus() -> Iterator[None]:
     """Let `prepare` take float8 on CPUs and in any dtype: products are then made in float64."""
-    lacks = float8_layers.unsupported_reason, float8_layers.unsupported_dtype_reason
-    float8_layers.unsupported_reason = float8_layers.unsupported_dtype_reason = lambda _: ""
+    lacks = float8_layers.float8_device_reason, float8_layers.float8_dtype_reason
+    float8_layers.float8_device_reason = float8_layers.float8_dtype_reason = lambda _: ""
     try:
         yield
     finally:
-        float8_layers.unsupported_reason, float8_layers.unsupported_dtype_reason = lacks
+        float8_layers.float8_device_reason, float8_layers.float8_dtype_reason = lacks

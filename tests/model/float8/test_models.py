@@ -16,7 +16,7 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
 from longspan.model.execution import model_execution
 from longspan.model.float8_layers import float8_linears
-from longspan.model.kinds import find_float8_weight
+from longspan.model.marks import find_float8_weight
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

@@ -13,13 +13,13 @@ from longspan.model.float8 import products
 from longspan.model.float8.products import (
     ExpertRows,
     Float8Weight,
-    Scaled,
+    ScaledRows,
     linear_in_float8,
     multiply_in_float8,
     quantise_columns,
     quantise_rows,
 )
-from longspan.model.float8_layers import unsupported_reason
+from longspan.model.float8_layers import float8_device_reason
 from longspan.plan import plan_fixed
 from longspan.train import run_step
 from tests.model.stock import texts
@@ -27,7 +27,9 @@ from tests.model.stock import texts
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or find_spec("triton") is None or unsupported_reason(torch.device("cuda")) != "",
+        not torch.cuda.is_available()
+        or find_spec("triton") is None
+        or float8_device_reason(torch.device("cuda")) != "",
         reason="needs a GPU of compute capability 8.9 and triton",
     ),
 ]
@@ -157,5 +159,5 @@ def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str, compiled: s
 
 
 def test_scaled_rows_of_nothing() -> None:
-    empty = Scaled(torch.empty(0, 64, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(0, device="cuda"))
+    empty = ScaledRows(torch.empty(0, 64, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(0, device="cuda"))
     assert products.multiply_scaled_rows(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)

@@ -15,7 +15,7 @@ from longspan.model.float8.products import (
     quantise_columns,
     quantise_rows,
 )
-from longspan.model.kinds import find_float8_weight
+from longspan.model.marks import find_float8_weight
 from tests.model.float8.dense import DenseLinear, rounded
 
 

@@ -9,7 +9,7 @@ import torch
 
 from longspan.comm import World
 from longspan.layout import Layout
-from longspan.model.kinds import packed_weights
+from longspan.model.marks import packed_weights
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -62,8 +62,7 @@ MORE_OF_ONE: Mapping[str, Home] = {
     "kept gathered": Home(Layout(ranks=1), options=ONCE, rows=32),
 }
 TWO: Mapping[str, Home] = {
-    "dynamic": Home(Layout(ranks=2), options=FULL, plans="dynamic"),
-    "kept gathered": Home(Layout(ranks=2), options=ONCE, rows=20),
+    "dynamic, kept gathered": Home(Layout(ranks=2), options={**ONCE, **FULL}, plans="dynamic"),
     "tp 2, rows split": Home(Layout(ranks=2, tp=2), options={"sequence_parallel": True, **FULL}),
     "ep 2, adapted experts": Home(Layout(ranks=2, ep=2), "adapted experts"),
 }
@@ -71,6 +70,8 @@ MORE_OF_TWO: Mapping[str, Home] = {
     "ep 2": Home(Layout(ranks=2, ep=2), "moe"),
     "pp 2, zero bubble": Home(Layout(ranks=2, pp=2), options={"pipeline_schedule": "zero_bubble"}),
     "cp 2": Home(Layout(ranks=2)),
+    "dynamic": Home(Layout(ranks=2), options=FULL, plans="dynamic"),
+    "kept gathered": Home(Layout(ranks=2), options=ONCE, rows=20),
     "free": Home(Layout(ranks=2), plans="free"),
     "tp 2": Home(Layout(ranks=2, tp=2)),
     "experts, tp 2": Home(Layout(ranks=2, tp=2), "moe"),

@@ -14,9 +14,9 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, weights_by_name
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.frozen import packed_param
 from longspan.model.frozen.frozen_weights import weights_to_pack
-from longspan.model.lora import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
 from tests.model.frozen.packed_models import MOE, WIDE, through_nf4
 from tests.model.stock import prepare_untried, random_model
@@ -24,7 +24,7 @@ from tests.mutation import Change, mutated
 
 PATH = "model.frozen.packed_param"
 MUTATIONS: dict[str, Change] = {  # noticed by the weights that a model gives out
-    "columns of the first rank": (PATH, "held.start // self.row_bytes * self.columns", "0"),
+    "columns of the first rank": (PATH, "held_bytes.start // self.row_bytes * self.columns", "0"),
     "rounded before they are packed": (PATH, "self.read_dtype)", "torch.bfloat16)"),
 }
 HOMES: Mapping[str, tuple[str, Layout]] = {

@@ -10,7 +10,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
 from tests.model.frozen.packed_models import are_equal, two_steps
 from tests.model.stock import prepare_untried

@@ -17,11 +17,11 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import disable_adapter, load_model, prepare, save_model
-from longspan.model.adapters import find_adapter
-from longspan.model.exactness.adapter_rules import check_adapter
-from longspan.model.kinds import unwrap_peft_model
-from longspan.model.lora import NewAdapter, adapter_lines, add_lora
-from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
+from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.adapters.adapter import find_adapter
+from longspan.model.adapters.adapter_rules import check_adapter
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora, lines_about_adapter
+from longspan.model.tensor_parallel.split_model import refuse_tensor_parallel
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -118,7 +118,7 @@ def test_names_that_peft_takes_for_experts_have_no_adapter(family: str) -> None:
 
 def test_weights_without_an_adapter_are_named_with_their_share() -> None:
     def lines(model: Any, *targets: str) -> list[str]:
-        return [*adapter_lines(add_lora(model, NewAdapter(rank=2, targets=targets)).get_base_model())]
+        return [*lines_about_adapter(add_lora(model, NewAdapter(rank=2, targets=targets)).get_base_model())]
 
     moe = moe_model("qwen3-moe", torch.float32)
     sizes = {name: p.numel() for name, p in moe.named_parameters() if ".layers." in name and p.ndim > 1}
@@ -137,7 +137,7 @@ def test_weights_without_an_adapter_are_named_with_their_share() -> None:
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own
 def test_an_adapter_of_a_tied_head_is_told_that_it_is_not_merged() -> None:
     for family, told in (("qwen3", True), ("llama", False)):
-        lines = adapter_lines(add_lora(tiny(family), NewAdapter(rank=2, targets=("lm_head",))).get_base_model())
+        lines = lines_about_adapter(add_lora(tiny(family), NewAdapter(rank=2, targets=("lm_head",))).get_base_model())
         words = (
             "caution: lora.target_modules has the head, which shares its weight with the embedding "
             "(tie_word_embeddings): lo"

@@ -15,7 +15,8 @@ from longspan.comm import World
 from longspan.doctor.stock import compute_in_float64
 from longspan.layout import Layout
 from longspan.model import disable_adapter, prepare
-from longspan.model.kinds import find_mixers, peft_modules
+from longspan.model.adapted_modules import peft_modules
+from longspan.model.kinds import find_mixers
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step, token_log_probs
@@ -176,6 +177,7 @@ def _compare(
     return errors
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize(
     ("ranks", "table", "of_mixers"),
@@ -189,7 +191,8 @@ def _compare(
     ],
 )
 def test_adapters_are_those_of_one_process(ranks: int, table: Table, of_mixers: bool) -> None:
-    exact = run_ranks(_answers, 1, table, of_mixers)[0]
+    # A model made before it in a process changes what transformers' Bamba answers.
+    exact = run_ranks(_answers, 1, table, True)[0] if of_mixers else _answers(0, table, False)
     for errors in run_ranks(_compare, ranks, table, of_mixers, exact, timeout=300):
         assert len(errors) == sum(len(cases) for _, cases in table.values())
         bound = 1e-11 if of_mixers else 1e-12
@@ -206,7 +209,11 @@ def _unscaled(family: str, adapter: str) -> Any:
     return peft_model
 
 
-SPLIT, SUMMED, SCALING = "model.tensor_parallel.styles", "sum_partial_gradients(linear, key)", "scaling forgotten"
+SPLIT, SUMMED, SCALING = (
+    "model.tensor_parallel.split_modules",
+    "sum_partial_gradients(linear, key)",
+    "scaling forgotten",
+)
 FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
 MUTATIONS: dict[str, tuple[Change | None, set[str]]] = {  # and what shows it
     "nothing": (None, set()),
@@ -214,7 +221,7 @@ MUTATIONS: dict[str, tuple[Change | None, set[str]]] = {  # and what shows it
     "no sum of B's gradient, row-wise": ((SPLIT, f"{SECOND}{SUMMED}", f"{SECOND}pass"), {"lora_B"}),
     "bias on every rank": ((SPLIT, '"bias": return_none', '"bias": local_tensor'), {"loss"}),
     SCALING: (None, {"loss", "lora_A", "lora_B"}),  # peft's own term
-    "adapter not left out": (("model.lora", "module._disable_adapters = True", "pass"), {"base"}),
+    "adapter not left out": (("model.adapters.disable_adapter", "module._disable_adapters = True", "pass"), {"base"}),
 }
 
 

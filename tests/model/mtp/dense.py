@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.model.add_depths import add_mtp
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.layers import base_model, decoder_layers, decoder_model, named_layer_list
-from longspan.model.mtp import MtpBlocks
+from longspan.model.mtp.depths import MtpBlocks
 from longspan.model.presets import preset_config
 from tests.model.deep import deep
 from tests.model.lora.adapted import drawn

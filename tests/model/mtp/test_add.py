@@ -20,7 +20,7 @@ from longspan.checkpoint import load_checkpoint, save_checkpoint
 from longspan.errors import CommError, LossError, ModelError
 from longspan.model import add_mtp, load_model, prepare, preset_config, save_model
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.model.mtp import count_depths, find_published_naming, translate_published_name
+from longspan.model.mtp.published_names import count_depths, find_published_naming, translate_published_name
 from longspan.mtp import MtpLoss
 from longspan.testing import run_ranks
 from longspan.train import build_optimizer

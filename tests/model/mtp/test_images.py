@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from longspan import Group, Layout, MicroBatch, SequenceShard, World, plan_fixed, prepare, run_step
-from longspan.bridge.bridge import AHEAD, embedding_arguments
+from longspan.bridge.item_rows import AHEAD, embedding_arguments
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.multimodal.multimodal_model import _SpliceHook  # pyright: ignore[reportPrivateUsage]
-from longspan.model.seams.attention_calls import keep_running_layer
+from longspan.model.seams.running_layer import keep_running_layer
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.mtp import MtpLoss
 from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]
@@ -112,7 +112,7 @@ def test_embeddings_are_of_the_rows_themselves_after_a_depth() -> None:
 
 MUTATIONS = {
     "embeddings of placeholders in place of images": (
-        "model.mtp",
+        "model.mtp.layer_inputs",
         "embedding_arguments(shard, number)",
         "embedding_arguments(shard, number + 9)",
     ),
@@ -123,7 +123,7 @@ MUTATIONS = {
         "start=segments.start + max(depth - 1, 0), stop=segments.stop + max(depth - 1, 0)",
     ),
     "one use's gradient of a row": (
-        "train.terms.encoders",
+        "train.terms.encoding",
         '"partial" if self.trains else "none"',
         '"identical"',
     ),

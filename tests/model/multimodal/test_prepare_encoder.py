@@ -14,7 +14,7 @@ from longspan.layout import Layout
 from longspan.model.multimodal.prepare_encoder import check_encoder_prepared, encoder_blocks, prepare_encoder
 from longspan.model.sharding import sum_gradients_over_slots
 from longspan.testing import backend, run_ranks
-from longspan.train.step_end import grad_norm
+from longspan.train.gradient_norm import grad_norm
 from tests.model.multimodal.encoders import Answer, Mlp, OwnViT, dense_answer, encoder, items_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

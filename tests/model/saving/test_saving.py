@@ -1,6 +1,7 @@
 """Saved folders: what they replace, back into a prepared model, and whole weights by name under every home."""
 
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from longspan import Layout, World, load_model, save_model, weights_by_name
 from longspan.errors import ModelError
-from longspan.model.lora import NewAdapter, add_lora
-from longspan.model.saving import load_weights
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
+from longspan.model.saving.load_weights import load_weights
 from longspan.model.weights.write import OF_MODEL, make_partial_folder, replace_files
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
@@ -192,11 +193,11 @@ INTERLEAVED = {"virtual_stages": 2}
 CASES: dict[str, tuple[Layout, str, str, dict[str, Any]]] = {  # a home, a family, an adapter, how it is prepared
     "pp 2, tied": (Layout(2, pp=2), "qwen3", "", {}),
     "pp 2, interleaved": (Layout(2, pp=2), "llama", "", INTERLEAVED),
-    "experts, ep 2": (Layout(2, ep=2), "qwen3-moe", "", {}),
     "every linear, pp 2": (Layout(2, pp=2), "llama", "every linear", {}),
-    "row-wise, tp 2": (Layout(2, tp=2), "llama", "row-wise alone", {}),
-    "adapted experts, ep 2": (Layout(2, ep=2), "qwen3-moe", "experts", {}),
     "adapted experts, transposed, pp 2": (Layout(2, pp=2), "gpt-oss", "experts", {}),
+    "experts, ep 2": (Layout(2, ep=2), "qwen3-moe", "", {}),
+    "adapted experts, ep 2": (Layout(2, ep=2), "qwen3-moe", "experts", {}),
+    "row-wise, tp 2": (Layout(2, tp=2), "llama", "row-wise alone", {}),
     "ends": (Layout(2), "llama", "embedding and head", {}),
     "dora": (Layout(2), "llama", "dora", {}),
     "a module that is trained": (Layout(2), "llama", "modules_to_save", {}),
@@ -224,18 +225,19 @@ def stock_weights(family: str, adapter: str, merge: bool) -> dict[str, Tensor]:
 
 def compare(rank: int) -> dict[str, dict[str, float]]:
     errors = dict[str, dict[str, float]]()
-    for name, (home, family, adapter, options) in CASES.items():
+    for home, rows in groupby(CASES.items(), key=lambda row: row[1][0]):
         with World(home, backend=backend(), timeout=60) as world:
-            prepared = prepare_untried(stock(family, adapter), world, **options)
-            for merge in (False, True) if adapter and name not in UNMERGED else (False,):
-                pairs = [(n, w.clone()) for n, w in weights_by_name(prepared, world, merge_adapter=merge)]
-                assert all(w.device.type == world.device.type and type(w) is Tensor for _, w in pairs)
-                weights, wanted = dict(pairs), stock_weights(family, adapter, merge)
-                assert len(pairs) == len(weights), "a weight came twice"
-                errors[f"{name}, merged" if merge else name] = {
-                    n: error(weights[n], wanted[n]) if n in weights and n in wanted else torch.inf
-                    for n in weights | wanted
-                }
+            for name, (_, family, adapter, options) in rows:
+                prepared = prepare_untried(stock(family, adapter), world, **options)
+                for merge in (False, True) if adapter and name not in UNMERGED else (False,):
+                    pairs = [(n, w.clone()) for n, w in weights_by_name(prepared, world, merge_adapter=merge)]
+                    assert all(w.device.type == world.device.type and type(w) is Tensor for _, w in pairs)
+                    weights, wanted = dict(pairs), stock_weights(family, adapter, merge)
+                    assert len(pairs) == len(weights), "a weight came twice"
+                    errors[f"{name}, merged" if merge else name] = {
+                        n: error(weights[n], wanted[n]) if n in weights and n in wanted else torch.inf
+                        for n in weights | wanted
+                    }
     return errors
 
 

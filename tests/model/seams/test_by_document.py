@@ -17,8 +17,8 @@ from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.exactness.check_model import refuse_unsupported_model
 from longspan.model.execution import model_execution
-from longspan.model.seams.attention_calls import RecordedCall
 from longspan.model.seams.meta_pass import check_attention_calls
+from longspan.model.seams.probe import RecordedCall
 from longspan.model.seams.rope import choose_frequencies_by_document
 from tests import parity
 from tests.model.stock import SIZES, Answer, answer, at_random, texts

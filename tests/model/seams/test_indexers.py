@@ -17,7 +17,7 @@ from longspan import Layout, World, attend, bind, plan_fixed
 from longspan.attention.saved_outputs import Recording
 from longspan.doctor.stock import compute_in_float64
 from longspan.model.kinds import find_indexers
-from longspan.model.seams import index_scores, indexers
+from longspan.model.seams.chosen_keys import index_scores, indexers
 from longspan.testing import backend, run_ranks
 from tests.interpreter import run_interpreted
 from tests.model.seams.families import MANY_HEADS, here, tiny
@@ -26,7 +26,7 @@ from tests.mutation import each_mutated
 
 LENGTHS, K = (19, 3, 40, 1, 8), 6  # documents shorter and longer than so many keys, in one packed row
 FAMILIES = here(["deepseek-v3.2", f"deepseek-v3.2{MANY_HEADS}", "glm-5", "a.x-k2", "hy-v4", "dots.3"])
-SEAM = "model.seams.indexers"
+SEAM = "model.seams.chosen_keys.indexers"
 CHANGES = {
     "a tie is broken otherwise": (SEAM, "(scores + 0.0)", "(scores + 1e-12 * torch.arange(scores.shape[-1]))"),
     "a key of another document": (SEAM, "accumulate(laid_out, initial=0)", "0 for _ in laid_out"),
@@ -36,7 +36,7 @@ CHANGES = {
 }
 IN_TILES = {  # from what the class multiplies, as on GPUs
     "a later key": (SEAM, "keys, positions.start, k)", "keys, positions.start + 1, k)"),
-    "weights without sign": ("model.seams.index_scores", "weights[0, :, 0]", "weights[0, :, 0].abs()"),
+    "weights without sign": ("model.seams.chosen_keys.index_scores", "weights[0, :, 0]", "weights[0, :, 0].abs()"),
     "queries of other rows": (
         SEAM,
         "*operands.queries_and_weights()",
@@ -50,7 +50,7 @@ def choices_of_the_class(family: str) -> list[Choices]:
     """Of each indexer, in float64: what the class itself chooses of what a row sees, documents one by one."""
     model, by_indexer = tiny(family), list[Choices]()
     if MANY_HEADS not in family:
-        indexers.order_ties(model)
+        indexers.order_equal_scores(model)
     for indexer in find_indexers(model).values():
         by_indexer.append([])
 
@@ -120,13 +120,14 @@ def other_choices(rank: int, ranks: int, changed: bool) -> dict[str, int]:
             zip(shard.scatter(torch.from_numpy(documents)).tolist(), shard.position_ids.tolist(), strict=True)
         )
         for family in FAMILIES[:1] if changed else FAMILIES:
-            expected = choices_of_the_class(family)
+            expected, chosen = choices_of_the_class(family), list[Tensor]()
+            model = prepare_untried(tiny(family), world, shard_parameters=False)
+            for indexer in find_indexers(model).values():
+                indexer.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[0]))
             for in_tiles, changes in ((False, CHANGES), (True, IN_TILES)):
                 monkeypatch.setattr(index_scores, "can_score", lambda q, in_tiles=in_tiles: in_tiles)
                 for change in each_mutated(changes if changed else {}):
-                    model, chosen = prepare_untried(tiny(family), world, shard_parameters=False), list[Tensor]()
-                    for indexer in find_indexers(model).values():
-                        indexer.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[0]))
+                    chosen.clear()
                     with torch.no_grad():
                         local_ids = shard.scatter(torch.from_numpy(ids).to(world.device))
                         model(input_ids=local_ids[None], position_ids=shard.position_ids[None], shard=shard)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from longspan import Layout, World, plan_dynamic, prepare
 from longspan.errors import ModelError
 from longspan.model.seams import norms
-from longspan.model.seams.norms import NormFormula, _run_own_kernel, fuse_norms
-from longspan.testing import backend, run_ranks
+from longspan.model.seams.norms import NormFormula, _run_triton_kernel, fuse_norms
 from tests import parity
-from tests.model.stock import gradients_of, prepare_untried, stock_answer, texts, tiny, worst
+from tests.model.stock import gradients_of, stock_answer, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 NORMS = {"qwen3": 9, "llama": 5, "gpt-oss": 5, "deepseek-v3": 9}
@@ -79,7 +78,7 @@ def test_what_norms_of_families_compute_is_found(kind: tuple[str, str, tuple[flo
     x, gate = torch.randn(2, 1, 5, 48)
     given = (x, gate) if KINDS[kind].gate else (x,)
     assert torch.allclose(norm(*given), type(norm).forward(norm, *given), rtol=1e-5, atol=1e-6)
-    assert (vars(norm)["forward"].func is _run_own_kernel) is (KINDS[kind] != NormFormula())
+    assert (vars(norm)["forward"].func is _run_triton_kernel) is (KINDS[kind] != NormFormula())
 
 
 class OffByTwo(nn.Module):
@@ -147,27 +146,24 @@ def test_norms_of_one_class_with_and_without_a_weight(first: bool) -> None:
         assert model[name](torch.ones(2, 8)).shape == (2, 8)
 
 
-def _fused(rank: int) -> list[bool]:
-    """Whether norms of prepared models are one kernel where it is asked for, and by themselves on GPUs alone."""
-    right = list[bool]()
-    ways: list[dict[str, Any]] = [{"fused_norms": "on", **options} for options in HOMES.values()]
-    for home, options in zip((*HOMES, Layout(2)), (*ways, {}), strict=True):
-        with World(home, backend=backend()) as world:
-            model = prepare_untried(tiny("qwen3", vocabulary=62), world, **options)
-            expected = bool(options) or world.device.type == "cuda"
-            norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-            right += [bool(norms), *(("forward" in vars(norm)) == expected for norm in norms)]
-    return right
+class FusedCase(parity.Case):
+    """Norms of its prepared model are one kernel where it is asked for, and by themselves on GPUs alone."""
+
+    def prepared(self, world: World) -> nn.Module:
+        model = super().prepared(world)
+        norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+        expected = "fused_norms" in self.options or world.device.type == "cuda"
+        assert norms and all(("forward" in vars(norm)) == expected for norm in norms)
+        return model
 
 
 def test_models_with_fused_norms_equal_the_stock_model_under_every_home() -> None:
-    documents, cases = texts(LENGTHS), dict[Layout, parity.Case]()
+    documents, cases = texts(LENGTHS), list[FusedCase]()
     stock = stock_answer("qwen3", torch.float32, documents, vocabulary=62)
-    for home, options in HOMES.items():
+    model = partial(tiny, "qwen3", vocabulary=62)
+    rows: list[tuple[Layout, dict[str, Any]]] = [(Layout(ranks=2), {})]
+    rows += [(home, {"fused_norms": "on", **options}) for home, options in HOMES.items()]
+    for home, options in rows:
         plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=62, row_multiple=home.tp)
-        how = {"bounds": parity.SINGLE, "options": {"fused_norms": "on", **options}}
-        cases[home] = parity.Case(
-            partial(tiny, "qwen3", vocabulary=62), home, {"dynamic": plan}, documents, stock, **how
-        )
-    parity.check(cases)
-    assert all(map(all, run_ranks(_fused, 2)))
+        cases.append(FusedCase(model, home, {"dynamic": plan}, documents, stock, parity.SINGLE, options))
+    parity.check(dict(enumerate(cases)))

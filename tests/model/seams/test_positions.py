@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import Group, Layout, LongspanError, MicroBatch, Plan, World, bind, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.seams.call_rules import position_table
+from longspan.model.seams.position_tables import position_table
 from longspan.model.seams.rope import scale_rope, smallest_scaling_factor
 from longspan.plan.shape.positions import has_no_positions, position_limit
 from longspan.testing import backend, run_ranks

@@ -16,7 +16,13 @@ from longspan.errors import ModelError, PlanError
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.exactness.split_trial import mixes_features, refuse_mixed_features
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.tensor_parallel.plan import COLWISE, PACKED, ROWWISE, list_styles, refuse_unnamed_parameters
+from longspan.model.tensor_parallel.module_styles import (
+    COLWISE,
+    PACKED,
+    ROWWISE,
+    list_styles,
+    refuse_unnamed_parameters,
+)
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from tests import parity

@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import Document
 from longspan.data.item_documents import items_at_placeholders
 from longspan.doctor.stock import compute_in_float64
-from longspan.model.seams.call_rules import has_bidirectional_prefix
-from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, image_tokens
+from longspan.model.seams.prefixes import has_bidirectional_prefix
+from longspan.model.vision.image_inputs import ImageInput
+from longspan.model.vision.image_tokens import ImageTokens, image_tokens
+from longspan.model.vision.videos import Video, VideoTokens
 from longspan.multimodal import MediaDocuments
 from tests.model.stock import gradients_of
 from tests.model.vision.models import IMAGE, VIDEO, tiny

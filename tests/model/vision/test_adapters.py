@@ -11,7 +11,7 @@ from torch import nn
 from longspan import Layout, World, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model.layers import is_in_projector, towers_beside_text_model
-from longspan.model.take_apart import freeze_image_modules
+from longspan.model.multimodal.image_modules import freeze_image_modules
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from longspan.train import disable_adapter
@@ -75,12 +75,12 @@ def test_a_step_is_that_of_stock_peft(ranks: int) -> None:
 
 MUTATIONS = {
     "second matrices split as queries alone": (
-        "model.tensor_parallel.styles",
+        "model.tensor_parallel.split_modules",
         "elif style == QKV:",
         "elif style == QKV and linear is base:",
     ),
     "first matrices of a part of the rows": (
-        "model.tensor_parallel.styles",
+        "model.tensor_parallel.split_modules",
         "for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:",
         "for linear in ():",
     ),

@@ -66,36 +66,45 @@ def test_a_step_is_that_of_the_stock_model(ranks: int, cases: Sequence[Case]) ->
 
 # ---- what images could get wrong without an error
 
-PASS, READ, TOKENS, MEMBERS = ("train.terms.encoders", "train.read_rows", "model.vision.image_tokens", "attention.call")
+PASS, SPANS_READ, MEMBERS = ("train.terms.encoding", "train.rows.visible_spans", "attention.members")
+INPUT_CODE, VIDEO_CODE = ("model.vision.image_inputs", "model.vision.videos")
 MUTATIONS: dict[str, Change] = {
     "a part for a deeper layer is dropped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[:-1])"),
     "parts for deeper layers are swapped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[::-1])"),
-    "a part replaces hidden states": ("bridge.bridge", ".index_add(1", ".index_copy(1"),
-    "positions by local index": (READ, "parts_of_one[:, position_of_row[rows]]", "parts_of_one[:, : len(rows)]"),
+    "a part replaces hidden states": ("bridge.item_rows", ".index_add(1", ".index_copy(1"),
+    "positions by local index": (
+        "train.rows.positions",
+        "parts_of_one[:, position_of_row[rows]]",
+        "parts_of_one[:, : len(rows)]",
+    ),
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),
-    "an image's rows on another document": (TOKENS, "torch.cat([*parts])", "torch.cat([*parts][::-1])"),
+    "an image's rows on another document": (INPUT_CODE, "torch.cat([*parts])", "torch.cat([*parts][::-1])"),
 }
 VIDEOS: dict[str, Change] = {
-    "times of groups of frames are dropped": (TOKENS, "video.seconds for", "1.0 for"),
-    "all groups of frames at one time": (TOKENS, "video.seconds for", "0 * video.seconds for"),
-    "groups of frames of a video are swapped": (TOKENS, "in pixels.chunk(groups)", "in pixels.chunk(groups)[::-1]"),
+    "times of groups of frames are dropped": (VIDEO_CODE, "video.seconds for", "1.0 for"),
+    "all groups of frames at one time": (VIDEO_CODE, "video.seconds for", "0 * video.seconds for"),
+    "groups of frames of a video are swapped": (VIDEO_CODE, "in pixels.chunk(groups)", "in pixels.chunk(groups)[::-1]"),
     "frames of other videos": MUTATIONS["an image's rows on another document"],
 }
 SPANS: dict[str, Change] = {
     "spans are dropped": (MEMBERS, "+ span_tiles(queries, keys, self.spans)", ""),
-    "spans of documents without their items": (READ, "items.runs(d, rules.in_spans)", "[]"),
+    "spans of documents without their items": (SPANS_READ, "items.runs(d, rules.in_spans)", "[]"),
     "spans on local rows alone": (
         MEMBERS,
         "span_tiles(queries, keys, self.spans)",
         "(span_tiles(queries, keys, self.spans) if [*queries.start] == [*keys.start] else ())",
     ),
     "spans end with a member's rows under a window": (MEMBERS, "self.spans.run_ends(runs)", "runs.stop"),
-    "rows of an image are scaled": ("bridge.bridge", "rows.to(embeddings.dtype)", "2 * rows.to(embeddings.dtype)"),
+    "rows of an image are scaled": ("bridge.item_rows", "rows.to(embeddings.dtype)", "2 * rows.to(embeddings.dtype)"),
 }
 PREFIX: dict[str, Change] = {
-    "prefixes are dropped": (READ, "[(0, prefix)] if prefix else []", "[]"),
-    "a prefix takes its first target in": (READ, "[(0, prefix)] if prefix", "[(0, min(prefix + 1, length))] if prefix"),
-    "a prefix ends with its images": (READ, "if isinstance(document, Labelled):", "if False:"),
+    "prefixes are dropped": (SPANS_READ, "[(0, prefix)] if prefix else []", "[]"),
+    "a prefix takes its first target in": (
+        SPANS_READ,
+        "[(0, prefix)] if prefix",
+        "[(0, min(prefix + 1, length))] if prefix",
+    ),
+    "a prefix ends with its images": (SPANS_READ, "if isinstance(document, Labelled):", "if False:"),
 }
 
 

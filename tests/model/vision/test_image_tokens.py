@@ -9,15 +9,9 @@ from transformers import Qwen3Config
 
 from longspan.errors import DataError, ModelError
 from longspan.model.vision.image_encoder import encode_images
-from longspan.model.vision.image_tokens import (
-    ImageInput,
-    ImageTokens,
-    Video,
-    VideoTokens,
-    encoding_order,
-    image_arguments,
-    image_tokens,
-)
+from longspan.model.vision.image_inputs import ImageInput, encoding_order, image_arguments
+from longspan.model.vision.image_tokens import ImageTokens, image_tokens
+from longspan.model.vision.videos import Video, VideoTokens
 from tests.model.vision.documents import raw
 from tests.model.vision.models import IMAGE, VIDEO, config_of, here, tiny
 

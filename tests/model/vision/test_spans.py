@@ -11,7 +11,7 @@ from longspan.errors import DataError, ModelError
 from longspan.model.seams.call_rules import CallRules
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items.item_table import ItemTable, MediaItem
-from longspan.train.read_rows import bind_spans, count_prefix_rows
+from longspan.train.rows.visible_spans import bind_spans, count_prefix_rows
 from tests.model.vision.models import tiny
 
 

@@ -19,7 +19,7 @@ from longspan import Layout, World, load_model, prepare, save_model
 from longspan.cli.main import main
 from longspan.errors import ModelError
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.weights.fill import empty_model
+from longspan.model.weights.empty_model import empty_model
 from tests.model.stock import VOCABULARY, prepare_untried, tiny
 
 
@@ -230,7 +230,7 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
 
 # ---- presets
 
-TINY = [name for name, preset in PRESETS.items() if not preset.rows]
+TINY = [name for name, preset in PRESETS.items() if not preset.embedding_rows]
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -13,9 +13,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
-from longspan.model.weights.fill import RandomWeights, defer_to_checkpoint, empty_model, has_meta_parameters
+from longspan.model.weights.drawn_weights import RandomWeights
+from longspan.model.weights.empty_model import empty_model, has_meta_parameters
+from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.folder import FolderWeights
-from longspan.model.weights.local_tensors import LocalPart, local_tensor, set_earlier_gradients_aside
+from longspan.model.weights.gradients import set_earlier_gradients_aside
+from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
 from tests.model.experts.moe_models import moe_model

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.model.take_apart import freeze_image_modules
+from longspan.model.multimodal.image_modules import freeze_image_modules
 from longspan.model.vision.image_encoder import split_off_image_encoder
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan import plan_dynamic

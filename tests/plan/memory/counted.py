@@ -23,8 +23,8 @@ from transformers import (
 
 from longspan import Document, add_mtp
 from longspan.comm import World
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.layers import decoder_layers
-from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.seams import norms
 from longspan.mtp import MtpLoss
 from longspan.plan import Plan, plan_fixed
@@ -155,7 +155,7 @@ def use_kernel_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(norm: Any, formula: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
         return _Norm.apply(x, norm.weight, gate, formula.offset)  # pyright: ignore[reportReturnType]
 
-    for name in ("_run_torch_kernel", "_run_own_kernel"):
+    for name in ("_run_torch_kernel", "_run_triton_kernel"):
         monkeypatch.setattr(norms, name, run)
     monkeypatch.setattr(stage_bytes, "REPLAYED_TENSORS", 0)
 

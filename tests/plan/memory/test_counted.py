@@ -13,8 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.attention import all_to_all
 from longspan.comm import World
 from longspan.layout import Layout
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.model.lora import NewAdapter, add_lora
 from longspan.plan import MemoryNeeds, MemorySettings, Plan, messages, plan_fixed
 from longspan.plan.memory import layer_table
 from longspan.plan.memory.layer_table import LayerTable

@@ -15,7 +15,7 @@ import pytest
 from longspan import Document, Layout, World, share_prefixes
 from longspan.cli.show import show_rows
 from longspan.config.sections import RunConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.shared_prefixes import cut_documents, find_families
 from longspan.errors import LongspanError
 from longspan.evaluation.evaluate_saved import evaluate_saved
@@ -26,7 +26,7 @@ from longspan.report.gantt import plan_facts, plan_part
 from longspan.resolve.choice import PlannerConfig
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 from tests.model.stock import without_trials
 from tests.mutation import Change, mutated
 from tests.run.runs.homes import gone_on_from_the_first_checkpoint, lines_of
@@ -110,7 +110,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, RunConfi
     path = questions(folder)
     shared = config_of(folder, path, "shared", checkpoint__every=1)
     separate = config_of(folder, path, "separate", data__share_prefixes="none")
-    with patch("longspan.run.warm_up.needs_warm_up", return_value=True):  # as on GPUs, with the kinds of families
+    with patch("longspan.run.loop.needs_warm_up", return_value=True):  # as on GPUs, with the kinds of families
         said = run_in_float64(0, [shared, separate], 1)[0]
     return shared, separate, said
 
@@ -131,6 +131,25 @@ def test_questions_on_few_texts_are_trained_as_separate_documents(alone: tuple[R
     )
     row = read_metrics(Path(shared.run.dir) / "metrics.jsonl")[0]
     assert row["tokens"] == plan.tokens and row["spared_tokens"] == sum(whole) - plan.tokens
+
+
+def test_a_family_above_the_cap_is_said_once(alone: tuple[RunConfig, RunConfig, str], tmp_path: Path) -> None:
+    cap = 300
+    shared = alone[0]
+    divided = config_of(tmp_path, Path(shared.data.path), "divided", context__max_tokens_per_slot=cap)
+    said = run_in_float64(0, [divided], 1)[0]
+    plan = plans_of(shared)[0]
+    parents = plan.parents or ()
+    families = [[branch for branch, parent in enumerate(parents) if parent == prefix] for prefix in {*parents} - {-1}]
+    rows = {sum(plan.lengths[d] for d in (parents[family[0]], *family)): len(family) for family in families}
+    most = max(rows)
+    assert most > cap and len(plans_of(divided)) == 2
+    assert said.count("begin alike") == 1
+    assert (
+        f"step 1: {rows[most]} documents that begin alike have {most} rows as one family, and a group holds 300 "
+        "(context.max_tokens_per_slot 300 × degree 1): they are divided, or trained as separate documents"
+    ) in said, said
+    assert "begin alike" not in alone[2]
 
 
 def test_a_run_that_goes_on_has_the_same_plans(alone: tuple[RunConfig, RunConfig, str], tmp_path: Path) -> None:
@@ -208,11 +227,11 @@ def test_families_are_drawn(alone: tuple[RunConfig, RunConfig, str], capsys: pyt
 
 MUTANTS: dict[str, Change] = {
     "a prefix one row longer": (
-        "data.documents",
+        "data.corpus_documents",
         "return int(is_target.argmax()) if",
         "return int(is_target.argmax()) + 1 if",
     ),
-    "parts read from the beginning": ("data.documents", "return rows + self.start", "return rows"),
+    "parts read from the beginning": ("data.corpus_documents", "return rows + self.start", "return rows"),
     "another family's prefix": ("data.shared_prefixes", "source[part] = document", "source[part] = 0"),
     "parts one row early": ("data.shared_prefixes", "+ lengths[parent]\n", "+ lengths[parent] - 1\n"),
 }

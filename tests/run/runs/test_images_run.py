@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Confi
 from longspan.checkpoint.export import export_checkpoint
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.model.take_apart import freeze_image_modules
+from longspan.model.multimodal.image_modules import freeze_image_modules
 from longspan.run.metrics import read_metrics
 from tests.corpus.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows
 from tests.model.vision.models import MODELS, MROPE, QWEN, TEXT, tiny

@@ -16,15 +16,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
-from longspan.checkpoint import base as base_module
+from longspan.checkpoint import base as unadapted_module
 from longspan.checkpoint.base import weights_fingerprint
 from longspan.checkpoint.storage import read_metadata
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
-from longspan.cli.flags import parse_train
 from longspan.cli.main import main as cli_main
-from longspan.config.defaults import set_local_folders
+from longspan.cli.train_flags import parse_train
 from longspan.config.file import load_config, to_toml
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
 from longspan.model import load_model
@@ -344,7 +344,7 @@ def test_a_sum_covers_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert first not in {sum_of(**{name: changed}) for changed in changes}, name
     assert first == sum_of()
     monkeypatch.setattr(
-        base_module, "BLOCKS", 4
+        unadapted_module, "BLOCKS", 4
     )  # of a large folder not every byte is read, but the size and both ends are
     file, first = tmp_path / "model.safetensors", sum_of()
     whole = file.read_bytes()

@@ -16,7 +16,7 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.model import prepare
 from longspan.testing import run_ranks
-from longspan.train import training
+from longspan.train.run_model import prepare as preparing
 from tests.run.runs.homes import gone_on_from_the_first_checkpoint
 from tests.train.small import small_config, train_rank
 
@@ -46,7 +46,7 @@ def _train(rank: int, config: RunConfig, size: int) -> Trained:
             asked.update(options)
             return prepare(*parts, **options)
 
-        patch.setattr(training, "prepare", prepare_noting)
+        patch.setattr(preparing, "prepare", prepare_noting)
         train_rank(rank, replace(config, train=train, run=run), 2)
     trained = _read(Path(run.dir))
     assert list(asked["options"].checkpoint_policies) == trained.memory["measures"]

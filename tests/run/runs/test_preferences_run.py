@@ -15,19 +15,18 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from longspan.checkpoint.base import check_base_weights_unchanged, keep_base
+from longspan.checkpoint.base import check_base_weights_unchanged, record_base_weights
 from longspan.cli.eval import main as eval_main
-from longspan.cli.export import main as export_main
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, ModelError
 from longspan.model import load_model
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
-from longspan.train.training import add_configured_adapter
+from longspan.train.run_model.load import add_configured_adapter
 from tests.corpus.rows.conversations import says
 from tests.hf.stock import DenseHead
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, refusals, train_rows
@@ -206,7 +205,7 @@ def without_seconds(config: RunConfig) -> list[dict[str, Any]]:
 def test_saved_weights_are_evaluated_by_the_loss_of_their_run(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The card says the loss. Of other rows no reference is kept: the cross entropy of their answers is told."""
+    """Of other rows no reference is kept: the cross entropy of their answers is told."""
     config = run_of(tmp_path / "run", base, "dpo", **ALONE)
     train_rows(config, 1)
     (*_, trained) = read_metrics(Path(config.run.dir) / "metrics.jsonl")
@@ -219,8 +218,6 @@ def test_saved_weights_are_evaluated_by_the_loss_of_their_run(
     told = capfd.readouterr()
     (other,) = json.loads(told.out)["evaluations"]
     assert other["eval_perplexity"] > 1 and "by the reference model are kept" in told.err
-    assert export_main([config.run.dir, str(tmp_path / "model"), "--json"]) == 0
-    assert "| trained by | dpo, beta 0.3, label_smoothing 0.2 |" in (tmp_path / "model/README.md").read_text()
 
 
 def test_what_a_loss_does_not_take(base: Path, tmp_path: Path) -> None:
@@ -308,7 +305,7 @@ def test_every_loss_in_every_layout(base: Path, tmp_path: Path, exact: None, lay
 def test_the_weights_of_a_reference_model_are_those_that_a_run_began_with(base: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(base, tmp_path / "base"))
     config = load_config(None, {"model.path": str(folder), "train.loss": "dpo", "optimizer.lr": 1e-6})
-    keep_base(tmp_path, config)
+    record_base_weights(tmp_path, config)
     check_base_weights_unchanged(tmp_path, config, goes_on=True)
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"\1")

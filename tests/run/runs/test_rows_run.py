@@ -14,21 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from longspan.cli.eval import main as eval_main
 from longspan.cli.main import main
-from longspan.cli.plans.answer import open_run_documents
+from longspan.cli.plans.documents import open_planned_documents
 from longspan.cli.plans.gpu_run import GpuRun
-from longspan.cli.plans.question import choose_gpus
+from longspan.cli.plans.gpus import choose_gpus
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
-from longspan.data.documents import Corpus
-from longspan.data.run_order import (
-    count_held_out,
-    documents_line,
-    make_step_order,
-    order_lengths,
-    set_epoch_steps,
-    source_lines,
-)
+from longspan.data.corpus_documents import Corpus
+from longspan.data.run_epochs import documents_line, set_epoch_steps, source_lines
+from longspan.data.run_order import count_held_out, make_step_order, order_lengths
 from longspan.data.step_order import StepOrder
 from longspan.data.stream import Mixture
 from longspan.errors import ConfigError
@@ -233,7 +227,7 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(
     assert f"train.epochs {epochs:g}: {len(rows)} step" in out and "repeatedly" not in out
     assert re.search(rf"\nsteps +{len(rows)}, each of up to {min(tokens, epoch):,} tokens\n", out)
     run = GpuRun(config, choose_gpus(config, ranks, on_gpus=False), config.model.preset)
-    with open_run_documents(run, lambda line: None, estimate=False) as planned:
+    with open_planned_documents(run, lambda line: None, estimate=False) as planned:
         assert planned.facts.steps == len(rows)
         assert [sum(planned.facts.lengths_of_step(step)) for step in range(len(rows))] == [r["tokens"] for r in rows]
         assert re.match(read, planned.line)

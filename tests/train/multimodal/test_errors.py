@@ -15,11 +15,11 @@ from torch.optim import SGD
 from longspan import Layout, World, evaluate, run_step, save_model
 from longspan.errors import CommError, DataError, LongspanError, ModelError, NonFiniteError, PlanError
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
-from longspan.model.vision.image_tokens import ImageInput
+from longspan.model.vision.image_inputs import ImageInput
 from longspan.multimodal import MediaDocuments, MediaItem
 from longspan.testing import backend, run_ranks
 from longspan.train import clip_grad_norm, grad_norm
-from longspan.train.terms.encoders import find_tensors
+from longspan.train.terms.encoding import find_tensors
 from tests.model.stock import gradients_of, worst
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of

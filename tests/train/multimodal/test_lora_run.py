@@ -16,7 +16,7 @@ from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.data.stream import ORDER
 from longspan.errors import ConfigError, ModelError
 from longspan.model import add_mtp, load_model
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.run.checks import check_lora, refuse_encoder_without_images
 from longspan.run.set_up import _check_same_run
 from tests.model.vision.models import tiny

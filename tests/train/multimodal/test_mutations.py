@@ -12,7 +12,7 @@ from tests.mutation import mutated
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.oracle import LIMITS, Answers, Errors, answers_of, run
 
-PASS, OWNERS = "train.terms.encoders", "plan.items.encoding_plan"
+PASS, OWNERS = "train.terms.encoding", "plan.items.encoding_plan"
 FAN_IN = Case("2·2→2·2·1", documents="even")
 FAN_OUT = Case("2·2→1·2·2", documents="packed", waves="several")
 SHARED = Case("1·4→1·4·1", encoder="cp 2", owners="random")
@@ -38,8 +38,8 @@ MUTATIONS = {
         PASS, "stack.enter_context(sum_gradients_over_slots(module, self.encoder.world))", "pass", COPIES
     ),
     "gradients are averaged over the encoder's slots": Mutation(
-        PASS, "wave.bridge.back(_row_gradient(wave, output))",
-        "wave.bridge.back(_row_gradient(wave, output)) / self.encoder.world.home.slots", FAN_OUT,
+        PASS, "wave.bridge.carry_back(_row_gradient(wave, output))",
+        "wave.bridge.carry_back(_row_gradient(wave, output)) / self.encoder.world.home.slots", FAN_OUT,
     ),
     "the loss is divided by slots": Mutation(
         "train.passes", "return loss_sum / self.divisor",
@@ -56,29 +56,30 @@ MUTATIONS = {
     ),
     "a slice of what arrived is taken twice": Mutation(PASS, "starts[index] += rows", "pass", FAN_OUT),
     "rows of an item are reversed": Mutation(
-        "bridge.bridge", "rows.to(embeddings.dtype)[None]", "rows.to(embeddings.dtype).flip(0)[None]", FAN_IN
+        "bridge.item_rows", "rows.to(embeddings.dtype)[None]", "rows.to(embeddings.dtype).flip(0)[None]", FAN_IN
     ),
-    "rows are added to the embeddings": Mutation("bridge.bridge", ".index_copy(1", ".index_add(1", FAN_IN),
+    "rows are added to the embeddings": Mutation("bridge.item_rows", ".index_copy(1", ".index_add(1", FAN_IN),
     "owners of a shared item begin at its first row": Mutation(
         OWNERS, "parts.append(expand_runs(first + segments.start, first + segments.stop))",
         "parts.append(expand_runs(first, first + segments.stop - segments.start))", SHARED, "DataError",
     ),
     "labels in the places of items count": Mutation(
-        "train.read_rows",
+        "train.rows.read_rows",
         "np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))",
         "labels",
         FAN_IN,
         "PlanError",
     ),
     "documents' labels are not read": Mutation(
-        "train.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
+        "train.rows.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
     ),
     "documents' labels in the places of items are counted": Mutation(
         "data.item_documents", "document.targets - int((labels != NO_TARGET).sum())", "document.targets",
         LABELLED, "PlanError",
     ),
     "the norm leaves the encoders out": Mutation(
-        "train.step_end", "modules_and_worlds(model, world)", "modules_and_worlds(model, world)[:1]", FAN_IN, "loss"
+        "train.gradient_norm", "modules_and_worlds(model, world)",
+        "modules_and_worlds(model, world)[:1]", FAN_IN, "loss",
     ),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from longspan.config.file import load_config
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.kinds import HOST_STORE
+from longspan.model.marks import HOST_STORE
 from longspan.model.sharding import fsdp_modules
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_fixed
@@ -26,7 +26,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import run_step, step_end
 from longspan.train.optim import offload_states
 from longspan.train.optim.offload_states import OffloadedStates
-from longspan.train.training import make_optimizer
+from longspan.train.training import build_run_optimizer
 from tests.model.stock import prepare_untried, texts
 from tests.mutation import Change, mutated
 from tests.train.optim.test_offload_states import late
@@ -68,7 +68,7 @@ def _open(case: Case, world: World, *, hidden: bool) -> tuple[nn.Module, Any]:
     model = prepare_untried(model, world, **dict(case.options))
     world.seed = 7
     keys = {"optimizer.lr": 1e-2, "optimizer.stochastic_rounding": case.dtype == "bfloat16"}
-    optimizer = make_optimizer(load_config(None, keys), world, model)
+    optimizer = build_run_optimizer(load_config(None, keys), world, model)
     if hidden:
         store = _Store()
         for parameter in [*model.parameters()][::2] if case.on_host else ():
@@ -120,7 +120,7 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
     for name in names:
         case = CASES[name]
         with World(case.home, backend=backend(), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
-            patched.setattr(step_end, "sums_on_device", lambda world, chosen=case.on_device: chosen)
+            patched.setattr(step_end, "sums_stay_on_device", lambda world, chosen=case.on_device: chosen)
             (*expected, contents), (*others, other_contents) = (
                 _take_five_steps(case, world, root / name / str(hidden), hidden=hidden) for hidden in (False, True)
             )
@@ -133,8 +133,8 @@ def _late_updates(rank: int, root: Path, name: str) -> None:
     with World(Layout(1), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
         case = CASES[name]
         *expected, contents = _take_five_steps(case, world, root / "at once", hidden=False)
-        update = offload_states._Update._update_bucket  # which a gather must wait for
-        patched.setattr(offload_states._Update, "_update_bucket", late(update))
+        update = offload_states._OffloadedUpdate._update_bucket  # which a gather must wait for
+        patched.setattr(offload_states._OffloadedUpdate, "_update_bucket", late(update))
         *others, other_contents = _take_five_steps(case, world, root / "hidden", hidden=True)
         assert expected == others
         assert all(map(torch.equal, contents.values(), other_contents.values()))
@@ -164,14 +164,18 @@ def test_steps_evaluations_and_saves_are_the_same_bits(tmp_path: Path, names: Se
 
 
 MUTATIONS: dict[str, Change] = {
-    "a gather waits for no update": ("train.optim.offload_states", "self._make_current(group.fsdp_params)", "pass"),
+    "a gather waits for no update": (
+        "train.optim.offload_states",
+        "self._wait_for_updates_of(group.fsdp_params)",
+        "pass",
+    ),
     "states are read before their update ends": (
         "train.optim.offload_states",
         "self.finish_step()\n        return self.host_states",
         "return self.host_states",
     ),
     "an update under the next step's settings": (
-        "train.optim.offload_states",
+        "train.optim.state_buckets",
         "group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}",
         "pass",
     ),
@@ -239,8 +243,8 @@ def _fails(rank: int, root: Path) -> None:
         saved = save_checkpoint(root, model, optimizer, world, step=1)
         run_step(model, plan, texts(LENGTHS), world, optimizer, step=2)
         with pytest.MonkeyPatch.context() as patched:
-            store = offload_states._Update._store_bucket
-            patched.setattr(offload_states._Update, "_store_bucket", _third_time_fails(store))
+            store = offload_states._OffloadedUpdate._store_bucket
+            patched.setattr(offload_states._OffloadedUpdate, "_store_bucket", _third_time_fails(store))
             with pytest.raises(MemoryError) as caught:
                 run_step(model, plan, texts(LENGTHS), world, optimizer, step=3)
         assert "an update failed after 2 of" in caught.value.__notes__[0]

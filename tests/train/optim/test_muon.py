@@ -17,7 +17,7 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.weights.local_tensors import local_block, local_tensor
 from longspan.run.checks import check_optimizer
 from longspan.testing import backend, run_ranks
@@ -25,7 +25,7 @@ from longspan.train import build_optimizer
 from longspan.train.optim import muon
 from longspan.train.optim.muon import is_layer_matrix, orthogonalize
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
-from longspan.train.training import make_optimizer
+from longspan.train.training import build_run_optimizer
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried
 
@@ -133,7 +133,7 @@ def _open(family: str, world: World) -> tuple[Any, Any]:
     else:
         model = deep(family, torch.float64, layers=2)
     model = prepare_untried(model, world)
-    return model, make_optimizer(load_config(None, KEYS), world, model)
+    return model, build_run_optimizer(load_config(None, KEYS), world, model)
 
 
 def _step(model: Any, optimizer: Any, step: int) -> None:

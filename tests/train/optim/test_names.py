@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.config.file import load_config
-from longspan.config.sections import NamedGroup
+from longspan.config.text_values import NamedGroup
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.saving import weights_by_name
+from longspan.model.saving.whole_weights import weights_by_name
 from longspan.plan import plan_fixed
 from longspan.plan.memory.model_numbers import ModelNumbers
 from longspan.plan.memory.settings import MemorySettings
@@ -22,8 +22,8 @@ from longspan.plan.shape.name_patterns import meets_any
 from longspan.run.checks import check_config, check_optimizer
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from longspan.train.optim.names import check_named_groups, freeze_by_name
-from longspan.train.training import make_optimizer
+from longspan.train.optim.chosen_by_name import check_named_groups, freeze_by_name
+from longspan.train.training import build_run_optimizer
 from tests.model.deep import deep, deep_config
 from tests.model.stock import prepare_untried, texts
 
@@ -63,7 +63,7 @@ def _train(rank: int, home: Layout, changes: dict[str, Any]) -> dict[str, Tensor
         freeze_by_name(model, config.train.freeze)
         check_named_groups(model, config.optimizer.groups, stages=home.pp)
         prepared: Any = prepare_untried(model, world, offload_weights=config.train.offload_weights)
-        optimizer = make_optimizer(config, world, prepared)
+        optimizer = build_run_optimizer(config, world, prepared)
         for step in (1, 2, 3):
             plan = plan_fixed(LENGTHS, world.home, cp=min(2, world.home.slots))
             run_step(prepared, plan, texts(LENGTHS, seed=step), world, optimizer=optimizer)
@@ -182,7 +182,7 @@ def _groups(rank: int) -> dict[str, list[tuple[float, float, bool]]]:
     with World(Layout(1), backend=backend(), timeout=60) as world:
         for name, keys in (("muon", {"optimizer.class": "muon"}), ("8bit", {"optimizer.moments": "8bit"})):
             model: Any = prepare_untried(load_model(config=deep_config("qwen3", 4), dtype="float32"), world)
-            groups = make_optimizer(
+            groups = build_run_optimizer(
                 load_config(None, KEYS | {"model.dtype": "float32"} | keys), world, model
             ).param_groups
             rows[name] = [(g["lr"], g["weight_decay"], g.get("is_matrix", False)) for g in groups]

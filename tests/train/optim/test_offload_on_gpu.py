@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, optim
 from torch.utils._pytree import tree_leaves, tree_map
 
-from longspan.model.kinds import HOST_STORE
+from longspan.model.marks import HOST_STORE
 from longspan.train.optim import offload_states as module
 from longspan.train.optim.offload_states import OffloadedStates
 from tests.train.optim.test_offload_states import (
@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BUCKET = 1 << 20
 SHAPES = {"wide": (3, 410_000), "small": (7,), "matrix": (600, 700), "last": (5, 3), "never": (9,), "later": (600, 2)}
 GPU = torch.device("cuda", 0)
-COPIES = ((module._Copies, "fetch"), (module._Copies, "store"))
+COPIES = ((module._StateCopies, "fetch"), (module._StateCopies, "store"))
 LATE: dict[str, Any] = {
     "none": ((), None),
     "copies": (COPIES, lambda copies: (copies._to_device, copies._to_host)),
     "stores": (COPIES[1:], lambda copies: (copies._to_device, copies._to_host)),
-    "updates": (((module._Update, "_update_bucket"),), None),
+    "updates": (((module._OffloadedUpdate, "_update_bucket"),), None),
 }
 
 

@@ -19,14 +19,14 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.run import set_up
 from longspan.run.metrics import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train import offload_optimizer_states
 from longspan.train.optim.offload_states import OffloadedStates
-from longspan.train.training import make_optimizer
+from longspan.train.training import build_run_optimizer
 from tests.model.stock import prepare_untried
 from tests.train.small import small_config, train_rank, without_times
 
@@ -65,7 +65,7 @@ def _open(case: Case, world: World, *, on_host: bool) -> tuple[Any, Any]:
     model: Any = load_model(None, case.preset, dtype=case.dtype, vocab_size=64, seed=1)
     model = prepare_untried(add_lora(model, NewAdapter(rank=case.lora)) if case.lora else model, world)
     world.seed = 7
-    optimizer = make_optimizer(load_config(None, {"optimizer.lr": 1e-2} | case.keys), world, model)
+    optimizer = build_run_optimizer(load_config(None, {"optimizer.lr": 1e-2} | case.keys), world, model)
     return model, offload_optimizer_states(optimizer, world, bucket_bytes=BUCKET) if on_host else optimizer
 
 
@@ -138,11 +138,11 @@ def _train(config: RunConfig, steps: int, key: str, *, on_host: bool) -> list[di
     built = list[Any]()
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
-        built.append(make_optimizer(*arguments, **keywords))
+        built.append(build_run_optimizer(*arguments, **keywords))
         return built[-1]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(set_up, "make_optimizer", noted)
+        patched.setattr(set_up, "build_run_optimizer", noted)
         train_rank(0, replace(config, train=train), 1)
     assert [isinstance(optimizer, OffloadedStates) for optimizer in built] == [on_host]
     return [without_times(row) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]

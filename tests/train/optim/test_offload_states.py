@@ -14,18 +14,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longspan.comm import World
 from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
-from longspan.model.activations import host_offload
-from longspan.model.kinds import HOST_STORE
+from longspan.model import host_arena
+from longspan.model.marks import HOST_STORE
 from longspan.plan.memory.settings import UPDATES_PARTS
 from longspan.testing import backend, run_ranks
-from longspan.train.optim.offload_states import (
-    STATES,
-    OffloadedStates,
-    offload_optimizer_states,
-    total_state_bytes,
-)
-from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
+from longspan.train.optim.offload_states import OffloadedStates, offload_optimizer_states
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import OptimizerChoice
+from longspan.train.optim.state_buckets import STATES, total_state_bytes
+from longspan.train.optim.stochastic_rounding import RoundingBits
 
 BUCKET = 16 << 10
 CPU = torch.device("cpu")
@@ -214,7 +211,7 @@ def _refusals(rank: int) -> None:
                 offload_optimizer_states(optimizer, world)
         adamw = optim.AdamW(Model(torch.float32).to(world.device).parameters())
         with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError) as caught:
-            patched.setattr(host_offload, "free_host_bytes", lambda: 200_000 if rank else None)
+            patched.setattr(host_arena, "free_host_bytes", lambda: 200_000 if rank else None)
             offload_optimizer_states(adamw, world)
         each, said = total_state_bytes(adamw), str(caught.value)
         assert f"{2 * each:,} bytes" in said and f"{each:,} for one, and 200,000 are free" in said

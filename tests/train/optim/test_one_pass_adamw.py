@@ -10,21 +10,18 @@ import torch
 from torch import Tensor, nn, optim
 
 from longspan.errors import ModelError
+from longspan.train.optim.adamw_updates import Factors, Update, apply_update_by_torch, apply_updates
 from longspan.train.optim.offload_states import OffloadedStates
-from longspan.train.optim.one_pass_adamw import (
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
+from longspan.train.optim.optimizer import build_optimizer
+from longspan.train.optim.stochastic_rounding import (
     STREAMS,
-    Factors,
-    OnePassAdamW,
     Places,
     RandomKey,
     RoundingBits,
-    Update,
-    apply_update_by_torch,
-    apply_updates,
     random_words,
     rounding_noise,
 )
-from longspan.train.optim.optimizer import build_optimizer
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
 GROUP: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8, "maximize": False}

@@ -10,17 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from longspan.train.optim import one_pass_adamw
+from longspan.train.optim import adamw_updates
+from longspan.train.optim.adamw_updates import Factors, Update, apply_update_by_torch
 from longspan.train.optim.eight_bit_adamw import EightBitAdamW
-from longspan.train.optim.one_pass_adamw import (
-    Factors,
-    OnePassAdamW,
-    Places,
-    RandomKey,
-    RoundingBits,
-    Update,
-    apply_update_by_torch,
-)
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
+from longspan.train.optim.stochastic_rounding import Places, RandomKey, RoundingBits
 from tests.train.optim.test_one_pass_adamw import GROUP
 
 pytestmark = [
@@ -80,7 +74,7 @@ def update_differences(device: str, scale: float | None) -> list[str]:
         for into, place in ((expected, "cpu"), (results, device)):
             into.append(update._replace(**{n: _copy(getattr(update, n), place) for n in Update._fields[:4]}))
     factor = None if scale is None else torch.tensor(scale)
-    launches = one_pass_adamw.launch_update_kernels(results, None if factor is None else factor.to(device))
+    launches = adamw_updates.launch_update_kernels(results, None if factor is None else factor.to(device))
     assert launches <= 2 * 3 * len(DTYPES) < len(results) // 4, launches
     for update in expected:
         if factor is None or not factor.isnan():
@@ -112,7 +106,7 @@ def test_numbers_past_two_to_the_31_are_updated_alike(by_chance: bool) -> None:
         part = [tensor[first : first + 10_001].cpu() for tensor in (parameter, gradient, mean, square)]
         expected.append(Update(*part, factors, key, whole._replace(start=first) if whole else None))
         apply_update_by_torch(expected[-1])
-    one_pass_adamw.launch_update_kernels([Update(parameter, gradient, mean, square, factors, key, whole)], None)
+    adamw_updates.launch_update_kernels([Update(parameter, gradient, mean, square, factors, key, whole)], None)
     for first, update in zip(places, expected, strict=True):
         for name, result in (("parameter", parameter), ("mean", mean), ("square", square)):
             assert torch.equal(result[first : first + 10_001].cpu(), getattr(update, name)), (name, first)

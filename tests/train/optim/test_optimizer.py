@@ -10,23 +10,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from longspan.checkpoint.checkpoint import setting_names_by_parameter
+from longspan.checkpoint.optimizer_values import setting_names_by_parameter
 from longspan.comm import World
 from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
-from longspan.train.optim.optimizer import (
-    OptimizerChoice,
-    build_optimizer,
-    check_sharded_update,
-    has_weight_decay,
-    optimizer_class,
-    parameter_groups,
-    parse_optimizer_arguments,
-)
+from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
+from longspan.train.optim.optimizer_classes import optimizer_class, parse_optimizer_arguments
+from longspan.train.optim.parameter_groups import has_weight_decay, parameter_groups
 from longspan.train.optim.schedule import Schedule
+from longspan.train.optim.sharded_trial import check_sharded_update
 from tests.model.deep import deep
 
 

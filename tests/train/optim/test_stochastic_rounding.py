@@ -16,7 +16,8 @@ from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend
-from longspan.train.optim.one_pass_adamw import (
+from longspan.train.optim.optimizer import OptimizerChoice
+from longspan.train.optim.stochastic_rounding import (
     STREAMS,
     RandomKey,
     RoundingBits,
@@ -24,8 +25,7 @@ from longspan.train.optim.one_pass_adamw import (
     round_stochastically,
     rounding_noise,
 )
-from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.training import make_optimizer
+from longspan.train.training import build_run_optimizer
 from tests.train.multimodal.encoders import encoder_of
 from tests.train.multimodal.reference import HIDDEN, language_model_of
 
@@ -109,7 +109,7 @@ def test_an_encoder_has_its_own_learning_rate() -> None:
         encoder = Encoder(module=prepare_encoder(encoder_of("image", HIDDEN, torch.bfloat16), world), world=world)
         model = MultimodalModel({"image": encoder}, language_model, world)
         keys = {"optimizer.lr": 2.0**-6, "encoder.lr": 2.0**-9, "optimizer.class": "sgd", "optimizer.weight_decay": 0.0}
-        optimizer = make_optimizer(load_config(None, keys), world, model)
+        optimizer = build_run_optimizer(load_config(None, keys), world, model)
         assert {group["initial_lr"] for group in optimizer.param_groups} == {2.0**-9, 2.0**-6}
         for parameter in model.parameters():
             local_tensor(parameter.detach()).zero_()

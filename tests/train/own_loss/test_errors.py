@@ -14,7 +14,7 @@ from longspan import Document, DocumentLoss, Layout, LongspanError, World, plan_
 from longspan.errors import CommError, DataError, LossError, ModelError
 from longspan.testing import backend, run_ranks
 from longspan.train import MicroBatchLoss, build_optimizer
-from longspan.train.terms.token_loss import DISTRIBUTION_VALUES, distribution_values
+from longspan.train.log_probs import DISTRIBUTION_VALUES, distribution_values
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.stock import SIZES, VOCABULARY, prepare_untried, texts, tiny, weights_of

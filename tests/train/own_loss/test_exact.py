@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, run_step, token_log_probs
-from longspan.model.kinds import unwrap_peft_model
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import MicroBatchLoss

@@ -24,7 +24,7 @@ from longspan import (
     run_step,
     token_log_probs,
 )
-from longspan.model.kinds import unwrap_peft_model
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import MicroBatchLoss, SharedDocuments, share_prefixes
@@ -307,9 +307,9 @@ MUTATIONS = {
         "return int(is_target.argmax()) + 1 if",
     ),
     "rows of a loss count from the branch": (
-        "train.terms.token_loss",
-        "positions + rows_before(",
-        "positions + 0 * rows_before(",
+        "train.terms.loss_tokens",
+        "positions + shared_rows_before(",
+        "positions + 0 * shared_rows_before(",
     ),
     "tokens of a micro-batch count from the branch": (
         "train.terms.micro_batch_loss",

@@ -24,7 +24,7 @@ from tests.train.own_loss.dense import (
 )
 
 LOSS, OWN, ALL = "train.loss", "train.terms.", "weights tokens sets all"
-DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "token_loss"
+DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "collected_log_probs"
 SUM = 'self._world.control.sum_over_slots(local[ids].ravel().tolist(), "numbers of documents")'
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and the losses that show it
     "nothing": (None, ""),
@@ -39,8 +39,9 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.passes", "loss_sum / self.divisor", "loss_sum / self.divisor / len(self.plan.micro_batches)"),
         ALL),
     "mask forgotten in the divisor": (
-        ("train.passes", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"),
-        "weights tokens"),
+        ("train.step", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"), "weights"),
+    "mask forgotten in the divisor of a loss of one's own": (
+        (OWN + "loss_term", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"), "tokens"),
     "weights forgotten in the gradient": (
         (LOSS, "sum(dtype=torch.float64), slopes", "sum(dtype=torch.float64), -torch.ones_like(slopes)"),
         "weights"),
@@ -52,19 +53,19 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         (LOG_PROBS, "targets.weighted_rows(numbers, self._columns, self._scores)", "numbers"), "all"),
     "weights multiplied beside a loss of one's own": (
         (OWN + "token_loss", "total = losses.sum(",
-         'total = (losses * targets.rows(part, leaf.dtype)["weights"]).sum('),
+         'total = (losses * targets.loss_rows(part, leaf.dtype)["weights"]).sum('),
         "tokens"),
     "the loss called on padding": (
         (LOSS, "        losses = _no_loss\n", ""),
         "tokens"),
     "the loss called on rows without a label": (
-        ("train.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
+        ("train.rows.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
         ALL),
     "positions of the token that is predicted": (
-        (OWN + "token_loss", "to_device(self.path_positions[part]", "to_device(self.path_positions[part] + 1"),
+        (OWN + "loss_tokens", "to_device(self.path_positions[part]", "to_device(self.path_positions[part] + 1"),
         "tokens"),
     "a gradient of the softmax alone": (
-        ("train.loss", ".scatter_add_(1, columns, slopes.unsqueeze(1))", ""), ALL),
+        ("train.log_probs", ".scatter_add_(1, columns, slopes.unsqueeze(1))", ""), ALL),
     "a head's gradient of one chunk": ((LOSS, "        total += gradient", "        pass"), ALL),
 }  # fmt: skip
 BATCHES = (

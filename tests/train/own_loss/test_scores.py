@@ -25,11 +25,10 @@ from longspan.train import (
     PlannerConfig,
     ScoredDocument,
     reward_loss,
-    scores,
     token_log_probs,
     token_scores,
 )
-from longspan.train.training import load_run_model, read_model_configuration
+from longspan.train.run_model.load import load_run_model, read_model_configuration
 from tests.model.stock import SIZES, VOCABULARY, config_of, error, gradients_of, prepare_untried, random_model
 
 PAD = 3
@@ -207,7 +206,7 @@ def check_home(rank: int, home: Layout, cases: list[tuple[str, str]], make: Any 
                     ]
                     worst = max(abs(a - b).max(initial=0) for a, b in pairs)
                 else:
-                    worst = abs(scores(model, plan, given, world) - logits.numpy()).max()
+                    worst = abs(token_scores(model, plan, given, world).sums - logits.numpy()).max()
                 result = run_step(model, plan, given, world, loss=task.loss)
                 here = gradients_of(model)
                 worst_gradient = max(error(here[n], gradients[n]) for n in here)
@@ -291,13 +290,13 @@ def check_folders(rank: int, home: Layout, folder: str) -> list[Any]:
         save_model(prepare_untried(random_model(config_of("qwen3")), world), f"{folder}/causal", world)
         filled = [add_score_head(load_model(f"{folder}/causal", sharded=late), labels=3) for late in (False, True)]
         assert type(filled[0]) is transformers.Qwen3ForSequenceClassification
-        now, late = (scores(prepare_untried(scored, world), plan, given, world) for scored in filled)
+        now, late = (token_scores(prepare_untried(scored, world), plan, given, world).sums for scored in filled)
         assert now.shape == (8, 3) and np.array_equal(now, late)
         again = load_model(f"{folder}/own", dtype="float64", sharded=True)  # which prepare fills
         twice = prepare_untried(again, world)
         words = [ScoredDocument(x, rows="all") for x in IDS]
         all_rows = plan_fixed(LENGTHS, world.home, cp=1, targets=sum(LENGTHS))
-        sums = [scores(m, all_rows, words, world) for m in (own, twice)]
+        sums = [token_scores(m, all_rows, words, world).sums for m in (own, twice)]
         assert np.array_equal(*sums)
     return [len(here), max(errors)]
 

@@ -19,14 +19,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from longspan.comm import World
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
-from longspan.model import sharding
+from longspan.model import fsdp_passes
 from longspan.model.pipeline import pipeline
 from longspan.model.sharding import fsdp_modules, reduction_groups, sum_gradients_over_slots
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, run_step
-from longspan.train.step_end import clip_gradients, gradient_square_sum
+from longspan.train.gradient_norm import gradient_square_sum, scale_to_norm
 from tests.model.deep import answer, deep
 from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
 
@@ -58,7 +58,7 @@ def test_norms_of_gradients_in_any_type_and_clipping_that_rounds_once(dtype: tor
     before = [p.grad.clone() for p in parameters if p.grad is not None]
     wanted = torch.cat([gradient.double().flatten() for gradient in before]).norm().item()
     assert gradient_square_sum(parameters, _world()) ** 0.5 == pytest.approx(wanted, rel=NORMS[dtype])
-    clip_gradients(parameters, max_norm, norm)
+    scale_to_norm(parameters, max_norm, norm)
     factor = min(1.0, max_norm / (norm + 1e-6))
     for parameter, old in zip(parameters, before, strict=False):
         assert parameter.grad is not None
@@ -193,7 +193,7 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
         )
         blocks = [*reduction_groups([x for x in fsdp_modules(model) if isinstance(x, GradientCheckpointingLayer)])]
         results, begun, unsummed = list[dict[str, Tensor]](), Counter[int](), list[int]()
-        pre_forward, accumulate = FSDPParamGroup.pre_forward, sharding.accumulate_gathered_gradients
+        pre_forward, accumulate = FSDPParamGroup.pre_forward, fsdp_passes.accumulate_gathered_gradients
 
         def begin(group: Any, *arguments: Any) -> Any:
             begun[len(results)] += group in blocks
@@ -204,12 +204,15 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
             unsummed.append(sum(any(x is not None for x in whole) for whole in wholes))
             accumulate(groups)
 
-        for patched in (nullcontext(), patch.object(sharding, "leave_out_idle_hooks", lambda *_, **__: nullcontext())):
+        for patched in (
+            nullcontext(),
+            patch.object(fsdp_passes, "leave_out_idle_hooks", lambda *_, **__: nullcontext()),
+        ):
             with (
                 patched,
-                patch.object(pipeline, "leave_out_idle_hooks", sharding.leave_out_idle_hooks),
+                patch.object(pipeline, "leave_out_idle_hooks", fsdp_passes.leave_out_idle_hooks),
                 patch.object(FSDPParamGroup, "pre_forward", begin),
-                patch.object(sharding, "accumulate_gathered_gradients", add),
+                patch.object(fsdp_passes, "accumulate_gathered_gradients", add),
             ):
                 run_step(model, plan, documents, world)
             results.append({name: gradient.clone() for name, gradient in gradients_of(model).items()})
@@ -315,8 +318,7 @@ def _look(rank: int, ranks: int) -> None:
             _summed(sharding, plans)
         _sum_copies(rank)
         return
-    _with_and_without_hooks("free", torch.float32, True)
-    _with_and_without_hooks("pipeline", torch.bfloat16, False)
+    _with_and_without_hooks("free", torch.float32, True)  # pipelines and lockstep: with make test-all
     _frozen(ranks, 1, False, torch.float64)
     _refused(Layout(ranks), "backward")
     _own_clipping(Layout(ranks, ep=2), "qwen3-moe")
@@ -329,6 +331,7 @@ def _look_at_more(rank: int, ranks: int) -> None:
             _summed(sharding, plans)
         return
     _with_and_without_hooks("lockstep", torch.bfloat16, False)
+    _with_and_without_hooks("pipeline", torch.bfloat16, False)
     _refused(Layout(ranks), "weights")
     _refused(Layout(ranks, pp=2), "loss")
     _own_clipping(Layout(ranks, pp=2), "qwen3")

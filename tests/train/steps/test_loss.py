@@ -28,15 +28,15 @@ from longspan.model.seams.row_loss import OutputHead
 from longspan.plan import Group, MicroBatch, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import PlannerConfig, run_step
+from longspan.train.log_probs import uses_softmax_kernels
 from longspan.train.loss import (
     Targets,
     chunked_loss,
     cross_entropy,
     rows_per_chunk,
     summed_cross_entropy,
-    uses_softmax_kernels,
 )
-from longspan.train.read_rows import read_inputs_and_labels
+from longspan.train.rows.read_rows import read_inputs_and_labels
 from tests import parity
 from tests.model.stock import VOCABULARY, error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
 from tests.train.own_loss.dense import answer, rows_of, weighted

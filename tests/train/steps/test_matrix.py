@@ -62,11 +62,11 @@ Dropped = tuple[str, str, str]
 MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
     (("comm.tp_collectives", '_all_reduce(gradient, world_key, "sum of gradients over tp")', "gradient"),
      lambda c: c.tp == (2, False)),
-    (("model.tensor_parallel.tensor_parallel", "sum_partial_gradients(norm, key)", "pass"),
+    (("model.tensor_parallel.sequence_parallel", "sum_partial_gradients(norm, key)", "pass"),
      lambda c: c.tp[1]),
-    (("model.experts.experts", "by_row * weights.unsqueeze(2)).sum(1)", "by_row)[:, 0]"),
+    (("model.experts.visits", "by_row * weights.unsqueeze(2)).sum(1)", "by_row)[:, 0]"),
      lambda c: c.ep == 2 and c.family == "gpt-oss"),  # prepare() refuses the other family
-    (("model.experts.moe", "all_to_all_rows(x, sends,", "all_to_all_rows(x.detach(), sends,"), lambda c: c.ep == 2),
+    (("model.experts.moe", "send_routed_rows(x, sends,", "send_routed_rows(x.detach(), sends,"), lambda c: c.ep == 2),
     (("model.pipeline.stages", "local_slice.copy_(sum_parts([*parts.values()]))", "pass"),
      lambda c: c.family == "qwen3" and c.stages[0] == 2),
     (("model.sharding", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),

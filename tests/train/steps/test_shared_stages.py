@@ -128,7 +128,7 @@ MUTANTS: dict[str, tuple[Change, Callable[[parity.Errors], bool]]] = {
         lambda errors: errors.gradients > 1e-3,
     ),
     "that a parameter is counted once": (
-        ("train.step_end", "if parameter not in skipped", "if True"),
+        ("train.gradient_norm", "if parameter not in skipped", "if True"),
         lambda errors: errors.norm > 1e-6,
     ),
 }

@@ -15,7 +15,7 @@ from longspan.errors import NonFiniteError, PlanError
 from longspan.layout import Layout
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import offload_optimizer_states, run_step, step, step_end
+from longspan.train import gradient_norm, offload_optimizer_states, run_step, step, step_end
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import build_optimizer
 from tests.model.stock import prepare_untried, texts, tiny, weights_of
@@ -55,11 +55,11 @@ def _on_device(*, chosen: bool) -> Iterator[list[str]]:
             patched.setattr(Tensor, name, noting(name))
         patched.setattr(step, "launch_passes", launch)
         patched.setattr(OnePassAdamW, "step", update)
-        of_mesh = step_end._FirstCopies._is_first_copy  # a mesh is a tensor of the host
-        patched.setattr(step_end._FirstCopies, "_is_first_copy", _uncounted(of_mesh, counting))
-        patched.setattr(step_end, "sums_on_device", lambda world: chosen)
+        of_mesh = gradient_norm._FirstCopies._is_first_copy  # a mesh is a tensor of the host
+        patched.setattr(gradient_norm._FirstCopies, "_is_first_copy", _uncounted(of_mesh, counting))
+        patched.setattr(step_end, "sums_stay_on_device", lambda world: chosen)
         if chosen:
-            patched.setattr(step_end, "_gather_and_sum", _uncounted(step_end._gather_and_sum, counting))
+            patched.setattr(step_end, "_sum_over_channel", _uncounted(step_end._sum_over_channel, counting))
         yield reads
 
 

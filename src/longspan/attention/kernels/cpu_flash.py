@@ -69,7 +69,9 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _split_into_dense_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
-    """At most two calls a tile without a window, else masked bands of rows."""
+    """Yield the calls of a launch: at most two for each tile without a window, else one for each band of _BAND_ROWS
+    rows, with a mask.
+    """
     for tile in launch.tiles:
         if tile.left is None and (tile.right in (None, 0) or tile.queries == 1):
             yield from dense_calls(tile)
@@ -88,5 +90,6 @@ def _add_batch_dim(x: Tensor) -> Tensor:
 
 
 def _pad_to_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill up the heads of q, k and v with zeros to the larger of both head sizes, as torch's kernel takes one."""
     size = max(q.shape[2], v.shape[2])
     return pad_heads(q, size), pad_heads(k, size), pad_heads(v, size)

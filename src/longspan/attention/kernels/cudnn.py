@@ -26,6 +26,7 @@ _HEAD_SIZE_MULTIPLE = 8
 
 @cache
 def unsupported_reason(device: torch.device) -> str:
+    """Return what cuDNN or the GPU lacks for this kernel, as "needs …, got …"; "" for nothing."""
     version = torch.backends.cudnn.version()
     if version is None or version < _VERSION:
         return f"needs cuDNN {_version_text(_VERSION)}, got {'none' if version is None else _version_text(version)}"
@@ -48,6 +49,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv) of this block, in the accumulation dtype.
+
+    Each dense call gets the lse over all blocks, so that its gradients are parts of the whole ones and are added up.
+    """
     q, k, v, out, lse = saved
     totals = tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for dense in split_into_dense_calls(launch):
@@ -64,21 +69,23 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def split_into_dense_calls(launch: Launch) -> Iterator[DenseCall]:
-    """Each call is full, or causal with as many keys as rows."""
+    """Yield the calls of all tiles, one tile after another: full ones, or causal ones with as many keys as rows."""
     return chain.from_iterable(map(dense_calls, launch.tiles))
 
 
 def _is_too_small(dense: DenseCall) -> bool:
-    """cuDNN takes no single row or key."""
+    """Whether a call has a single row or key, which cuDNN does not take."""
     return min(dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start) == 1
 
 
 def _launch_of_dense_call(dense: DenseCall, launch: Launch) -> Launch:
+    """Return a launch whose one tile is this call, over its own rows and keys, for the reference kernel."""
     rows, keys = dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start
     return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if dense.causal else None),)), launch.device)
 
 
 def _call_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend with cuDNN from q (Tq, N, H) to k and v: out (Tq, N, Hv) in their dtype, lse (Tq, N) float32."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(_add_batch_dim(x) for x in (q, k, v)), None, True, 0.0, causal, False, scale=scale
     )
@@ -86,21 +93,22 @@ def _call_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 
 
 def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """Return cuDNN's dq, dk and dv of one dense call, whose out and lse are over the keys of all blocks."""
     q, k, v, out, lse = saved
     heads_first = lse.float().transpose(0, 1).contiguous()[None]  # (1, N, Tq)
-    unread = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, at dropout 0
-    none = None  # bias and boundaries of variable lengths: torch takes None for an undefined tensor
+    unread_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, and its offset; dropout is 0
+    absent = None  # bias and boundaries of variable lengths: torch takes None for an undefined tensor
     # torch keeps cuDNN's plans by the strides of q, k and v only, so those of out and dout must always be the same.
     dout = dout.contiguous()
     out = out.to(q.dtype).contiguous()
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(_add_batch_dim(x) for x in (dout, q, k, v, out)),
         heads_first.unsqueeze(-1) if _lse_has_last_dim(q.device) else heads_first,
-        unread,
-        unread,
-        none,
-        none,
-        none,
+        unread_seed,
+        unread_seed,
+        absent,
+        absent,
+        absent,
         q.shape[0],
         k.shape[0],
         0.0,
@@ -112,7 +120,9 @@ def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tu
 
 @cache
 def _lse_has_last_dim(device: torch.device) -> bool:
-    """This torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T)."""
+    """Whether this torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T); it is tried out
+    once.
+    """
     x = torch.zeros((1, 1, 64, 64), dtype=torch.bfloat16, device=device)
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         x, x, x, None, True, 0.0, False, False, scale=1.0

@@ -23,6 +23,7 @@ _HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 
 @cache
 def unsupported_reason(device: torch.device) -> str:
+    """Return what this installation or GPU lacks for FlashAttention-4, as "needs …"; "" for nothing."""
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "needs the extra fa4, which is not installed: pip install 'longspan[fa4]'"
     return unsupported_capability_reason(device, range(9, 12), "9 to 11")
@@ -30,7 +31,9 @@ def unsupported_reason(device: torch.device) -> str:
 
 @cache
 def _kernel_interface() -> Any:
-    """Warnings meant for the kernel's authors are not shown: those of the import, and one of every compilation."""
+    """Import the kernels' module, without the warnings meant for its authors: those of the import, and one of every
+    compilation.
+    """
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -56,9 +59,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv) of this block, from the lse over the keys of all blocks.
+
+    `out` may be the deltas, dout · out (T, N). The kernel computes dout · out − dlse: with out 0 and dlse −deltas the
+    same.
+    """
     q, k, v, out, lse = saved
     options: dict[str, Any] = {}
-    # `out` may be the deltas, dout · out. The kernel computes dout · out − dlse: with out 0 and dlse −deltas the same.
     if out.ndim == 2:
         options["dlse"] = _lay_out_lse(-out, launch)
         out = torch.zeros_like(dout)
@@ -79,18 +86,24 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def takes_deltas(call: AttendCall) -> bool:
-    """The kernels for heads of 256 on Blackwell do not."""
+    """Whether backward of this call takes dout · out in place of the output: all kernels but those for heads above 128
+    on Blackwell.
+    """
     return max(call.head_dim, call.value_dim) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
 
 
 def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:
-    """(Tq, N) to heads first, and (1, N, Tq) for one tile"""
+    """Return numbers (Tq, N) heads first, as the kernel takes them: (N, Tq), and (1, N, Tq) for a launch of
+    one tile.
+    """
     heads_first = x.transpose(0, 1).contiguous()
     return heads_first[None] if len(launch.tiling) == 1 else heads_first
 
 
 def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """A single tile is a dense call, of tensors (1, T, heads, size) and without lengths."""
+    """Return the padded tensors of a call, and its lengths by name. One tile is a dense call, of tensors (1, T, heads,
+    size) without lengths.
+    """
     size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZE_MULTIPLE) * _HEAD_SIZE_MULTIPLE
     tensors = tuple(pad_heads(x, size) for x in tensors)
     if len(launch.tiling) == 1:
@@ -106,6 +119,7 @@ def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], d
 
 
 def _mask_arguments(launch: Launch) -> dict[str, Any]:
+    """Return the mask of a launch as keywords of the kernel."""
     if launch.left is None and launch.right == 0:
         return {"causal": True}
     return {"window_size_left": launch.left, "window_size_right": launch.right}

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Dropout, Saved
+from longspan.attention.call import AttendCall, Saved
+from longspan.attention.dropout import Dropout
 from longspan.attention.rows import NO_KEY, accumulation_dtype
 from longspan.attention.tiles import Launch, Tile, visible_keys
 
@@ -66,18 +67,21 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         dq[rows] = torch.einsum("kgqs,skh->qkgh", dscores, k_rows).flatten(1, 2)
         dk[keys] += torch.einsum("kgqs,qkgh->skh", dscores, q_rows)
     if call.latents:
-        of_values, dk = dk.split([v.shape[2], k.shape[2] - v.shape[2]], -1)
-        dv += of_values
+        value_share, dk = dk.split([v.shape[2], k.shape[2] - v.shape[2]], -1)
+        dv += value_share
     return dq, dk, dv
 
 
 def _whole_keys(k: Tensor, v: Tensor, call: AttendCall) -> Tensor:
+    """Return the keys (Tk, K, H) to multiply queries with: k itself, or with latents the numbers of v and then those of
+    k.
+    """
     return torch.cat((v, k), -1) if call.latents else k
 
 
 def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:
-    """Tiles are cut by rows to `_BYTES_AT_ONCE` for the scores of one and what is made of them; a single row is not
-    cut.
+    """Yield the tiles cut by rows, so that the scores of one and what is made of them take _BYTES_AT_ONCE; one row is
+    not cut.
     """
     bytes_of_score = _NUMBERS_PER_SCORE * dtype.itemsize + (0 if dropout is None else _HASH_BYTES)
     for tile in launch.tiles:
@@ -85,6 +89,7 @@ def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout 
 
 
 def _dropout_factors(dropout: Dropout, launch: Launch, tile: Tile, weights: Tensor) -> Tensor:
+    """Return what dropout multiplies each weight of a tile by, shaped like the weights (K, G, Tq, Tk)."""
     kv_heads, per_head = weights.shape[:2]
     return dropout.factors(launch, tile, kv_heads * per_head, weights.dtype).view_as(weights)
 
@@ -95,12 +100,15 @@ def _group_heads(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
-    """Scores (K, G, Tq, Tk) of all pairs, those that the mask hides too."""
+    """Return the scores (K, G, Tq, Tk) of all pairs, scaled and soft-capped; those that the mask hides are
+    among them.
+    """
     scores = torch.einsum("qkgh,skh->kgqs", q, k).mul_(call.scale)
     return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
 def _mask_scores_(scores: Tensor, tile: Tile, launch: Launch, call: AttendCall) -> Tensor:
+    """Set the scores (K, G, Tq, Tk) of keys that rows do not see, or have not chosen, to −inf in place; return them."""
     for seen in (visible_keys(tile, scores.device), _chosen_keys(tile, launch, call.indices)):
         if seen is not None:
             scores.masked_fill_(~seen, -torch.inf)

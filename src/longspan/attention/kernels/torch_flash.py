@@ -39,6 +39,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv) of this block, from the lse over the keys of all blocks.
+
+    Heads go through the kernel some at a time where all have more elements than it can count.
+    """
     q, k, v, out, lse = saved
     size = _padded_head_dim(q, v)
     tensors = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse]
@@ -50,6 +54,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) -> tuple[Tensor, ...]:
+    """Return the kernel's dq, dk and dv for (dout, q, k, v, out, lse) of some heads, padded to one head size."""
     *tensors, lse = saved
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # seed and offset, unread at dropout 0
     return torch.ops.aten._flash_attention_backward(
@@ -67,9 +72,10 @@ def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) ->
 
 
 def _max_kv_heads(q: Tensor, k: Tensor, launch: Launch) -> int:
-    """How many key heads, with their query heads, the kernel can sum dq for in one call: it indexes the elements of
-    that sum in 32 bits, in whole blocks of rows and of 64 columns. Past MAX_SUM_ELEMENTS of them it writes to wrong
-    addresses (an illegal address on an H200, torch 2.11).
+    """Return how many key heads, with their query heads, the kernel can sum dq for in one call.
+
+    It indexes the elements of that sum in 32 bits, in whole blocks of rows and of 64 columns. Past MAX_SUM_ELEMENTS of
+    them it writes to wrong addresses (an illegal address on an H200, torch 2.11).
     """
     rows = q.shape[0] + _BLOCK_ROWS * len(launch.tiling)
     elements_of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
@@ -81,6 +87,9 @@ def _is_causal(launch: Launch) -> bool:
 
 
 def _mask_arguments(launch: Launch) -> dict[str, int]:
+    """Return the limits of a launch as keywords of the kernel; none where it is causal, which is an argument of its
+    own.
+    """
     if _is_causal(launch):
         return {}
     limits = {"window_size_left": launch.left, "window_size_right": launch.right}
@@ -88,8 +97,10 @@ def _mask_arguments(launch: Launch) -> dict[str, int]:
 
 
 def _max_lengths(launch: Launch) -> tuple[int, int]:
-    """With max_seqlen_q 1 the kernel folds head groups into rows, and its log-sum-exp with them, so it gets at least 2.
-    If a window has no limit on its right, the kernel takes max_seqlen_k for the limit: too few keys if there are more
+    """Return the most query rows and the most keys of a tile, as the kernel has to be told.
+
+    With max_seqlen_q 1 the kernel folds head groups into rows, and its log-sum-exp with them, so it gets at least 2. If
+    a window has no limit on its right, the kernel takes max_seqlen_k for the limit: too few keys if there are more
     queries, so it gets at least as many as queries (torch 2.11).
     """
     queries, keys = launch.max_lengths
@@ -98,4 +109,5 @@ def _max_lengths(launch: Launch) -> tuple[int, int]:
 
 
 def _padded_head_dim(q: Tensor, v: Tensor) -> int:
+    """Return the larger head size of q and v, rounded up to a multiple of 8."""
     return -(-max(q.shape[2], v.shape[2]) // 8) * 8

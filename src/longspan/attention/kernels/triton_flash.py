@@ -6,7 +6,6 @@ of keys, so that nothing is added by two of them and results are the same bits e
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -16,8 +15,10 @@ from torch import Tensor
 from longspan.attention.call import AttendCall, Saved, unsupported_capability_reason
 from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
+from longspan.lazy import import_triton_kernels
 
 LARGEST = 512
+_KERNELS = "longspan.attention.kernels.triton_flash_kernels"
 
 
 class BlockSizes(NamedTuple):
@@ -58,14 +59,10 @@ _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of it
 
 @cache
 def unsupported_reason(device: torch.device) -> str:
+    """Return what this installation or GPU lacks for Triton's kernels, as "needs …"; "" for nothing."""
     if find_spec("triton") is None:
         return "needs triton, which torch's builds for GPUs bring"
     return unsupported_capability_reason(device, range(8, 100), "8.0")
-
-
-@cache
-def _flash_kernels() -> Any:
-    return import_module("longspan.attention.kernels.triton_flash_kernels")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
@@ -77,7 +74,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
     def launch_blocks(blocks: BlockSizes) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
-        _flash_kernels().forward[len(block_list), q.shape[1]](
+        import_triton_kernels(_KERNELS).forward[len(block_list), q.shape[1]](
             *(q, k, v, out, lse, block_list, *launch.cu_seqlens, *bits, q.shape[1] // k.shape[1]),
             *_score_arguments(launch, call),
             *strides_of(q, k, v),
@@ -101,7 +98,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
     def launch_query_gradients(blocks: BlockSizes) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
-        _flash_kernels().query_gradients[len(block_list), q.shape[1]](
+        import_triton_kernels(_KERNELS).query_gradients[len(block_list), q.shape[1]](
             *(*tensors, dq, block_list, *shared), **constants, **blocks.constants
         )
 
@@ -110,7 +107,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         block_list = launch.blocks(blocks.keys, of_keys=True)
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _MAX_JOINT_WIDTH
         for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
-            _flash_kernels().key_gradients[len(block_list), k.shape[1]](
+            import_triton_kernels(_KERNELS).key_gradients[len(block_list), k.shape[1]](
                 *(*tensors, dk, dv, block_list, *shared),
                 WANTS_K=wants[0],
                 WANTS_V=wants[1],
@@ -124,7 +121,9 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor | None]:
-    """A bit for each row and key of each tile, in words of 64, and the word that each tile begins at: int64."""
+    """Return a bit for each row and key of each tile, set where the row has chosen the key, in words of 64, and the
+    word that each tile begins at: both int64, None without indices.
+    """
     if call.indices is None:
         return None, None
     places, place_starts, bit_starts, words = launch.chosen_keys
@@ -132,7 +131,7 @@ def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor 
     rows, columns = _PACKED
     block_list = launch.blocks(rows, of_keys=False)
     indices = call.indices.contiguous()
-    _flash_kernels().pack_bits[(len(block_list),)](
+    import_triton_kernels(_KERNELS).pack_bits[(len(block_list),)](
         *(indices, bits, block_list, *launch.cu_seqlens, places, place_starts, bit_starts),
         *(indices.shape[1], rows, columns),
     )
@@ -146,7 +145,10 @@ def launch_fitting_blocks(
     v: Tensor,
     launch_blocks: Callable[[BlockSizes], None],
 ) -> None:
-    """The first blocks of the table that fit the device's shared memory are taken; later calls begin with them."""
+    """Call `launch_blocks` with the first blocks of the table, by head size, that fit the device's shared memory.
+
+    Which they are is remembered by kernel, head sizes, dtype and device: later calls begin with them.
+    """
     key = (name, padded_size(q), padded_size(v), q.dtype, q.device)
     choices = table[max(_MIN_TABLE_WIDTH, padded_size(q), padded_size(v))]
     for index in range(_fitting.get(key, 0), len(choices)):
@@ -154,17 +156,22 @@ def launch_fitting_blocks(
             launch_blocks(choices[index])
             _fitting[key] = index
             return
-        except _flash_kernels().OutOfResources:
+        except import_triton_kernels(_KERNELS).OutOfResources:
             if index + 1 == len(choices):
                 raise
 
 
 def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:
-    """For absent ones, which HAS_… leaves out, any number."""
+    """Return scale, soft cap and limits as the kernels take them; for an absent one, which HAS_… leaves out, any
+    number.
+    """
     return call.scale, call.softcap or 1.0, launch.left or 0, launch.right or 0
 
 
 def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[str, Any]:
+    """Return the compile-time constants of a launch: which parts of the mask it has, and the head sizes with their
+    padded widths.
+    """
     return {
         "HAS_CAP": call.softcap is not None,
         "HAS_LEFT": launch.left is not None,
@@ -178,9 +185,10 @@ def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> d
 
 
 def padded_size(x: Tensor) -> int:
-    """A power of two, 16 at least, as Triton takes it."""
+    """Return the head size of x as the power of two, 16 at least, that Triton's blocks take."""
     return max(16, 1 << (x.shape[2] - 1).bit_length())
 
 
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of rows and of heads of each tensor, one tensor after another."""
     return tuple(stride for x in tensors for stride in x.stride()[:2])

@@ -5,7 +5,6 @@ attention has them in its absorbed form. Forward and backward cost rows × chose
 float32 atomics, whose order differs from run to run: not for deterministic mode.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from longspan.attention.kernels.triton_flash import (
 )
 from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
+from longspan.lazy import import_triton_kernels
 
 # By the value's width, from 128: heads (`rows`) and keys of a block, warps, stages of loads in flight. Those of 128 and
 # 512 are the fastest of four to six on an H200.
@@ -66,12 +66,13 @@ def _launch_on_runs(
     launch: Launch,
     call: AttendCall,
 ) -> None:
-    """Launch a kernel for runs of rows, whose lists of keys are made before: which keys of its choice a row sees here.
+    """Launch the kernel `name` on runs of rows; before each run, list which keys of its choice every row sees here.
 
-    A program has 16 heads at least, as products have.
+    `tensors` are q, k, v and in backward dout; `contiguous` the tensors that the kernel reads or writes besides, in its
+    order. Runs are so long that their lists take _LISTED_BYTES. A program has 16 heads at least, as products have.
     """
     assert call.indices is not None
-    kernels = import_module("longspan.attention.kernels.triton_gathered_kernels")
+    kernels = import_triton_kernels("longspan.attention.kernels.triton_gathered_kernels")
     indices = call.indices.contiguous()
     places, place_starts, *_ = launch.chosen_keys
     q, k, v, *dout = (contiguous_heads(x) for x in tensors)
@@ -88,9 +89,21 @@ def _launch_on_runs(
             *(launch.left or 0, launch.right or 0),
             **limits,
         )
-        of_run = (*contiguous, lists, counts, rows, launch.cu_seqlens[0], columns, heads, call.scale, *strides)
+        run_arguments = (
+            *contiguous,
+            lists,
+            counts,
+            rows,
+            launch.cu_seqlens[0],
+            columns,
+            heads,
+            call.scale,
+            *strides,
+        )
 
-        def launch_blocks(blocks: BlockSizes, of_run: tuple[Any, ...] = of_run, programs: int = len(rows)) -> None:
+        def launch_blocks(
+            blocks: BlockSizes, run_arguments: tuple[Any, ...] = run_arguments, programs: int = len(rows)
+        ) -> None:
             at_once = min(blocks.rows, max(16, 1 << (heads - 1).bit_length()))
             launched = {
                 "HEADS": at_once,
@@ -98,6 +111,8 @@ def _launch_on_runs(
                 "num_warps": blocks.warps,
                 "num_stages": blocks.stages,
             }
-            getattr(kernels, name)[programs, -(-heads // at_once)](q, k, v, *dout, *of_run, **sizes, **launched)
+            getattr(kernels, name)[programs, -(-heads // at_once)](
+                q, k, v, *dout, *run_arguments, **sizes, **launched
+            )
 
         launch_fitting_blocks(f"gathered {name}", table, k, v, launch_blocks)

@@ -17,15 +17,15 @@ from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, 
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
 from longspan.comm import World
-from longspan.comm.device_memory import allocator_retries, peak_reserved_bytes
+from longspan.comm.device import allocator_retries, peak_reserved_bytes
 from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
-from longspan.data.document import synthetic_documents
+from longspan.data.synthetic_documents import synthetic_documents
 from longspan.errors import ConfigError
 from longspan.model.execution import model_execution
 from longspan.model.layers import vocabulary_size
-from longspan.model.seams.call_rules import refuse_randomness
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops
@@ -38,7 +38,9 @@ from longspan.run.collect_facts import mixers_text
 from longspan.run.profile import wait_for_gpu
 from longspan.run.watches import allocator_retries_text
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.run_model.load import load_run_model
+from longspan.train.run_model.prepare import prepare_run_model
+from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
 
 Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # names of rows, and what measures each
@@ -66,6 +68,7 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
 
 
 def _planner_cases(settings: StepSettings, world: World) -> Cases:
+    """Yield a case for each planner and batch, all over one model, whose memory is free once the last is measured."""
     if settings.planners:
         training = make_training(settings, world)
         for batch in settings.batches():
@@ -85,7 +88,9 @@ def rows_note(batch: StepSettings, settings: StepSettings) -> str:
 
 
 def make_training(settings: StepSettings, world: World) -> Training:
-    """As a run does: what layers keep, and the rows of a slot if "auto", are chosen before the model is made."""
+    """Load and prepare the model of a bench, with its optimizer; entered by all ranks.
+
+    As a run does: what layers keep, and the rows of a slot if "auto", are chosen before the model is made."""
 
     def log(line: str) -> None:
         if world.rank == 0:
@@ -103,14 +108,14 @@ def make_training(settings: StepSettings, world: World) -> Training:
     refuse_randomness(model)
     if (execution := model_execution(model)).mixers:
         log(mixers_text(execution, world.device, config.context.partition))
-    optimizer = make_optimizer(config, world, model, memory=memory)
+    optimizer = build_run_optimizer(config, world, model, memory=memory)
     return Training(config, world, model, optimizer, resolved.cost, memory=memory)
 
 
 def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Facts) -> Resolved:
     """Rows and mode are those of the first planner, or the rows that a run has kept; memory suits all of them."""
-    if config.context.max_tokens_per_slot == AUTO and (kept := read_kept_rows(config, len(facts.home.ranks))):
-        config = set_rows(config, kept.rows)
+    if config.context.max_tokens_per_slot == AUTO and (kept_rows := read_kept_rows(config, len(facts.home.ranks))):
+        config = set_rows(config, kept_rows.rows)
     resolved = resolve(config.with_keys("context", planner=planners[0]), facts)
     if resolved.memory is None or len(planners) == 1:
         return resolved
@@ -123,6 +128,7 @@ def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Fac
 
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
+    """Time steps of synthetic documents under a planner, and return their row of the record."""
     training = replace(training, config=training.config.with_keys("context", planner=planner))
     started = time.perf_counter()
     plan = training.training_choice.plan(settings.lengths, settings.home)
@@ -260,6 +266,7 @@ def record_text(record: dict[str, Any]) -> str:
 
 
 def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
+    """Return the cells of a row under `_NAMES`; a peer, which has no plan, lacks what is predicted."""
     planned = "predicted_seconds" in row
     return (
         row["name"],
@@ -280,6 +287,7 @@ CPU_RANKS = 2
 
 
 def main(argv: Sequence[str], peers: Peers | None = None) -> int:
+    """Run the bench, and after the planners what `peers` measure; returns the exit code."""
     flags, config = parse_step_flags(argv)
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, config, ranks, backend, ["longspan", "bench", "step", *argv])

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from longspan.bench.benches import BenchFlags, change_layer_count
 from longspan.cli.flags import Groups, Word, parse_flags
 from longspan.cli.plans.planning import SourceFlags, read_lengths
-from longspan.config.defaults import compute_dtype, resolve_defaults, set_local_folders
+from longspan.config.defaults import resolve_defaults
+from longspan.config.dtypes import compute_dtype
 from longspan.config.file import read_file
 from longspan.config.keys import AUTO, NOT_GIVEN
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import (
     ContextConfig,
     LoraSection,
@@ -182,6 +184,7 @@ class StepSettings:
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
     def plan(self, planner: str) -> Plan:
+        """Plan the documents together by this planner. Raises PlanError where they do not fit."""
         choice = PlannerConfig.training(
             self.config.with_keys("context", planner=planner),
             cost=self.cost,
@@ -190,6 +193,7 @@ class StepSettings:
         return choice.plan(self.lengths, self.home)
 
     def to_json(self) -> dict[str, Any]:
+        """Return what the record of a bench says of its settings."""
         config = self.config
         text = self.configuration.get_text_config()
         experts = read_experts(text).of_layer
@@ -222,7 +226,7 @@ def make_settings(
     documents = read_documents(flags, home.slots, gpu=gpu)
     if gpu and not (flags.config or config.model.source or config.model.preset):
         config = config.with_keys("model", preset="qwen3-8b")
-    configuration = _fit_configuration(flags, config, max(documents.lengths))
+    configuration = _read_timed_configuration(flags, config, max(documents.lengths))
     if not flags.config:
         config = _set_limits(flags, config, documents, home, gpu=gpu)
     config = _make_timed_config(resolve_defaults(config, ranks), max(documents.lengths), ranks, planners)
@@ -275,6 +279,10 @@ def make_settings(
 
 
 def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
+    """Return the planners to time: those of --planners, else that of CONFIG.toml, else PLANNERS; () for "none".
+
+    Raises ConfigError for a name that is neither one of PLANNERS nor dotted.
+    """
     names = ", ".join(PLANNERS)
     named = config.context.planner if flags.config else ""
     default = ",".join(PLANNERS) if named in ("", AUTO) else named
@@ -286,9 +294,10 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     return planners
 
 
-def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
-    """With the layers of --layers and positions for the longest document."""
-    from longspan.train.training import read_model_configuration, scale_positions
+def _read_timed_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
+    """Return the model's configuration, with the layers of --layers and positions for the longest document."""
+    from longspan.train.run_model.load import read_model_configuration
+    from longspan.train.run_model.rope_scaling import scale_positions
 
     configuration = read_model_configuration(config, config.data.vocab_size)
     if flags.layers:
@@ -321,8 +330,10 @@ def _set_limits(
 
 
 def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
-    """With learning rate 0, for documents of up to `longest` tokens. The configuration is checked first, with the rate
-    that it gives or else 1, as a run must have one.
+    """Return the configuration with learning rate 0, for documents of up to `longest` tokens and without evaluations.
+
+    It is checked under each planner first, with the rate that it gives or else 1, as a run must have one. Raises
+    ConfigError or LayoutError.
     """
     data = replace(config.data, max_document_tokens=longest)
     evaluation = replace(config.evaluation, documents=0)

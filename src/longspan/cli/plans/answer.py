@@ -8,39 +8,24 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from longspan.cli.flags import write_text_file
-from longspan.cli.plans.gpu_run import GpuRun, position_notes, scale_positions
+from longspan.cli.plans.documents import open_planned_documents
+from longspan.cli.plans.gpu_run import GpuRun, choose_position_scaling, position_notes
+from longspan.cli.plans.gpus import choose_gpus, read_gpus
 from longspan.cli.plans.planning import read_lengths
-from longspan.cli.plans.question import OF_PRESET, GpuFlags, Question, choose_gpus, find_document_source, read_gpus
+from longspan.cli.plans.question import OF_PRESET, GpuFlags, Question, find_document_source
 from longspan.cli.processes import prints_results
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
-from longspan.corpus.files import STDLIB, find_rows, text_sizes
-from longspan.data.manifest import SHORTEST
-from longspan.data.run_order import (
-    documents_line,
-    make_step_order,
-    most_step_tokens,
-    order_lengths,
-    set_epoch_steps,
-    share_by_keys,
-)
-from longspan.data.step_order import StepOrder
-from longspan.errors import ConfigError, DataError, LongspanError, PlanError, plural
+from longspan.errors import LongspanError, PlanError, plural
 from longspan.model.presets import find_published_preset
-from longspan.model.weights.tokenizer_files import tokenizer_folder
 from longspan.plain_text import gib_text, number_text, seconds_text, text_table
 from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
@@ -53,94 +38,6 @@ from longspan.resolve.resolved import Reasons, settle
 from longspan.resolve.text import plan_type_text
 from longspan.resolve.ways import UNIT, Fit, Given, fit_way, leanest_fit, rank_ways
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
-from longspan.train.optim.schedule import Schedule
-
-Log = Callable[[str], None]
-BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
-
-
-@dataclass(frozen=True)
-class RunDocuments:
-    """A run with its number of steps, the facts of its documents, and a line that says what they are."""
-
-    run: GpuRun
-    facts: Facts
-    line: str
-
-
-@contextmanager
-def open_run_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
-    """Open the documents of a run; with `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer.
-    Without it a tokenizer is trained, as the run does. Raises ConfigError and DataError as the run does.
-    """
-    config = run.config
-    if estimate and tokenizer_folder(config.data.tokenizer, config.model.source) is None:
-        texts = _estimate_texts(config, log)
-        lengths = np.concatenate(texts)
-        order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(texts)), [*map(len, texts)]))
-        documents = _describe_documents(run, order, lengths, log)
-        yield replace(documents, line=f"{documents.line}; estimated")
-        return
-    from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
-    from longspan.corpus.recipe import CorpusSettings
-
-    engine = load_configured_tokenizer(config)
-    with TemporaryDirectory(prefix="longspan-plan-") as folder:
-        settings = CorpusSettings.for_run(config)
-        corpus = open_or_build_run_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
-        order = make_step_order(config, corpus)
-        share_by_keys(config, order, corpus, log)
-        rows = corpus.image_share
-        lengths = np.asarray(corpus.lengths)
-        yield _describe_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
-
-
-def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
-    # The tokens of the documents of each text. Texts are cut and left out as in the run; a piece of one token has no
-    # target, and is left out.
-    data = config.data
-    if data.sources:
-        raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
-    files = tuple(find_rows(data.path or STDLIB, data.split))
-    sizes = text_sizes(files, data.max_text_bytes)
-    limit = data.max_document_tokens
-    tokens = (size // BYTES_PER_TOKEN for size in sizes)
-    cut = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in tokens)
-    texts = [*filter(None, ([n for n in text if n >= SHORTEST] for text in cut))]
-    if not texts:
-        raise DataError(f"--data {data.path!r} holds no text")
-    log(
-        f"tokens are estimated as bytes / {BYTES_PER_TOKEN} of {plural(len(texts), 'text')}: neither data.tokenizer "
-        "nor the model's folder has a tokenizer (--data.tokenizer FOLDER counts them)"
-    )
-    return texts
-
-
-def _describe_documents(
-    run: GpuRun,
-    order: StepOrder,
-    lengths: npt.NDArray[Any],
-    log: Log,
-    *,
-    target_share: float = 1.0,
-    rows_of_token: float = 0.0,
-) -> RunDocuments:
-    """`rows_of_token` are the mean rows of images for a token."""
-    config = set_epoch_steps(run.config, order, log)
-    Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
-    run = replace(run, config=config)
-    held_out = set(order.evaluation)
-    facts = run.facts(
-        order.lengths_of_step,
-        config.train.steps,
-        targets_of_step=order.targets_of_step,
-        documents_to_share=order.documents_to_share,
-        longest=max(n for i, n in enumerate(lengths.tolist()) if i not in held_out),
-        target_share=target_share,
-        image_rows=rows_of_token * most_step_tokens(config, order) if rows_of_token else 0.0,
-    )
-    return RunDocuments(run, facts, documents_line(config, order))
-
 
 PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
 GATHERS = "parallel.reshard_after_forward"
@@ -241,6 +138,7 @@ class Answer:
 
 
 def _largest_parts(fit: Fit) -> dict[str, int]:
+    """Return the bytes of each part of a GPU's memory where it is largest, over all moments and stages."""
     memory = planned_memory(fit)
     needs = fit.way.memory_needs(fit.plans)
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in CHOSEN_SETTINGS})
@@ -250,7 +148,7 @@ def _largest_parts(fit: Fit) -> dict[str, int]:
 
 
 def _way_figures(fit: Fit) -> dict[str, Any]:
-    # What a way that does not fit lacks is None; MFU too, where the GPU's peak or the model's FLOPs are not known.
+    """Return what JSON and the table have of a way; None for speed where it does not fit, and for an unknown MFU."""
     planner, degree, ep = fit.layout
     facts = fit.way.facts
     config = fit.way.config
@@ -282,6 +180,7 @@ def _way_figures(fit: Fit) -> dict[str, Any]:
 
 
 def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Count the groups of each degree in plans, and the share of all tokens that is in them; degrees rise."""
     groups = Counter[int]()
     tokens = Counter[int]()
     for row in (row for plan in plans for row in group_counts(plan)):
@@ -292,7 +191,10 @@ def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 
 def _run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
-    # Models and data are named elsewhere; train.plan_memory decides GATHERS, unless it is given.
+    """Return the keys, as in "context.planner", that make a run what the answer says, with their values.
+
+    Models and data are named elsewhere; train.plan_memory decides GATHERS, unless it is given.
+    """
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):
@@ -309,6 +211,7 @@ def _run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
 
 
 def _read_key(config: RunConfig, name: str) -> Any:
+    """Return the value of a key such as "context.planner", as JSON and TOML have it."""
     section, _, key = name.partition(".")
     value = key_value(getattr(config, section), key)
     return list(value) if isinstance(value, tuple) else value
@@ -347,7 +250,7 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
 
 
 def _leave_open(config: RunConfig, question: Question) -> RunConfig:
-    # A question leaves open whatever it does not give, also where a run's defaults are numbers.
+    """Set planner, degree and rows to "auto" where a question does not give them, also where a run's default is one."""
     context = config.context
     gives = question.gives_any
     keys = dict[str, Any]()
@@ -374,19 +277,22 @@ def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool)
 
 
 def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
+    """Answer for a run over its data; `estimate` as of `open_planned_documents`. Lines go to standard error."""
+
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    with open_run_documents(run, log, estimate=estimate) as documents:
+    with open_planned_documents(run, log, estimate=estimate) as documents:
         run = documents.run
         facts = documents.facts
         length = "train.epochs" if run.config.train.epochs else "train.steps"
         run = replace(run, given_keys=run.given_keys | {"train.tokens_per_step", length})
         answer = _answer_ways(f"a run of {plural(facts.steps, 'step')}: {documents.line}", run, facts)
-        return _time_steps(replace(answer, steps=facts.steps), facts)
+        return _time_more_steps(replace(answer, steps=facts.steps), facts)
 
 
 def _answer_by_longest(run: GpuRun) -> Answer:
+    """Answer for the longest document that fits; where none does, for the shortest that would fill all slots."""
     tokens, way = find_longest(run.config, run.facts_of_step((UNIT * run.home.slots,)))
     if not tokens:
         tokens = UNIT * run.home.slots
@@ -394,7 +300,7 @@ def _answer_by_longest(run: GpuRun) -> Answer:
     facts = run.facts_of_step((tokens,))
     way = replace(way, facts=facts)
     fit = fit_way(way, way.plan_steps(facts.timed_steps))
-    config = scale_positions(way.config, facts.model, tokens)
+    config = choose_position_scaling(way.config, facts.model, tokens)
     return Answer(
         title=f"the longest document that fits has {tokens:,} tokens",
         run=run,
@@ -406,7 +312,7 @@ def _answer_by_longest(run: GpuRun) -> Answer:
     )
 
 
-def _time_steps(answer: Answer, facts: Facts) -> Answer:
+def _time_more_steps(answer: Answer, facts: Facts) -> Answer:
     """Time plans of one degree, which are made fast, on more steps of the run; the choice stays the run's."""
     fitting = [fit for fit in answer.ways if fit.seconds is not None]
     if not fitting:
@@ -429,6 +335,10 @@ def _time_steps(answer: Answer, facts: Facts) -> Answer:
 
 
 def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
+    """Compare the ways to run the documents of `facts`, and answer with the best, or with what is missing.
+
+    Raises ConfigError or PlanError where no way can be planned.
+    """
     config = run.config
     longest = facts.longest_document
     try:
@@ -450,7 +360,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     else:
         chosen = ways[0].way.config
         larger = _fit_more_gpus(run, facts)
-    chosen = scale_positions(chosen, facts.model, longest)
+    chosen = choose_position_scaling(chosen, facts.model, longest)
     if fits and run.given.planner:
         notes += position_notes(chosen, facts.model, longest)
     return Answer(
@@ -467,6 +377,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
 
 
 def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
+    """Find the longest document that fits with the frozen weights of an adapter's run in 4 bits; 0 for other runs."""
     config = run.config
     if not config.lora.rank or find_packed_rows(run.model, config.model.frozen):
         return 0
@@ -480,18 +391,22 @@ def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
     """Find the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, and the keys; None where none does.
     On each number the leanest layout is tried first: all slots, fewest rows.
     """
-    given = replace(run.given, planner=True)
+    open_planner = replace(run.given, planner=True)
     for count in (run.gpus.count << doublings for doublings in range(1, 11)):
         with suppress(LongspanError):  # degrees that do not suit this number
             larger = replace(run, gpus=replace(run.gpus, count=count))
             wider = facts.on_home(larger.home)
             if leanest_fit(run.config, wider).seconds is not None:
-                config = settle(run.config, rank_ways(run.config, wider, given)).config
-                return replace(larger, config=scale_positions(config, facts.model, facts.longest_document))
+                config = settle(run.config, rank_ways(run.config, wider, open_planner)).config
+                return replace(larger, config=choose_position_scaling(config, facts.model, facts.longest_document))
     return None
 
 
 def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: bool = False) -> int:
+    """Print an answer, and write its keys to the file `write` where it fits; returns the exit code.
+
+    Raises PlanError for what does not fit; with `as_json` the record says so, and the code is 2 only for a comparison.
+    """
     fits = answer.seconds is not None
     if as_json:
         print(json.dumps(answer.to_json(), ensure_ascii=False))
@@ -505,6 +420,7 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
 
 
 def _answer_lines(answer: Answer) -> Iterator[str]:
+    """Yield the lines of an answer that fits: memory, time, the ways compared, the bytes by part, and the keys."""
     best = answer.ways[0]
     figures = _way_figures(best)
     budget = answer.run.budget
@@ -545,6 +461,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
 
 
 def _ways_table(answer: Answer) -> str:
+    """Return the table of the ways that were compared, the best first, also of those that do not fit."""
     experts = len({way.layout[2] for way in answer.ways}) > 1
     names = [
         "layout",
@@ -560,27 +477,28 @@ def _ways_table(answer: Answer) -> str:
     ]
     rows = list[tuple[str, ...]]()
     for way in answer.ways:
-        of = _way_figures(way)
-        layout = f"{of['planner']}, cp {of['degree']}" if of["degree"] else str(of["planner"])
-        timed = of["seconds"] is not None
+        figures = _way_figures(way)
+        layout = f"{figures['planner']}, cp {figures['degree']}" if figures["degree"] else str(figures["planner"])
+        timed = figures["seconds"] is not None
         rows.append(
             (
                 layout,
-                *[f"{of['ep']}"] * experts,
-                of["cp_comm_type"],
-                f"{of['rows']:,}",
-                f"{of['micro_batches']}",
-                seconds_text(of["seconds"]) if timed else "does not fit",
-                f"{of['tokens_per_second_per_gpu']:,.0f}" if timed else "",
-                f"{number_text(100 * of['mfu'], 2)}%" if of["mfu"] else "",
-                gib_text(of["device_bytes"]),
-                gib_text(of["host_bytes_used"]),
+                *[f"{figures['ep']}"] * experts,
+                figures["cp_comm_type"],
+                f"{figures['rows']:,}",
+                f"{figures['micro_batches']}",
+                seconds_text(figures["seconds"]) if timed else "does not fit",
+                f"{figures['tokens_per_second_per_gpu']:,.0f}" if timed else "",
+                f"{number_text(100 * figures['mfu'], 2)}%" if figures["mfu"] else "",
+                gib_text(figures["device_bytes"]),
+                gib_text(figures["host_bytes_used"]),
             )
         )
     return text_table(names, rows, left=2 + experts)
 
 
 def _refusal_line(answer: Answer) -> str:
+    """Say what the leanest way needs, on how many GPUs it fits and with which keys, and what would fit on these."""
     memory = planned_memory(answer.ways[0])
     budget = answer.run.budget
     larger = answer.larger
@@ -610,6 +528,7 @@ def _refusal_line(answer: Answer) -> str:
 
 
 def _key_lines(answer: Answer) -> Iterator[str]:
+    """Yield the lines of a configuration file with the keys of an answer."""
     config = answer.config
     given_keys = answer.run.given_keys
     named = {name for name in given_keys if name.partition(".")[0] in ("model", "data", "run")}

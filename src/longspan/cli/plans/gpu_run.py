@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspan.cli.plans.question import Gpus
-from longspan.config.sections import RunConfig, check_memory_keys
+from longspan.cli.plans.gpus import Gpus
+from longspan.config.memory_keys import check_gpu_memory_limit
+from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS, find_published_preset
@@ -41,11 +42,16 @@ class GpuRun:
 
     @classmethod
     def with_model(cls, config: RunConfig, gpus: Gpus) -> "GpuRun":
+        """Make the run of a configuration on these GPUs, with its model: a folder or file, or the values of a preset.
+
+        Raises ConfigError, LayoutError or PlanError for keys that do not fit together or these GPUs, and for a model
+        whose sizes are not known.
+        """
         check_model_keys(config, training=False)  # optimizer.lr may be left out, as nothing is trained here
         home = home_of(config.parallel, gpus.count)
         check_precision(config)
         check_keys_needed_by_keys(config)
-        check_memory_keys(config.train, gpu=True)
+        check_gpu_memory_limit(config.train)
         check_parallel(home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
         # evaluation.documents is 0), but not those of named evaluation sets.
@@ -74,6 +80,7 @@ class GpuRun:
         )
 
     def facts(self, lengths_of_step: Callable[[int], Sequence[int]], steps: int, **more: Any) -> Facts:
+        """Return the facts that decide for so many steps, of documents of these lengths; `more` by name."""
         config = self.config
         return Facts(
             home=self.home,
@@ -93,7 +100,7 @@ class GpuRun:
         return self.facts(lambda step: lengths, 1, longest=max(lengths))
 
 
-def scale_positions(config: RunConfig, model: Any, longest: int) -> RunConfig:
+def choose_position_scaling(config: RunConfig, model: Any, longest: int) -> RunConfig:
     """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
     limit = position_limit(model)
     if limit is None or longest <= limit or config.model.rope_scaling or not can_scale_positions(model):
@@ -102,7 +109,7 @@ def scale_positions(config: RunConfig, model: Any, longest: int) -> RunConfig:
 
 
 def position_notes(config: RunConfig, model: Any, longest: int) -> Iterator[str]:
-    """What an answer says about a document that is longer than the positions of the model."""
+    """Yield what an answer says about a document of `longest` tokens, if the model has fewer positions."""
     limit = position_limit(model)
     scaling = config.model.rope_scaling
     if limit is None or longest <= limit:

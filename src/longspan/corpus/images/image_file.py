@@ -13,7 +13,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longspan.data.images import Stamp, size_and_time
+from longspan.data.image_table import Stamp, size_and_time
 from longspan.errors import DataError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ImageFile(NamedTuple):
             raise DataError(f"{self._name} is no image that Pillow can read: {reason}") from error
 
     def _check_file(self) -> None:
-        """A pipe may never end."""
+        """Raise DataError for a file that is no regular one, as a pipe may never end, and for too many bytes."""
         size = len(self.data)
         if self.path:
             stat = Path(self.path).stat()
@@ -109,6 +109,7 @@ class ImageFile(NamedTuple):
             )
 
     def _pixels_error(self, pixels: int, most: int) -> DataError:
+        """Return the error of an image with more than `most` pixels."""
         return DataError(
             f"{self._name} has {pixels:,} pixels, and at most {most:,} are read, as one with more fills the memory; "
             "store it with fewer: processors make a large image smaller"
@@ -116,6 +117,7 @@ class ImageFile(NamedTuple):
 
     @property
     def _name(self) -> str:
+        """How messages name the image."""
         return shorten_path(self.path) or f"an image of {len(self.data):,} bytes in the row"
 
 
@@ -136,6 +138,7 @@ def _orientation(image: Any) -> int:
 
 @lru_cache(maxsize=1)
 def _pillow_formats() -> tuple[str, ...]:
+    """Return those of FORMATS that this Pillow reads."""
     pil: Any = import_pillow()
     pil.init()
     return tuple(name for name in FORMATS if name in pil.OPEN)

@@ -1,7 +1,7 @@
 """The processor of a model's folder: placeholders and grid of an image of a size, and an image's pixels.
 
 It is transformers' own with the image processor of its PIL backend, so that torchvision is not needed and pixels are
-equal on every machine. How it is loaded, and videos, are in `without_torchvision.py`.
+equal on every machine. It is loaded in `stock_processor.py`; videos are in `video_processor.py`.
 """
 
 import sys
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from longspan.corpus.images.image_file import Size, import_pillow
-from longspan.corpus.images.without_torchvision import VideoProcessor, load_stock_processor
+from longspan.corpus.images.stock_processor import load_stock_processor
+from longspan.corpus.images.video_processor import VideoProcessor
 from longspan.errors import DataError
-from longspan.model.vision.image_tokens import GRIDS, IN_DOCUMENT, PIXELS, SIZES, Grid, ImageInput
+from longspan.model.vision.image_inputs import GRIDS, IN_DOCUMENT, PIXELS, SIZES, Grid, ImageInput
 from longspan.model.weights.hf_folder import folder_error_text
 
 # Fields of a processor's output that are not about images.
@@ -51,7 +52,7 @@ class Processor:
     """A `folder`'s processor; `stock` is transformers' object.
 
     >>> processor = load_processor(Path("Qwen2.5-VL-7B"))
-    >>> processor.grid((20, 33)), processor.text((20, 33))[:13]
+    >>> processor.patch_grid((20, 33)), processor.image_text((20, 33))[:13]
     ((1, 2, 2), '<|image_pad|>')
     """
 
@@ -79,6 +80,7 @@ class Processor:
 
     @property
     def name(self) -> str:
+        """The class of its image processor, for messages."""
         return type(self.stock.image_processor).__name__
 
     @cached_property
@@ -88,6 +90,7 @@ class Processor:
 
     @property
     def has_grids(self) -> bool:
+        """Whether it cuts images into patches, whose grid the model takes."""
         return GRIDS in self.stock.image_processor.model_input_names
 
     def patch_grid(self, size: Size) -> Grid | None:
@@ -114,20 +117,23 @@ class Processor:
         return self._texts[key]
 
     def process_image(self, picture: Any, among: int = 1) -> ImageInput:
-        """Process a PIL image into the inputs of the model; `among` as in `text`. Raises DataError if that fails."""
+        """Process a PIL image into the inputs of the model; `among` as in `image_text`. Raises DataError if
+        that fails.
+        """
         several = self._sees_others and among > 1
         size = (picture.height, picture.width)
         return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
 
     @cached_property
-    def fields(self) -> tuple[str, ...]:
-        """The names of the model's inputs for an image."""
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the model's inputs for an image, found by processing a blank one."""
         image = self.process_image(_blank_picture(_SMALL))
         present = {PIXELS: True, GRIDS: image.grid is not None, SIZES: image.size is not None}
         return tuple(name for name, is_present in present.items() if is_present) + tuple(image.fields)
 
     @cached_property
     def _sees_others(self) -> bool:
+        """Whether what it makes of an image depends on how many there are in the document."""
         return IN_DOCUMENT in self.stock.image_processor.model_input_names
 
     @cached_property
@@ -140,6 +146,7 @@ class Processor:
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
     def _find_grid(self, size: Size) -> Grid:
+        """Find the grid by computing it, or else by processing a blank image of this size."""
         with suppress(Exception):  # processors whose resizing has other arguments
             if (grid := self._compute_grid(size)) is not None:
                 return grid
@@ -161,6 +168,9 @@ class Processor:
         return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
 
     def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
+        """Find the text of an image by its grid, or else by processing a blank image, with `several` beside another
+        one.
+        """
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
@@ -173,12 +183,14 @@ class Processor:
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process_images(self, image: Any, several: bool = False) -> Any:
+        """Run the stock processor on an image, with `several` before a small blank one; return its output."""
         images = [image, _blank_picture(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
 
 
 def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
+    """Return what `make` returns; any error of it becomes a DataError that says that this size is refused."""
     try:
         return make()
     except Exception as error:  # a processor's code may raise anything
@@ -187,6 +199,7 @@ def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
 
 
 def _blank_picture(size: Size) -> Any:
+    """Return a black PIL image of this height and width."""
     return import_pillow().new("RGB", (size[1], size[0]))
 
 
@@ -210,6 +223,7 @@ def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
+    """Return a field of a processor's output as a tensor. Raises DataError, with its name, if it cannot be one."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Encodes rows of one kind: texts, prompts with completions, tokens, and conversations (`chat.py`).
+"""Encodes rows of one kind as samples: texts, prompts with completions, tokens, conversations, pairs.
 
 A `RowEncoding` pickles for worker processes. Rows are cut into documents in `document_encoder.py`.
 """
@@ -16,32 +16,41 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.long_texts import PIECE, LongTextError
-from longspan.corpus.rows.messages import check_messages, convert_to_messages
-from longspan.corpus.rows.preferences import check_says_something, join_samples, read_preference, with_prompt
-from longspan.corpus.rows.sample import (
+from longspan.corpus.rows.kinds import (
     CHATS,
     KEYS,
-    MASKS,
-    BadRow,
     Kind,
+    check_keys,
+    check_objects,
+    has_media_keys,
+    is_chat,
+    media_key,
+    readable_keys,
+)
+from longspan.corpus.rows.messages import check_messages
+from longspan.corpus.rows.other_formats import convert_to_messages
+from longspan.corpus.rows.preferences import (
+    check_not_empty,
+    join_samples,
+    read_label,
+    read_preference,
+    with_prompt,
+)
+from longspan.corpus.rows.sample import (
+    DATE,
+    BadRow,
     Row,
-    RowError,
     RowSettings,
     Sample,
     Unseen,
-    check_keys,
-    check_objects,
-    count_inside,
-    has_media_keys,
+    count_inside_tokens,
+)
+from longspan.corpus.rows.token_ids import take_token_ids
+from longspan.corpus.rows.values import (
+    RowError,
     has_value,
-    is_chat,
-    media_key,
-    read_keys,
-    read_label,
     require_key,
     require_string,
-    short_repr,
-    type_name,
 )
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
@@ -51,28 +60,29 @@ from longspan.layout import Integers
 from longspan.model.weights.tokenizer_files import has_image_processor
 
 if TYPE_CHECKING:  # of conversations and images, which texts do without
-    from longspan.corpus.rows.chat import ChatEncoding
-    from longspan.corpus.rows.media import RowImages, RowMedia
+    from longspan.corpus.rows.chats.chat import ChatEncoding
+    from longspan.corpus.rows.media.placeholders import RowImages
+    from longspan.corpus.rows.media.row_media import RowMedia
     from longspan.corpus.rows.template import ChatTemplate
 
 
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
     """Encode texts together, each with the tokens around it; a long one by itself, as it may turn out a bad row."""
     texts = list[str]()
-    results = list[BadRow | npt.NDArray[np.int64] | None]()
+    ids_or_bad = list[BadRow | npt.NDArray[np.int64] | None]()
     for row in rows:
         try:
             check_keys(row.values, "text")
             text = require_string(require_key(row.values, "text"), "text")
-            results.append(tokenizer.encode_text(text) if len(text) > PIECE else None)  # None: encoded below
+            ids_or_bad.append(tokenizer.encode_text(text) if len(text) > PIECE else None)  # None: encoded below
         except (RowError, LongTextError) as error:
-            results.append(BadRow(row.where, str(error)))
+            ids_or_bad.append(BadRow(row.where, str(error)))
         else:
-            if results[-1] is None:
+            if ids_or_bad[-1] is None:
                 texts.append(text)
     encodings = iter(tokenizer.encode(texts))
-    ids = [next(encodings) if result is None else result for result in results]
-    return [result if isinstance(result, BadRow) else Sample(result, row=i) for i, result in enumerate(ids)]
+    encoded = [next(encodings) if ids is None else ids for ids in ids_or_bad]
+    return [ids if isinstance(ids, BadRow) else Sample(ids, row=i) for i, ids in enumerate(encoded)]
 
 
 def encode_completion(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
@@ -89,80 +99,10 @@ def encode_completion(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sa
     is_target[:start] = False
     is_target[start : start + len(text_ids)] = spans[:, 1] > len(prompt)
     return Sample(
-        ids, np.where(is_target, ids, NO_TARGET), unseen=Unseen(inside_tokens=count_inside(spans, [len(prompt)]))
+        ids,
+        np.where(is_target, ids, NO_TARGET),
+        unseen=Unseen(inside_tokens=count_inside_tokens(spans, [len(prompt)])),
     )
-
-
-def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
-    """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it."""
-    ids = _read_integers(require_key(values, "input_ids"), "input_ids")
-    if not len(ids):
-        raise RowError("input_ids has no tokens; leave the row out")
-    _check_ids(ids, "input_ids", vocabulary_size)
-    labels = values.get("labels")
-    masks = [name for name in MASKS if values.get(name) is not None]
-    if labels is not None and masks:
-        raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
-    _check_one_document(values, len(ids))
-    padding = values.get("attention_mask")
-    if padding is not None and (masked := int((_read_integers(padding, "attention_mask") == 0).sum())):
-        raise RowError(f"attention_mask masks {masked} tokens of padding; leave the padding out")
-    if labels is not None:
-        targets = _check_length(_read_integers(labels, "labels"), "labels", len(ids))
-        _check_ids(targets[targets != NO_TARGET], "labels", vocabulary_size)
-        return Sample(ids, targets)
-    if not masks:
-        return Sample(ids)
-    is_target = np.logical_and.reduce([_read_mask(values[name], name, len(ids)) for name in masks])
-    return Sample(ids, np.where(is_target, ids, NO_TARGET))
-
-
-def _check_one_document(values: Mapping[str, Any], length: int) -> None:
-    lengths = values.get("seq_lengths")
-    positions = values.get("position_ids")
-    hint = "give each a row of its own, steps pack rows themselves"
-    if lengths is not None and len(_read_integers(lengths, "seq_lengths")) > 1:
-        raise RowError(f"seq_lengths says that the row holds {len(lengths)} documents; {hint}")
-    if positions is not None and not np.array_equal(_read_integers(positions, "position_ids"), np.arange(length)):
-        raise RowError(
-            f"position_ids are not 0 to {length - 1}, as those of one document are; {hint}, or leave them out"
-        )
-
-
-def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
-    mask = _check_length(_read_integers(values, name), name, length)
-    if bad := [int(value) for value in mask if value not in (0, 1)]:
-        raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
-    return mask == 1
-
-
-def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
-    """An array of numpy, also of objects, counts as the list of its entries."""
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if not isinstance(values, list):
-        raise RowError(f"{name} is {type_name(values)}; give a list of integers: {short_repr(values)}")
-    # Of other entries than numbers, such as lists of different lengths, numpy may fail to make an array.
-    are_numbers = all(isinstance(value, int | float | np.number | np.bool_) for value in values)
-    array = np.asarray(values) if are_numbers else None
-    if array is None or (len(array) and array.dtype.kind not in "iub"):  # numpy makes floats of an empty list
-        raise RowError(f"{name} holds something else than integers; give a list of integers: {short_repr(values)}")
-    return array.astype(np.int64)
-
-
-def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
-    if len(values) != length:
-        raise RowError(f"{name} has {len(values)} entries for {length} input_ids; give one each")
-    return values
-
-
-def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary_size: int) -> None:
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary_size))
-    if len(wrong):
-        raise RowError(
-            f"{name} holds {ids[wrong[0]]} at {wrong[0]}, and the tokenizer has ids 0 to {vocabulary_size - 1}; "
-            "tokenize with the model's own tokenizer"
-        )
 
 
 @dataclass(frozen=True)
@@ -191,16 +131,21 @@ class RowEncoding:
         )
         if self.kind == "text" and not self.settings.num_labels and not any(has_media(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.set_parsing(self.settings.parse_special_tokens))
-        return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]
+        return [sample for i, row in enumerate(rows) for sample in self._encode_row(i, row)]
 
     @cached_property
     def digest(self) -> str:
+        """The SHA-256 of all that decides the samples of a row."""
         tokenizer = (self.tokenizer.digest, self.tokenizer.opening, self.tokenizer.closing)
         template: tuple[Any, ...] = ()
         if self.kind in (*CHATS, "prompt+completion", PAIRS):
             with suppress(DataError):  # prompts that are strings need no template
                 template = astuple(self.template)
-        deciding_values = [self.kind, tokenizer, self.settings.deciding_values, template]
+        rows = self.settings
+        # those that came with version 0.4 only where they are set, so that old corpora fit
+        optional = filter(None, (rows.end_of_chat, [*rows.columns], rows.num_labels, rows.preference))
+        settings = [rows.parse_special_tokens, rows.turns, DATE, *optional]
+        deciding_values = [self.kind, tokenizer, settings, template]
         if self.images is not None:
             deciding_values.append(self.images.digest)
         if self.settings.num_labels:
@@ -209,27 +154,28 @@ class RowEncoding:
 
     @cached_property
     def template(self) -> "ChatTemplate":
+        """The chat template of the tokenizer. Raises DataError if it has none."""
         from longspan.corpus.rows.template import ChatTemplate
 
         return ChatTemplate.of(self.tokenizer)
 
     @cached_property
     def images(self) -> "RowImages | None":
-        """What makes placeholders of images; None if the tokenizer's folder has no image processor."""
+        """What puts placeholders of images into texts; None if the tokenizer's folder has no image processor."""
         if not has_image_processor(self.tokenizer.folder):
             return None
-        from longspan.corpus.rows.media import RowImages
+        from longspan.corpus.rows.media.placeholders import RowImages
 
         template = None
         with suppress(DataError):  # texts need none
             template = self.template
         return RowImages(self.tokenizer, template)
 
-    def list_unread(self, values: Mapping[str, Any]) -> list[str]:
+    def unread_columns(self, values: Mapping[str, Any]) -> list[str]:
         """List the keys of a row that have a value and that nothing reads."""
         scored = self._reads_label
         chat = is_chat(values, self.kind)
-        read = read_keys(self.kind, scored, chat, self.images is not None)
+        read = readable_keys(self.kind, scored, chat, self.images is not None)
         return [key for key, value in values.items() if key not in read and has_value(value)]
 
     def learnt_end(self, ids: Integers, labels: Integers) -> dict[str, int]:
@@ -248,6 +194,7 @@ class RowEncoding:
         return next(({name: number} for name, number in ends if name in self.tokenizer.special_names), {})
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
+        """Return the samples of row number `i`; what is wrong with it, and a sample without a target, is a bad row."""
         try:
             samples = [sample._replace(row=i) for sample in self._encode_by_kind(row)]
         except RowError as error:
@@ -261,21 +208,24 @@ class RowEncoding:
         ]
 
     def _encode_by_kind(self, row: Row) -> list[Sample]:
-        """Prompt and completion as messages are one conversation; as strings they have no place for images."""
+        """Return the samples of a row: several of a conversation that is split, or of a pair for kto. Raises RowError.
+
+        The loss decides first, then the model's head, then the kind.
+        """
         check_keys(row.values, self.kind, scored=self._reads_label)
         values = convert_to_messages(row.values, self.kind)
         if self.settings.preference and self.kind == PAIRS:
             values = with_prompt(values)
-        values, media = self._extract_media(row._replace(values=values))
+        values, media = self._values_and_media(row._replace(values=values))
         check_objects(values)
         if self.settings.preference:
             return self._encode_preferences(values, media)
         if self.settings.num_labels:
             if media:
                 raise RowError("it has images, and a head scores documents of text alone; leave the row out")
-            return [self._encode_scored(values)]
+            return [self._scored_sample(values)]
         if self.kind in CHATS:
-            return self._chat.with_variables(values).encode_messages(values, media=media)
+            return self._chat_encoding.with_variables(values).encode_messages(values, media=media)
         if self.kind == "text" and media and self.images is not None:
             return [self.images.text_sample(values, media)]
         if self.kind == "text":
@@ -283,22 +233,29 @@ class RowEncoding:
             return [Sample(tokenizer.encode_text(require_string(require_key(values, "text"), "text")))]
         if self.kind == "input_ids":
             return [take_token_ids(values, self.tokenizer.size)]
-        return self._encode_completion(values, media)
+        return self._encode_prompt_and_answer(values, media)
 
-    def _encode_completion(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
+    def _encode_prompt_and_answer(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
+        """Encode "prompt" and "completion" of a row: as messages they are one conversation, of which the completion is
+        learnt.
+
+        As strings they have no place for images.
+
+        """
         prompt = require_key(values, "prompt")
         completion = require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
             prompt = check_messages(prompt, "prompt", images=self.images is not None)
             answers = check_messages(completion, "completion", images=self.images is not None)
             values = {**values, "messages": [*prompt, *answers]}
-            return self._chat.with_variables(values).encode_messages(values, len(prompt), media)
+            return self._chat_encoding.with_variables(values).encode_messages(values, len(prompt), media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         return [encode_completion(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
 
     @property
     def _reads_label(self) -> bool:
+        """Whether a row has a label that is read: the number that is to be scored, or whether an answer is wanted."""
         return self.settings.num_labels > 0 or self.settings.preference == "kto"
 
     def _encode_preferences(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
@@ -328,8 +285,8 @@ class RowEncoding:
     def _encode_answer(self, values: Mapping[str, Any], key: str, media: "RowMedia | None") -> Sample:
         """Encode a prompt and one answer; every token from the answer's first on is a target, as TRL has it."""
         for name in ("prompt", key):
-            check_says_something(values.get(name), name)
-        (sample,) = self._encode_completion({**values, "completion": values[key]}, media)
+            check_not_empty(values.get(name), name)
+        (sample,) = self._encode_prompt_and_answer({**values, "completion": values[key]}, media)
         assert sample.labels is not None
         targets = np.flatnonzero(sample.labels[1:] != NO_TARGET)
         if not len(targets):
@@ -337,39 +294,44 @@ class RowEncoding:
         is_answer = np.arange(len(sample.ids)) > targets[0]
         return sample._replace(labels=np.where(is_answer, sample.ids, NO_TARGET))
 
-    def _encode_scored(self, values: Mapping[str, Any]) -> Sample:
+    def _scored_sample(self, values: Mapping[str, Any]) -> Sample:
         """Encode the document of a row with its label, or both of a pair, end to end, with its margin."""
         if self.kind == PAIRS:
             numbers = (0.0,) if values.get("margin") is None else read_label(values, 1, "margin")
-            documents = [self._encode_whole(values, completion) for completion in KEYS[PAIRS]]
+            documents = [self._scored_document(values, completion) for completion in KEYS[PAIRS]]
         else:
             numbers = read_label(values, self.settings.num_labels)
-            documents = [self._encode_whole(values)]
+            documents = [self._scored_document(values)]
         stops = accumulate(map(len, documents))
         return Sample(np.concatenate(documents), numbers=numbers, stops=tuple(stops))
 
-    def _encode_whole(self, values: Mapping[str, Any], completion: str = "completion") -> npt.NDArray[np.int64]:
-        """Encode all that a row says, up to an answer, as one text or conversation; without a target."""
+    def _scored_document(self, values: Mapping[str, Any], completion: str = "completion") -> npt.NDArray[np.int64]:
+        """Encode all that a row says, of a pair up to the answer under `completion`, as one text or conversation."""
         if self.kind == "input_ids":
             return take_token_ids(values, self.tokenizer.size).ids
-        keys = ("messages",) if self.kind in CHATS else ("text",) if self.kind == "text" else ("prompt", completion)
-        keys = keys if self.kind != PAIRS or values.get("prompt") is not None else keys[1:]
-        given = {key: require_key(values, key) for key in keys}
+        keys: Sequence[str] = ("messages",) if self.kind in CHATS else KEYS[self.kind]
+        if self.kind == PAIRS:
+            keys = [key for key in ("prompt", completion) if values.get(key) is not None]
+        parts = {key: require_key(values, key) for key in keys}
         answers = (values.get(key) for key in KEYS[PAIRS])  # both of a pair, so that neither is a text alone
-        if self.kind in CHATS or any(isinstance(value, list) for value in (*given.values(), *answers)):
-            messages = [message for key, value in given.items() for message in check_messages(value, key)]
-            return self._chat.with_variables(values).encode_whole({**values, "messages": messages})
-        text = "".join(require_string(value, key) for key, value in given.items())
+        if self.kind in CHATS or any(isinstance(value, list) for value in (*parts.values(), *answers)):
+            messages = [message for key, value in parts.items() for message in check_messages(value, key)]
+            return self._chat_encoding.with_variables(values).encode_whole({**values, "messages": messages})
+        text = "".join(require_string(value, key) for key, value in parts.items())
         return self.tokenizer.set_parsing(self.settings.parse_special_tokens).encode_text(text)
 
     @cached_property
-    def _chat(self) -> "ChatEncoding":
-        from longspan.corpus.rows.chat import ChatEncoding
+    def _chat_encoding(self) -> "ChatEncoding":
+        """What encodes conversations with this tokenizer and its template."""
+        from longspan.corpus.rows.chats.chat import ChatEncoding
 
         return ChatEncoding(self.tokenizer, self.template, self.settings, self.images)
 
-    def _extract_media(self, row: Row) -> "tuple[Mapping[str, Any], RowMedia | None]":
-        """Return a row's values, in which media are bare parts of messages, and the media in order."""
+    def _values_and_media(self, row: Row) -> "tuple[Mapping[str, Any], RowMedia | None]":
+        """Return a row's values, in which media are bare parts of messages, and the media in order.
+
+        Raises RowError for media that the tokenizer's folder has no processor for.
+        """
         values = row.values
         if self.images is None:
             without_parts = self.kind in ("text", "input_ids")  # with these a column "image" need not be an image
@@ -380,9 +342,9 @@ class RowEncoding:
                     "leave them out"
                 )
             return values, None
-        from longspan.corpus.rows.media import row_and_media
+        from longspan.corpus.rows.media.row_media import extract_row_media
 
-        bare_values, media = row_and_media(row)
+        bare_values, media = extract_row_media(row)
         if media and self.kind == "input_ids":
             raise RowError("images stand beside input_ids; give text or messages, whose placeholders are made here")
         return bare_values, media

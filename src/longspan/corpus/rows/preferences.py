@@ -1,11 +1,13 @@
-"""Rows of preferences: the prompt that both answers begin with, what is no answer, labels, and pairs as one sample."""
+"""Rows with labels, margins or pairs of answers: what is read of them, and a pair as one sample."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from longspan.corpus.rows.sample import RowError, Sample, Unseen, has_value, short_repr
+from longspan.corpus.rows.sample import Sample, Unseen
+from longspan.corpus.rows.values import RowError, has_value, short_repr
 
 
 def with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -26,20 +28,20 @@ def with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
         prompt = None  # a copy beside messages that begin with it, as TRL has it
     if prompt is not None or not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
         return values
-    same = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
-    end = next(same, min(len(chosen), len(rejected)))
+    differences = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+    end = next(differences, min(len(chosen), len(rejected)))
     if chosen[end - 1 : end] == " ":
         end -= 1
     return {**values, "chosen": chosen[end:], "rejected": rejected[end:], "prompt": chosen[:end]}
 
 
-def check_says_something(value: Any, name: str) -> None:
+def check_not_empty(value: Any, name: str) -> None:
     """Raise RowError for a prompt or an answer without text, calls or images."""
     messages = value if isinstance(value, list) else []
-    said = (
-        [m.get("content") or m.get("tool_calls") for m in messages if isinstance(m, dict)] if messages else [value]
-    )
-    if any(has_value(text.strip() if isinstance(text, str) else text) for text in said):
+    contents = [value]
+    if messages:
+        contents = [m.get("content") or m.get("tool_calls") for m in messages if isinstance(m, dict)]
+    if any(has_value(content.strip() if isinstance(content, str) else content) for content in contents):
         return
     if name == "prompt":
         raise RowError("it has no prompt, and its answers do not begin with the same text; give one")
@@ -47,6 +49,9 @@ def check_says_something(value: Any, name: str) -> None:
 
 
 def read_preference(values: Mapping[str, Any]) -> float:
+    """Read the label of an answer that KTO learns: 1 for one that is wanted, 0 for another. Raises RowError
+    for others.
+    """
     label = values.get("label")
     if isinstance(label, bool | int | float | np.bool_) and label in (0, 1):
         return float(label)
@@ -56,7 +61,7 @@ def read_preference(values: Mapping[str, Any]) -> float:
 
 
 def join_samples(first: Sample, second: Sample) -> Sample:
-    """Put two documents of a row end to end."""
+    """Return one sample with two documents of a row end to end, and their ends as `stops`."""
     assert first.labels is not None and second.labels is not None
     length = len(first.ids)
     moved = (image._replace(start=image.start + length, stop=image.stop + length) for image in second.images)
@@ -68,3 +73,26 @@ def join_samples(first: Sample, second: Sample) -> Sample:
         images=(*first.images, *moved),
         stops=(length, length + len(second.ids)),
     )
+
+
+def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") -> tuple[float, ...]:
+    """Read the label of a row's document: a number, of several scores one of their classes, or a number for each.
+
+    Raises RowError for another label, and without one.
+    """
+    label = values.get(name)
+    if label is None:
+        raise RowError(f'needs "{name}", as model.num_labels is {num_labels}; found keys {sorted(values)}')
+    numbers = label.tolist() if isinstance(label, np.ndarray) else label
+    numbers = numbers if isinstance(numbers, list) else [numbers]
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise RowError(f"{name} is {short_repr(label)}; give a finite number, or a list of such")
+    if len(numbers) not in (1, num_labels):
+        raise RowError(
+            f"{name} has {len(numbers)} numbers, and model.num_labels is {num_labels}; give one, or as many"
+        )
+    if len(numbers) < num_labels and numbers[0] not in range(num_labels):
+        raise RowError(
+            f"{name} is {numbers[0]}, and model.num_labels is {num_labels}: classes are 0 to {num_labels - 1}"
+        )
+    return tuple(map(float, numbers))

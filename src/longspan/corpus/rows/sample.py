@@ -1,104 +1,17 @@
-"""A row of data, the samples that it becomes, the settings for that, and checks of a row's values.
+"""A row of data, the samples that it becomes, and the settings by which it does."""
 
-A check raises what is wrong as one line. Files and tokenizers are not used here.
-"""
-
-import json
-import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from longspan.config.sections import RowForm
-from longspan.data.images import SampleImage
-from longspan.data.manifest import PAIRS
-from longspan.errors import DataError
+from longspan.data.image_table import SampleImage
 from longspan.layout import Integers
 
 DATE = "26 Jul 2024"  # for templates that write one: the default of Llama 3's
-
-
-class RowError(Exception):
-    """What is wrong with a row, in one line without its place. `masked`: only that none of its tokens is a target."""
-
-    def __init__(self, reason: str, *, masked: bool = False) -> None:
-        super().__init__(reason)
-        self.masked = masked
-
-
-def require_key(values: Mapping[str, Any], key: str) -> Any:
-    if key not in values:
-        kind = "an object with a string" if key in ("text", "prompt", "completion") else "an object with"
-        raise RowError(f'needs {kind} "{key}"; found keys {sorted(values)}')
-    return values[key]
-
-
-def require_string(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(
-            f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {short_repr(value)}'
-        )
-    check_no_surrogates(value, "its text" if name == "text" else f'its "{name}"')
-    return value
-
-
-def check_no_surrogates(text: str, name: str) -> None:
-    """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(
-            f"character {error.start + 1} of {name} is \\u{ord(text[error.start]):04x}, a lone surrogate, which is "
-            "half of a character; write both halves, or leave it out"
-        ) from error
-
-
-def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> None:
-    """Raise RowError for a string in a value with a lone surrogate, or a name of a token that `special` matches."""
-    for path, text in strings_with_places(value, name):
-        check_no_surrogates(text, path)
-        if special is not None and (match := special.search(text)):
-            raise RowError(
-                f"{path} holds {match.group()!r}, which the tokenizer reads as a special token, such as one that ends "
-                "a turn; leave it out, or let it be one with data.parse_special_tokens = true"
-            )
-
-
-def strings_with_places(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield every string in a JSON value, keys of objects too, with its place: `messages[2].content`."""
-    if isinstance(value, str):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield f"a key of {name}", str(key)
-            yield from strings_with_places(inner, f"{name}.{key}")
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from strings_with_places(inner, f"{name}[{i}]")
-
-
-def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with every string in it changed, keys of objects too."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(str(key)): map_strings(inner, change) for key, inner in value.items()}
-    return [map_strings(inner, change) for inner in value] if isinstance(value, list) else value
-
-
-def type_name(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")
-
-
-def short_repr(value: Any) -> str:
-    return json.dumps(value, default=str)[:60]
 
 
 Turns = Literal["together", "split"]
@@ -116,9 +29,12 @@ class Row(NamedTuple):
 
 
 class Unseen(NamedTuple):
-    """Counts of what is no target in a document's assistant turns: thoughts and other texts that the template leaves
-    out, wholly or in part, and turns that are blank. `others` names what else it leaves out, as "developer message".
-    `inside_tokens` counts answers that begin inside a token."""
+    """Counts of what is no target in a document's assistant turns.
+
+    Thoughts and other texts are counted that the template leaves out, wholly or in part, and turns that are blank.
+    `others` names what else it leaves out, as "developer message". `inside_tokens` counts answers that begin inside a
+    token.
+    """
 
     unseen_thoughts: int = 0
     unseen_texts: int = 0
@@ -127,14 +43,15 @@ class Unseen(NamedTuple):
     inside_tokens: int = 0
 
 
-def count_inside(spans: Integers, borders: Iterable[int]) -> int:
+def count_inside_tokens(spans: Integers, borders: Iterable[int]) -> int:
     """Count the borders that lie inside a token, by the characters (n, 2) of each token."""
     return sum(bool(((spans[:, 0] < border) & (border < spans[:, 1])).any()) for border in borders)
 
 
 class Sample(NamedTuple):
-    """The tokens of one document (n,), and its labels (n,), −100 for none, not shifted. None: every token but the
-    first.
+    """The tokens (n,) of one document, or of a pair, and its labels (n,), −100 for none, not shifted.
+
+    Without labels every token but the first is a target.
 
     `row` is the index of its row among those that were encoded together: a split conversation gives several samples.
     `numbers` are the label of a document that a model scores, or the margin of a pair; `stops` are the ends of its
@@ -165,7 +82,7 @@ class RowSettings:
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
     document of a conversation, "split" one of each assistant turn with the messages before it. `end_of_chat`: the
     name of a token behind the answer that ends a conversation, where the template writes none. `columns`: entries
-    OURS=THEIRS, by which columns are renamed before rows are encoded (`formats.rename_columns`). `num_labels`: how many
+    OURS=THEIRS, by which columns are renamed before rows are encoded (`kinds.rename_columns`). `num_labels`: how many
     scores a model makes of a row's document, which needs a label or stands in a pair; 0: of a language model.
     `preference`: what rows become for a loss of preferences.
     """
@@ -176,245 +93,3 @@ class RowSettings:
     columns: tuple[str, ...] = ()
     num_labels: int = 0
     preference: RowForm = ""
-
-    @property
-    def deciding_values(self) -> list[Any]:
-        """Those that came with version 0.4 only where they are set, so that old corpora fit."""
-        optional = (self.end_of_chat, [*self.columns], self.num_labels, self.preference)
-        return [self.parse_special_tokens, self.turns, DATE, *filter(None, optional)]
-
-
-Kind = Literal[
-    "text", "messages", "prompt+completion", "input_ids", "conversations", "instruction+output", "chosen+rejected"
-]
-CHATS: tuple[Kind, ...] = ("messages", "conversations", "instruction+output")  # the last two are read as messages
-KEYS: dict[Kind, tuple[str, ...]] = {
-    "text": ("text",),
-    "messages": ("messages",),
-    "prompt+completion": ("prompt", "completion"),
-    "input_ids": ("input_ids",),
-    "conversations": ("conversations",),
-    "instruction+output": ("instruction", "output"),
-    PAIRS: ("chosen", "rejected"),
-}
-# Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
-MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
-_BESIDE: dict[Kind, tuple[str, ...]] = {
-    "instruction+output": ("input",),
-    "input_ids": ("attention_mask", "seq_lengths", "position_ids"),
-    PAIRS: ("prompt", "margin"),
-}
-MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}  # beside those of any kind
-COLUMNS = (  # that are read, with any row
-    *(key for keys in KEYS.values() for key in keys),
-    *("input", "label", "margin", "labels", *MASKS, "attention_mask", "tools", "chat_template_kwargs"),
-    *(key for keys in MEDIA_KEYS.values() for key in keys),
-)
-KIND_TEXTS: dict[str, str] = {
-    "text": "text",
-    "messages": "messages (chat)",
-    "prompt+completion": "prompt and completion",
-    "input_ids": "input_ids (tokens)",
-    "conversations": "conversations (chat, as ShareGPT has it)",
-    "instruction+output": "instruction and output (chat, as Alpaca has it)",
-    PAIRS: "chosen and rejected (pairs)",
-}
-_OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift replaces by the words and boxes of `objects`
-_HINTS = {
-    "chosen": "; the other answer of a pair is called rejected",
-    "rejected": "; the other answer of a pair is called chosen",
-    "instruction": "; its answer is called output",
-}
-_KEYS_TEXT = "text, messages, prompt and completion, input_ids, conversations, instruction and output, "
-_KEYS_TEXT += "or chosen and rejected"
-_COLUMNS = '; data.rename_columns gives columns other names, as ["prompt=question", "completion=answer"]'
-# Keys of a row that may hold tools, and what the JSON of their schemas has, perhaps inside of strings.
-_OF_TOOLS = re.compile(r"(?i).*(tool|func|plugin).*|(.*_)?apis?(_.*)?")
-_SCHEMA = re.compile(r'\\*"(name|function|description|parameters|input_?schema)\\*"\s*:', re.IGNORECASE)
-# rows of text, of input_ids, and any others; a message of a chat
-Place = Literal["text", "tokens", "chat", "message"]
-
-
-class _Unread(NamedTuple):
-    """Keys (a pattern) by which other trainers act, where they would stand, and why nothing is done here."""
-
-    places: tuple[Place, ...]
-    keys: str
-    why: str
-
-
-# The only table of such keys. Beside text only masks are refused: all of a text is learnt, and a label or a weight may
-# be a column for something else.
-_UNREAD = (
-    _Unread(
-        ("text", "tokens", "chat"), r".*masks?", f"masks are read beside input_ids alone, as {', '.join(MASKS)}"
-    ),
-    _Unread(
-        ("tokens", "chat"),
-        r"labels?|kto_tag",
-        "a label of a document, label, is learnt by a model that scores (model.num_labels) and stands in no pair, and "
-        "labels of tokens stand beside input_ids of a language model, as labels",
-    ),
-    _Unread(
-        ("tokens", "chat"),
-        r"(chosen|rejected)(_.*)?",
-        "pairs are rows with chosen and rejected alone, perhaps with prompt",
-    ),
-    _Unread(
-        ("tokens", "chat"),
-        r"(loss_|sample_)?weights?|loss_scale",
-        "rows have no weights; give a source a weight (data.sources)",
-    ),
-    _Unread(("chat",), r"system(_prompt|_message)?|history", "write it as the first messages, or into the prompt"),
-    _Unread(
-        ("chat",), r"functions?|function_calls?|tool", "give schemas as tools, and calls as tool_calls of a message"
-    ),
-    _Unread(
-        ("chat",),
-        r"enable_thinking|thinking(_.*)?|reasoning_(effort|budget|mode)|documents|chat_template|response_format",
-        "the template of the tokenizer's folder writes conversations, and what it takes stands in chat_template_kwargs",
-    ),
-    _Unread(
-        ("message",),
-        r".*masks?|masked|train(ing)?_detail|loss_.*|.*_weight|eo[tm]",
-        "say with weight 0 that the whole message is no target, or give input_ids with labels",
-    ),
-    _Unread(("message",), r"function_call", 'give it as tool_calls: [{"function": …}]'),
-    _Unread(("message",), r"reasoning_details|thoughts?|thinking_blocks", "give a thought as reasoning_content"),
-)
-
-
-def common_kind(rows: Sequence[Row]) -> Kind:
-    """Return the kind of rows. Raises DataError for a row of no kind or of two, and for rows of different kinds."""
-    kind = row_kind(rows[0])
-    first = rows[0]
-    for row in rows[1:]:
-        if (other := row_kind(row)) != kind:
-            raise DataError(
-                f"{row.where} holds {KIND_TEXTS[other]}, and {first.where} holds {KIND_TEXTS[kind]}; rows of one "
-                "source must be of one kind: give each kind a source of its own"
-            )
-    return kind
-
-
-def row_kind(row: Row) -> Kind:
-    kinds = _kinds_in(row.values)
-    if len(kinds) > 1:
-        raise DataError(f"{row.where} {_several_kinds(kinds)}")
-    if not kinds:
-        hint = next((hint for key, hint in _HINTS.items() if key in row.values), _COLUMNS)
-        raise DataError(f"{row.where}: needs {_KEYS_TEXT}; found keys {sorted(row.values)}{hint}")
-    return kinds[0]
-
-
-def check_objects(values: Mapping[str, Any]) -> None:
-    """Raise RowError for texts that name words or boxes (ms-swift's `objects`), which are not inserted."""
-    keys = ("messages", "prompt", "completion") if values.get("objects") else ()
-    named_texts = (named_text for key in keys for named_text in strings_with_places(values.get(key), key))
-    for path, text in named_texts:
-        if name := next((name for name in _OF_OBJECTS if name in text), None):
-            raise RowError(
-                f'{path} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
-                "into the text as the model takes them"
-            )
-
-
-def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -> None:
-    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
-    if len(kinds := _kinds_in(values)) > 1:
-        raise RowError(_several_kinds(kinds))
-    chat = is_chat(values, kind)
-    known = read_keys(kind, scored, chat, media=True)
-    places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
-    for key, why in unread_keys(values, places.get(kind, "chat")):
-        if key not in known:
-            raise RowError(f'"{key}" stands beside {KIND_TEXTS[kind]}, and is not read: {why}; leave the key out')
-    for key in values if chat and not values.get("tools") else ():
-        if key not in known and _OF_TOOLS.fullmatch(key) and _SCHEMA.search(json.dumps(values[key], default=str)):
-            raise RowError(
-                f'"{key}" stands beside {KIND_TEXTS[kind]}, and holds tools, which are read as tools: '
-                f'data.rename_columns = ["tools={key}"] renames it, and ["{key}="] leaves it out'
-            )
-
-
-@cache
-def read_keys(kind: Kind, scored: bool, chat: bool, media: bool) -> frozenset[str]:
-    """Return the keys that are read of a row of a kind; `scored`: with its label, `media`: with its images."""
-    keys = [*KEYS[kind], *_BESIDE.get(kind, ())]
-    keys += ["tools", "chat_template_kwargs"] if chat else []
-    keys += ["labels", *MASKS] if kind == "input_ids" and not scored else []
-    keys += ["label"] if scored and kind != PAIRS else []
-    return frozenset(keys + [key for names in MEDIA_KEYS.values() for key in names] * media)
-
-
-def is_chat(values: Mapping[str, Any], kind: Kind) -> bool:
-    of_strings = kind in ("prompt+completion", PAIRS)  # or of messages
-    return kind in CHATS or (of_strings and any(isinstance(values.get(x), list) for x in ("prompt", *KEYS[kind])))
-
-
-def has_value(value: Any) -> bool:
-    return value is not None and not (isinstance(value, str | list | dict) and not value)
-
-
-def unread_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str]]:
-    """Yield the keys that are not read in such a place, with why; one without a value, as [] or "", has no effect."""
-    rules = [rule for rule in _UNREAD if place in rule.places]
-    for key, value in values.items():
-        if has_value(value):
-            yield from ((key, rule.why) for rule in rules if re.fullmatch(rule.keys, key))
-
-
-def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
-    return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
-
-
-def _several_kinds(kinds: Sequence[Kind]) -> str:
-    kind_texts = " and also ".join(KIND_TEXTS[kind] for kind in kinds)
-    return f"holds {kind_texts}; a row is of one kind: leave the others out, as data.rename_columns does"
-
-
-def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") -> tuple[float, ...]:
-    """Read the label of a row's document: a number, of several scores one of their classes, or a number for each.
-
-    Raises RowError for another label, and without one.
-    """
-    label = values.get(name)
-    if label is None:
-        raise RowError(f'needs "{name}", as model.num_labels is {num_labels}; found keys {sorted(values)}')
-    numbers = label.tolist() if isinstance(label, np.ndarray) else label if isinstance(label, list) else [label]
-    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
-        raise RowError(f"{name} is {short_repr(label)}; give a finite number, or a list of such")
-    if len(numbers) not in (1, num_labels):
-        raise RowError(
-            f"{name} has {len(numbers)} numbers, and model.num_labels is {num_labels}; give one, or as many"
-        )
-    if len(numbers) < num_labels and numbers[0] not in range(num_labels):
-        raise RowError(
-            f"{name} is {numbers[0]}, and model.num_labels is {num_labels}: classes are 0 to {num_labels - 1}"
-        )
-    return tuple(map(float, numbers))
-
-
-def has_media_keys(values: Mapping[str, Any]) -> bool:
-    return any(key in values for keys in MEDIA_KEYS.values() for key in keys)
-
-
-def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
-    """Return the first of "images", "videos" and "audios" of which a row has a value, under this key or its singular.
-
-    None if there is no such value. With `lists` only values that are lists count.
-    """
-    entries = ((keys[0], values.get(key)) for keys in MEDIA_KEYS.values() for key in keys)
-    return next((list_key for list_key, value in entries if value and (isinstance(value, list) or not lists)), None)
-
-
-def rename_columns(row: Row, columns: Sequence[str]) -> Row:
-    """Give columns of a row the names that are read here, by entries OURS=THEIRS; with OURS= the column is left out."""
-    if not columns:
-        return row
-    pairs = [(ours, theirs) for ours, _, theirs in (column.partition("=") for column in columns)]
-    gone = {name for pair in pairs for name in pair}
-    values = {key: value for key, value in row.values.items() if key not in gone}
-    return row._replace(
-        values=values | {ours: row.values[theirs] for ours, theirs in pairs if theirs in row.values}
-    )

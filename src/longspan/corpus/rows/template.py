@@ -18,8 +18,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.corpus.images.processor import load_processor
-from longspan.corpus.rows.messages import Field, read_json_value, replace_field
-from longspan.corpus.rows.sample import DATE, KIND_TEXTS, RowError, short_repr, type_name
+from longspan.corpus.rows.kinds import KIND_TEXTS
+from longspan.corpus.rows.message_texts import Field, replace_field
+from longspan.corpus.rows.messages import read_json_value
+from longspan.corpus.rows.sample import DATE
+from longspan.corpus.rows.values import RowError, short_repr, type_name
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
@@ -107,7 +110,8 @@ class ChatTemplate:
         return cls(template, with_tools, special, tuple(name for name in ends if name is not None))
 
     def has_marks(self, tools: Sequence[Any] | None) -> bool:
-        return _MARKS.search(self._template(tools)) is not None
+        """Return whether the template, with or without tools, marks what is generated."""
+        return _MARKS.search(self._template_for(tools)) is not None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
@@ -122,6 +126,7 @@ class ChatTemplate:
 
     @cached_property
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
+        """Which contents the template reads, by role and by whether there are tools; found by rendering samples."""
         pairs = [(role, tools) for role in _ROLES for tools in (None, SOME_TOOL)]
         return {(role, bool(tools)): self._try_contents(role, tools) for role, tools in pairs}
 
@@ -193,10 +198,13 @@ class ChatTemplate:
 
     @cached_property
     def _argument_forms(self) -> Mapping[bool, type | None]:
+        """Which arguments of calls the template takes, by whether there are tools (`_try_arguments`)."""
         return {bool(tools): self._try_arguments(tools) for tools in (None, SOME_TOOL)}
 
     def _try_arguments(self, tools: Sequence[Any] | None) -> type | None:
-        """Which arguments of a call the template writes: an object (dict), its JSON (str), or both (None)."""
+        """Try which arguments of a call the template writes, and return them: an object (dict), its JSON (str), or both
+        (None).
+        """
         arguments = dict([_WORDS])
         text = json.dumps(arguments)
         as_object, as_text = (
@@ -210,8 +218,11 @@ class ChatTemplate:
     def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
-        """Keys without a value are left out, as templates ask whether a key is there."""
-        template = self._template(tools)
+        """Render messages as they are, on the fixed day. Raises RowError if the template does.
+
+        Keys without a value are left out, as templates ask whether a key is there.
+        """
+        template = self._template_for(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         day = datetime.strptime(DATE, "%d %b %Y")
         formats = {match["format"] for match in _DATES.finditer(template)}
@@ -231,7 +242,8 @@ class ChatTemplate:
             raise RowError(f"its chat template fails: {type(error).__name__}: {error}") from error
         return Rendered(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
 
-    def _template(self, tools: Sequence[Any] | None) -> str:
+    def _template_for(self, tools: Sequence[Any] | None) -> str:
+        """Return the template of conversations with these tools, or without any (None or [])."""
         return self.with_tools if tools else self.plain
 
 
@@ -243,7 +255,10 @@ class _Contents:
     parts: bool
 
     def fit_content(self, message: Message) -> Message:
-        """Several text parts become one, and a text a list of one part, where the template reads only that."""
+        """Return a message whose content has a form that the template reads.
+
+        Several text parts become one, and a text a list of one part, where the template reads only that.
+        """
         content = message.get("content")
         if isinstance(content, list):
             if self.parts or not all(isinstance(part.get("text"), str) for part in content):
@@ -258,6 +273,7 @@ _TEXT = _Contents(text=True, parts=False)
 
 
 def read_variables(value: Any) -> dict[str, Any]:
+    """Return the variables that a row gives its template. Raises RowError for arguments of the renderer."""
     value = read_json_value(value, "chat_template_kwargs") or {}
     if not isinstance(value, dict):
         raise RowError(f'"chat_template_kwargs" is {type_name(value)}; give an object: {short_repr(value)}')

@@ -1,6 +1,6 @@
 """Which activations of decoder layers are kept for backward, which are recomputed, and which wait on the host.
 
-A layer's measure keeps: "none" all; "full" its input; "selective" attention's output and log-sum-exp too; "exchanged"
+A layer's policy keeps: "none" all; "full" its input; "selective" attention's output and log-sum-exp too; "exchanged"
 also what attention exchanged; with "+host" on the host. Of a segment of layers only the first one's input is kept: the
 others run once more when backward reaches it. FSDP2 then gathers and frees them in the same order on every rank.
 """
@@ -21,10 +21,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
-from longspan.attention.saved_outputs import Recording, Reentrant, Result
+from longspan.attention.saved_outputs import Recording, ReentrantContext, Result
 from longspan.errors import ModelError
-from longspan.model.activations.host_offload import HOST_OFFLOAD, HostArena, HostOffload, check_free_host_memory
-from longspan.model.activations.tiles import (
+from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
+from longspan.model.activations.pass_state import (
     current_autocast_factory,
     has_active_dropout,
     random_states,
@@ -32,11 +32,12 @@ from longspan.model.activations.tiles import (
 )
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.features import Call, Feature
+from longspan.model.host_arena import HostArena, check_free_host_memory
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
 from longspan.model.sharding import reduction_groups
 from longspan.plan.memory.settings import CHECKPOINT_POLICIES, CheckpointPolicy
 
-Run = Callable[..., Any]
+Run = Callable[..., Any]  # a layer's call, without the checkpoint
 
 
 @dataclass(eq=False)
@@ -48,22 +49,22 @@ class LayerSegments:
     _last_link: "weakref.ref[_SegmentCall] | None" = None
 
     def run_layer(
-        self, layer: nn.Module, run: Run, *args: Any, measure: str, offload: HostOffload | None, first: bool
+        self, layer: nn.Module, run: Run, *args: Any, policy: str, offload: HostOffload | None, first: bool
     ) -> Any:
         """Call a layer under a checkpoint; only a segment's first layer keeps its input.
 
         A layer joins the segment of the call before if its input is what that call returned. A kept input waits on the
-        host if `measure` ends with "+host".
+        host if `policy` ends with "+host"; `first`: no layer before it in this pass keeps tensors there.
         """
         last_link = self._last_link and self._last_link()
         follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(args[0])
-        link = _SegmentCall(layer, run, args, measure, last_link if follows else None)
+        link = _SegmentCall(layer, run, args, policy, last_link if follows else None)
         keep: Callable[[Tensor], Callable[[], Tensor]] = _keep_in_place
         if link.before is not None:
             keep = link.forget_input
             if offload is not None:  # tensors of earlier layers leave the device as layers go by
                 offload.count_empty_layer()
-        elif offload is not None and measure.endswith("+host"):
+        elif offload is not None and policy.endswith("+host"):
             keep = offload.open_layer(first=first)
         with saved_tensors_hooks(partial(link.pack, keep), lambda fetch: fetch()):
             out = checkpoint(run, *args, use_reentrant=False, context_fn=link.contexts)
@@ -75,17 +76,21 @@ class LayerSegments:
 
 
 def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
+    """Keep a saved tensor where it is; returns the function that fetches it."""
     return x.detach
 
 
 class _SegmentCall:
-    """One layer's call in a segment, linked to the call before it."""
+    """One layer's call in a segment, linked to the call before it (None: the segment's first).
+
+    `args` are those of the call: hidden states, then what every layer gets. `output` and `version` are set after it.
+    """
 
     output: weakref.ref[Tensor]
     version: int  # of the output; torch counts up when a tensor is modified in place
 
     def __init__(
-        self, layer: nn.Module, run: Run, args: tuple[Any, ...], measure: str, before: "_SegmentCall | None"
+        self, layer: nn.Module, run: Run, args: tuple[Any, ...], policy: str, before: "_SegmentCall | None"
     ) -> None:
         x: Tensor = args[0]
         self.before = before
@@ -93,8 +98,8 @@ class _SegmentCall:
         self._layer = layer
         self._run = run
         self._other_args = args[1:]
-        self._keeps_attention = not measure.startswith("full")
-        self._keeps_exchanged = measure == "exchanged"
+        self._keeps_attention = not policy.startswith("full")
+        self._keeps_exchanged = policy == "exchanged"
         self._recording: Recording | None = None
         # the checkpoint may save a view of its input, so memory tells it from other tensors
         self._memory = x.data_ptr(), x.shape, x.dtype
@@ -112,11 +117,11 @@ class _SegmentCall:
         return same_place and out.dtype == x.dtype
 
     def forget_input(self, x: Tensor) -> Callable[[], Tensor]:
-        """A `keep` that keeps nothing: to fetch the input, the layers before run again."""
+        """Keep nothing of the input; to fetch it, the layers before run again."""
         return self.fetch_input
 
     def pack(self, keep: Callable[[Tensor], Callable[[], Tensor]], saved: Tensor) -> Callable[[], Tensor]:
-        """Keep the input by `keep`, and all else in place."""
+        """Keep a tensor that the checkpoint saves: the layer's input by `keep`, all else in place."""
         if (saved.data_ptr(), saved.shape, saved.dtype) != self._memory:
             return _keep_in_place(saved)
         fetch = keep(saved)
@@ -143,6 +148,10 @@ class _SegmentCall:
 
     @torch.no_grad()
     def run_again(self, x: Tensor) -> Tensor:
+        """Return what this layer made of its input `x`, without a graph; attention's outputs are recorded on the way.
+
+        The backward pass of this layer then takes them from the recording (`replay_attention`).
+        """
         self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
         with ExitStack() as stack:
             stack.enter_context(_gather_parameters(self._layer))
@@ -154,9 +163,11 @@ class _SegmentCall:
         return (out[0] if isinstance(out, tuple) else out).detach()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return self._record_nothing(), Reentrant(self.replay_attention)
+        """Return the contexts of the pass and of its recomputation, as torch's checkpoint asks for them."""
+        return self._record_nothing(), ReentrantContext(self.replay_attention)
 
     def replay_attention(self) -> AbstractContextManager[None]:
+        """Return a context in which attention's outputs come from the recording of `run_again`, once; else run anew."""
         recording = self._recording
         self._recording = None
         return self._record_nothing() if recording is None else recording.replay_outputs()
@@ -169,15 +180,21 @@ class _SegmentCall:
 
 
 class _EmptyRecording(Recording):
+    """A recording that keeps no output: attention is computed."""
+
     def record_or_replay(
         self, compute: Callable[[], Result], inputs: Sequence[Tensor], indices: Tensor | None = None
     ) -> Result:
+        """Compute, and keep nothing."""
         return compute()
 
 
 @contextmanager
 def _gather_parameters(layer: nn.Module) -> Iterator[None]:
-    """In transformers 5.17 FSDP2's own hooks run inside: in the state PRE_BACKWARD they do nothing."""
+    """Gather a layer's parameters while it runs again inside, and free those that were sharded before.
+
+    In transformers 5.17 FSDP2's own hooks run inside: in the state PRE_BACKWARD they do nothing.
+    """
     modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [module._get_fsdp_state() for module in modules]
     training_states = [state._training_state for state in states]
@@ -197,8 +214,8 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
 _CHECKPOINTING = ("none", "full", "selective")
 
 
-def checkpoint_measure(checkpointing: bool | str, *, offload: bool = False) -> CheckpointPolicy:
-    """Return the measure of all layers by options of `prepare`. ModelError for another word, or that do not fit."""
+def uniform_policy(checkpointing: bool | str, *, offload: bool = False) -> CheckpointPolicy:
+    """Return the policy of all layers by two options of `prepare`. ModelError for words that do not fit."""
     word = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
     if word not in _CHECKPOINTING:
         raise ModelError(f"activation_checkpointing is {word!r}; use one of {', '.join(_CHECKPOINTING)}")
@@ -218,46 +235,48 @@ class RecomputationFeature(Feature):
     """
 
     def __init__(self, call: Call) -> None:
+        """Read the policies of layers: one for all, or one for each. ModelError for words that are none."""
         super().__init__(call)
         options = self.options
         self._offload: HostOffload | None = None
         if options.checkpoint_policies is None:
-            measures = checkpoint_measure(options.activation_checkpointing, offload=options.offload_activations)
+            policies = uniform_policy(options.activation_checkpointing, offload=options.offload_activations)
         else:
-            measures = options.checkpoint_policies
+            policies = options.checkpoint_policies
             for name in ("activation_checkpointing", "offload_activations"):
                 if (value := getattr(options, name)) not in (False, "none"):
                     raise ModelError(
                         f"checkpoint_policies say what each layer keeps, and {name} is {value!r}; use one of them"
                     )
         # for all layers; else of each decoder layer and then of each depth
-        self._is_one = isinstance(measures, str)
-        self._measures = [measures] if isinstance(measures, str) else [*measures]
-        if wrong := [word for word in self._measures if word not in CHECKPOINT_POLICIES]:
-            raise ModelError(f"checkpoint_policies has {wrong[0]!r}; use {', '.join(CHECKPOINT_POLICIES)}")
+        self._is_one = isinstance(policies, str)
+        self._policies = [policies] if isinstance(policies, str) else [*policies]
+        if unknown := [word for word in self._policies if word not in CHECKPOINT_POLICIES]:
+            raise ModelError(f"checkpoint_policies has {unknown[0]!r}; use {', '.join(CHECKPOINT_POLICIES)}")
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for segments that recompute nothing, a wrong number of policies, and unfit layers."""
         size = self.options.segment_layers
         if size < 0:
             raise ModelError(
                 f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4"
             )
-        if size > 1 and all(word == "none" for word in self._measures):
+        if size > 1 and all(word == "none" for word in self._policies):
             raise ModelError(
                 f"segment_layers is {size}: of so many layers that recompute the first one's input is kept, and no "
                 "layer recomputes; use activation_checkpointing 'full' or 'selective', or segment_layers 0"
             )
         layers = len(named_layer_list(model)[1])
         depths = len(mtp_depths(model))
-        if not self._is_one and len(self._measures) != layers + depths:
+        if not self._is_one and len(self._policies) != layers + depths:
             depths_text = f" and {depths} depths of multi-token prediction" if depths else ""
             raise ModelError(
-                f"checkpoint_policies has {len(self._measures)} words; {type(model).__name__} has {layers} decoder "
+                f"checkpoint_policies has {len(self._policies)} words; {type(model).__name__} has {layers} decoder "
                 f"layers{depths_text}: give one word for each, or one for all"
             )
-        for name, layer, measure in self._layer_measures(model):
+        for name, layer, policy in self._layer_policies(model):
             supported = model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")
-            if measure != "none" and not supported:
+            if policy != "none" and not supported:
                 raise ModelError(
                     f"{type(model).__name__}: {name} ({type(layer).__name__}) does not support activation "
                     "checkpointing; switch it off"
@@ -269,9 +288,9 @@ class RecomputationFeature(Feature):
         A "selective" layer's backward repeats the all-to-all before attention, but not attention: its kernels must be
         the same on all ranks.
         """
-        if self.world.home.slots > 1 and any(word.startswith("selective") for word in self._measures):
+        if self.world.home.slots > 1 and any(word.startswith("selective") for word in self._policies):
             check_same_kernels(execution, self.world)
-        if any(word.endswith("+host") for word in self._measures):
+        if any(word.endswith("+host") for word in self._policies):
             size = self.options.offload_bytes
             if size:
                 check_free_host_memory(size, self.world, "activations on the host take")
@@ -280,26 +299,27 @@ class RecomputationFeature(Feature):
             self._offload = HostOffload(arena)
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Have the layers that are here keep what their measures say.
+        """Have the layers that are here keep what their policies say.
 
         A layer that keeps nothing on the host, behind one that does, only tells the offload that it runs.
         """
         offload = self._offload
         first = True  # no layer so far keeps tensors on the host
         segments = LayerSegments(self.options.segment_layers) if self.options.segment_layers > 1 else None
-        for _, layer, measure in self._layer_measures(model):
+        for _, layer, policy in self._layer_policies(model):
             # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             module: Any = layer
-            if measure != "none":
+            if policy != "none":
                 run = run_checkpointed if segments is None else partial(segments.run_layer, layer)
-                module._gradient_checkpointing_func = partial(run, measure=measure, offload=offload, first=first)
+                module._gradient_checkpointing_func = partial(run, policy=policy, offload=offload, first=first)
                 module.gradient_checkpointing = True
-            if measure.endswith("+host"):
+            if policy.endswith("+host"):
                 first = False
             elif offload is not None and not first:
                 module.register_forward_pre_hook(lambda *_: offload.count_empty_layer())
 
-    def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, str]]:
+    def _layer_policies(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, str]]:
+        """List (name, module, policy) of the layers here, in order: decoder layers, then those of depths."""
         name, layers = named_layer_list(model)
         local_layers = [
             (i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)
@@ -311,20 +331,25 @@ class RecomputationFeature(Feature):
                 (len(layers) + number, f"depth {number} of multi-token prediction", depth_layer)
                 for depth_layer in depth_layers
             ]
-        return [(name, layer, self._measures[0 if self._is_one else i]) for i, name, layer in local_layers]
+        return [(name, layer, self._policies[0 if self._is_one else i]) for i, name, layer in local_layers]
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Leave the store of tensors on the host at the model, None without one."""
         setattr(prepared, HOST_OFFLOAD, self._offload)
 
 
 def run_checkpointed(
-    run: Callable[..., Any], *args: Any, measure: str, offload: HostOffload | None = None, first: bool = False
+    run: Callable[..., Any], *args: Any, policy: str, offload: HostOffload | None = None, first: bool = False
 ) -> Any:
-    """Call a layer under a checkpoint of its own; `first`: it is the first layer of a pass that parks on the host."""
-    park = offload.open_layer(first=first) if offload is not None and measure.endswith("+host") else None
+    """Call a layer, `run(*args)`, under a checkpoint of its own, which keeps what `policy` says.
+
+    Transformers' layers call it as their checkpoint function. `first`: the first layer of a pass that parks on the
+    host.
+    """
+    park = offload.open_layer(first=first) if offload is not None and policy.endswith("+host") else None
     contexts = noop_context_fn
-    if not measure.startswith("full"):
-        contexts = Recording(park, keep_exchanged=measure == "exchanged").contexts
+    if not policy.startswith("full"):
+        contexts = Recording(park, keep_exchanged=policy == "exchanged").contexts
     # Torch takes a GPU, where there is one, for the device of a checkpoint, and fails for rows on a CPU if a compiler
     # initialises that GPU inside.
     if args:

@@ -1,12 +1,12 @@
 """MLPs and experts that run over tiles of rows (tokens), so that only one tile's intermediate tensors exist at a time.
 
-`_Keep` alone saves the rows, so that recomputation of a layer that ends here stops before `_Tiles` runs. `_Tiles` runs
-each tile again in backward; gradients of parameters are summed over tiles in float32 or wider, and returned once.
+`_KeepRows` alone saves the rows, so that recomputation of a layer that ends here stops before `_RunTiles` runs.
+`_RunTiles` runs each tile again in backward; gradients of parameters are summed over tiles in float32 or wider, and
+returned once.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError
+from longspan.model.activations.pass_state import (
+    MakeContext,
+    current_autocast_factory,
+    has_active_dropout,
+    random_states,
+    use_random_states,
+)
 from longspan.model.features import Feature
-from longspan.model.kinds import keep_float8_weights
-from longspan.model.layers import expert_modules, layers_and_mtp_blocks
+from longspan.model.kinds import expert_modules
+from longspan.model.layers import layers_and_mtp_blocks
+from longspan.model.marks import keep_float8_weights
 
 ROWS = -2  # the dim of rows (…, R, W)
-TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
-Around = Callable[[], AbstractContextManager[Any]]
+TILE_ROWS = "tile_rows"  # an attribute of experts that run over tiles: the most rows of one
 
 
 def count_tiles(rows: int, tile_rows: int) -> int:
@@ -53,20 +60,21 @@ def run_in_tiles(
     >>> out = run_in_tiles(mlp, (x,), mlp, count=4)  # doctest: +SKIP
     """
     parameters = tuple(module.parameters())
-    around = partial(keep_float8_weights, module)
+    quantise_once = partial(keep_float8_weights, module)
     inputs = [x for x in (*rows, *parameters) if x.requires_grad]
     if not (torch.is_grad_enabled() and inputs):
-        with around():
-            return _run_each_tile(run, rows, count)
+        with quantise_once():
+            return _run_tile_by_tile(run, rows, count)
     nodes: list[Any] = []
-    # if only parameters need gradients, an empty tensor that needs one makes `_Keep` a node of the graph
+    # if only parameters need gradients, an empty tensor that needs one makes `_KeepRows` a node of the graph
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
-    same_rows = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
-    contexts = current_autocast_factory(rows[0]), around
-    return _Tiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
+    same_rows = _KeepRows.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
+    contexts = current_autocast_factory(rows[0]), quantise_once
+    return _RunTiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
 
 
-def _run_each_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
+def _run_tile_by_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
+    """Run a function on each tile, into one output (…, R, V). ModelError where it changes the number of rows."""
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -84,17 +92,18 @@ def _run_each_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: in
 
 
 def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
+    """Yield each of `count` tiles: its views of all tensors (…, R, W), None where there is no tensor."""
     return zip(*([None] * count if x is None else x.tensor_split(count, ROWS) for x in tensors), strict=True)
 
 
-class _Keep(torch.autograd.Function):
-    """The identity on rows; it saves them for `_Tiles`, the node behind, which saves nothing itself."""
+class _KeepRows(torch.autograd.Function):
+    """The identity on rows; it saves them for `_RunTiles`, the node behind, which saves nothing itself."""
 
     @staticmethod
     def forward(
         ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor
     ) -> tuple[Tensor, ...]:
-        """`nodes` hands this context to `_Tiles`; `anchor`, empty, needs a gradient where no row does, for a node."""
+        """Append this context to `nodes`, for `_RunTiles`; `anchor`, empty, needs a gradient where no row does."""
         ctx.save_for_backward(*rows)
         ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
@@ -107,8 +116,8 @@ class _Keep(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-class _Tiles(torch.autograd.Function):
-    """A function of rows over tiles; backward runs each tile again, from the rows that `_Keep` saved."""
+class _RunTiles(torch.autograd.Function):
+    """A function of rows over tiles; backward runs each tile again, from the rows that `_KeepRows` saved."""
 
     @staticmethod
     def forward(
@@ -117,22 +126,27 @@ class _Tiles(torch.autograd.Function):
         nodes: list[Any],
         count: int,
         row_tensors: int,
-        contexts: tuple[Around, Around],
+        contexts: tuple[MakeContext, MakeContext],
         *tensors: Tensor,
     ) -> Tensor:
+        """`tensors` are `row_tensors` tensors of rows, then parameters; `nodes` holds the context of `_KeepRows`.
+
+        `contexts` make the autocast context of backward, and the one around each pass.
+        """
         ctx.run = run
         ctx.node = nodes[0]
         ctx.count = count
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[row_tensors:]
         with ctx.around():
-            return _run_each_tile(run, tensors[:row_tensors], count)
+            return _run_tile_by_tile(run, tensors[:row_tensors], count)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run each tile again; gradients of rows are views of whole tensors, those of parameters sums over tiles."""
         rows = ctx.node.saved_tensors
-        needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_Keep`
+        needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_KeepRows`
         trained = [p for p in ctx.parameters if p.requires_grad]
         row_gradients = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
@@ -158,7 +172,11 @@ def _add_tile_gradients(
     into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run a tile again; its rows' gradients go `into` (None: not needed), the parameters' are added to `sums`."""
+    """Run a tile again, and its backward pass from `dout`, the gradient of its output; `ctx` is that of `_RunTiles`.
+
+    Gradients of its rows are written into the tensors of `into` (None: not needed), those of the `trained` parameters
+    are added to `sums`, in place.
+    """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(part is not None) for x, part in zip(tile, into, strict=True)]
         inputs = [*(x for x in leaves if x.requires_grad), *trained]
@@ -175,42 +193,6 @@ def _add_tile_gradients(
             sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
 
 
-def current_autocast_factory(x: Tensor) -> Around:
-    """Return a function that makes the autocast context of now again.
-
-    Its cache is off: a tile would use the cast weights of the tile before, whose graph autograd has freed.
-    """
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype, cache_enabled=False)
-
-
-def has_active_dropout(module: nn.Module) -> bool:
-    """Return whether a module has dropout that is on."""
-    return any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in module.modules())
-
-
-def random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the random generators of the host and of a device (None if it is not a GPU)."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def use_random_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """Set the random generators to these states inside, and then put the caller's back; None changes nothing."""
-    if states is None:
-        yield
-        return
-    host, of_device = states
-    with torch.random.fork_rng(devices=[] if of_device is None else [device]):
-        torch.set_rng_state(host)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device, device)
-        yield
-
-
 class TiledForward:
     """The forward of an MLP over tiles of at most `tile_rows` rows; `run` is the forward of one tile."""
 
@@ -220,6 +202,9 @@ class TiledForward:
         self._module = module
 
     def __call__(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        """Run the MLP on rows `x`, in tiles if they are more than fit in one; other arguments are the same for all
+        tiles.
+        """
         count = count_tiles(x.shape[ROWS], self.tile_rows)
         if count == 1:
             return self.run(x, *others, **named)
@@ -231,9 +216,9 @@ def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
     """Find the outermost MLPs of a decoder layer by name: of dense layers, and of experts that every row visits."""
     mlps: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in mlps)
+        is_nested = any(name.startswith(f"{outer}.") for outer in mlps)
         has_experts = any(type(part).__name__.endswith("Experts") for part in module.modules())  # tiled, or refused
-        if not inside and type(module).__name__.lower().endswith("mlp") and not has_experts:
+        if not is_nested and type(module).__name__.lower().endswith("mlp") and not has_experts:
             mlps[name] = module
     return mlps
 
@@ -242,6 +227,7 @@ class TileFeature(Feature):
     """MLPs and experts of the layers here over tiles of at most so many rows, after layers are split."""
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for a negative size, for MLPs or experts that cannot run in tiles, and for none at all."""
         tile_rows = self.options.mlp_tile_tokens
         if tile_rows < 0:
             raise ModelError(
@@ -271,6 +257,7 @@ class TileFeature(Feature):
             )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        """Replace the forwards of MLPs; experts get the size as an attribute."""
         for layer in layers_and_mtp_blocks(model).values():
             for mlp in find_mlps(layer).values():
                 mlp.forward = TiledForward(mlp, self.options.mlp_tile_tokens)

@@ -12,19 +12,23 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.exactness.class_trial import needs_class_trial, refuse_inexact_class
+from longspan.model.exactness.class_trial import draws_of_exact_class, needs_class_trial
 from longspan.model.features import Feature
-from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_indexers, find_mixers, is_indexed, is_mixer
-from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, score_columns, text_model
-from longspan.model.seams.attention_calls import has_temperature
-from longspan.model.seams.call_rules import (
-    doctor_hint,
-    has_bidirectional_prefix,
-    is_prepared,
-    is_wrapped_by_others,
-    modules_with_instance_forward,
+from longspan.model.kinds import (
+    ROWWISE_LAYER_TYPES,
+    attends_to_chosen_keys,
+    find_indexers,
+    find_mixers,
+    is_mixer,
+    score_columns,
 )
+from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, text_model
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.seams.doctor_hint import doctor_hint
+from longspan.model.seams.prefixes import has_bidirectional_prefix
+from longspan.model.seams.query_scaling import scales_queries_by_row
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
+from longspan.model.seams.set_forwards import is_wrapped_by_others, modules_with_instance_forward
 from longspan.model.weights.hf_folder import DEQUANTIZE
 from longspan.plain_text import items_text
 from longspan.plan.shape.layers import INDEXED
@@ -45,6 +49,7 @@ _KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short c
 
 
 def refuse_unsupported_model(model: nn.Module) -> None:
+    """Raise ModelError, with every reason, for a model that declares what would not be exact; nothing is run."""
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
@@ -82,7 +87,10 @@ def refuse_quantized(model: nn.Module) -> None:
 
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration."""
+    """Yield why a class cannot run, by its name and configuration.
+
+    A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration.
+    """
     config = model.config
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -105,6 +113,11 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which forwards, set on an instance or wrapped, would be left out where longspan makes its own of the
+    class's.
+
+    It does so for the model, mixers, indexers, and rotary modules whose frequencies depend on a document's length.
+    """
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers, **find_indexers(model)}
     # Rotary modules whose frequencies depend on a document's length:
@@ -123,6 +136,7 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which rotary frequencies and scalings of queries read a call's rows, and cannot be chosen by document."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     # Modules that name their type in `rope_type` can choose frequencies by document (`seams/rope.py`).
@@ -133,7 +147,7 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
             "a rope_type that says where; use default, linear, llama3 or yarn"
         )
     constants = ("floor_scale", "attn_scale")  # of Llama 4's formula, which alone is computed by positions
-    scaling = {name: module for name, module in model.named_modules() if has_temperature(module)}
+    scaling = {name: module for name, module in model.named_modules() if scales_queries_by_row(module)}
     if names := [
         n for n, m in scaling.items() if not all(isinstance(getattr(m, c, None), int | float) for c in constants)
     ]:
@@ -144,9 +158,10 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which types of layers, and which convolutions outside mixers, are not known to be exact."""
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
-        is_known = is_indexed if kind in INDEXED else is_mixer
+        is_known = attends_to_chosen_keys if kind in INDEXED else is_mixer
         layers = [
             index
             for index, layer in enumerate(decoder_layers(model).values())
@@ -174,18 +189,18 @@ def check_model(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...
     with ExitStack() as contexts:
         for feature in features:
             contexts.enter_context(feature.checks_context(model))
-        class_draws = check_unconnected(model, features)
+        class_draws = check_model_on_this_rank(model, features)
         assert isinstance(model, PreTrainedModel)  # others were refused
         for feature in features:  # last, as each rank has passed its own checks
             feature.compare_ranks(model)
     return class_draws
 
 
-def check_unconnected(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
+def check_model_on_this_rank(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
     """Raise ModelError as `check_model` for what a rank tells alone; returns random draws of the class."""
     refuse_unsupported_model(model)
     assert isinstance(model, PreTrainedModel)  # others were refused
-    class_draws = refuse_inexact_class(model) if needs_class_trial(model) else ()
+    class_draws = draws_of_exact_class(model) if needs_class_trial(model) else ()
     for feature in features:
         feature.refuse(model)
     return class_draws

@@ -11,16 +11,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import (
-    parameter_gradients,
-    relative_error,
-    run_trial_once,
-    shrink_configuration,
-    trial_error_text,
-)
-from longspan.model.kinds import find_indexers, find_mixers
-from longspan.model.layers import expert_modules, has_experts, innermost_decoder
-from longspan.model.seams.attention_calls import attend_separately, defer_temperature
+from longspan.model.exactness.small_copies import shrink_configuration
+from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
+from longspan.model.kinds import expert_modules, find_indexers, find_mixers, has_experts
+from longspan.model.layers import innermost_decoder
+from longspan.model.seams.query_scaling import defer_query_scaling
+from longspan.model.seams.separate_rows import attend_separately
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS = 48
@@ -37,7 +33,7 @@ class ClassTrial:
     draws: tuple[str, ...] = ()
 
 
-def refuse_inexact_class(model: PreTrainedModel) -> tuple[str, ...]:
+def draws_of_exact_class(model: PreTrainedModel) -> tuple[str, ...]:
     """Raise ModelError, with every reason, for a model of a class that would not be exact; returns its random draws."""
     trial = try_small_model_of_class(model)
     if trial.reasons:
@@ -55,8 +51,11 @@ def try_small_model_of_class(model: PreTrainedModel) -> ClassTrial:
 
 
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
-    # A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass.
-    # That a small model cannot be made or run is a reason only where the trial is required, of a class with experts.
+    """Try a small copy of a class: rows together and in pieces must be the same.
+
+    A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass. That
+    a small model cannot be made or run is a reason only where the trial is `required`, of a class with experts.
+    """
     try:
         model = _make_small_model(kind, config)
         outs: list[Tensor] = []
@@ -67,8 +66,8 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
             with torch.no_grad():
                 outs.append(model(input_ids=ids, position_ids=positions, use_cache=False)[0])
         draws = not torch.equal(*outs)
-        seen = ("numbers by which a small model of its class differs from seed to seed",) if draws else ()
-        return ClassTrial(tuple(_row_reasons(model.train(not draws))), seen)
+        draws_text = ("numbers by which a small model of its class differs from seed to seed",) if draws else ()
+        return ClassTrial(tuple(_row_reasons(model.train(not draws))), draws_text)
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
@@ -77,13 +76,17 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
 
 
 def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Make a small float64 copy, in training mode, in which rows see only themselves in attention, mixers and indexers.
+
+    No bias stays zero, which would hide it. It draws from torch's generator, which `run_trial_once` puts back.
+    """
     small = shrink_configuration(config, experts=_EXPERTS)
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
-    defer_temperature(model)  # attention's business: it is not tried here
+    defer_query_scaling(model)  # attention's business: it is not tried here
     if find_indexers(model):
-        from longspan.model.seams.indexers import shard_indexers
+        from longspan.model.seams.chosen_keys.indexers import shard_indexers
 
         shard_indexers(model, alone=True)
     for mixer in find_mixers(model).values():
@@ -101,13 +104,18 @@ AttentionInterface.register(
 
 
 class _Pass(NamedTuple):
+    """What some rows of a small model became: outputs and gradients of all, and outputs of every module."""
+
     rows: Tensor  # (R, D)
     gradients: dict[str, Tensor | None]
     outputs: dict[str, list[Tensor]]  # of modules, (R, …) each, in the order in which they were called
 
 
 def _run_rows_in_order(model: PreTrainedModel, order: Tensor) -> _Pass:
-    """A row's number in `order` is its token id, and seeds its gradient."""
+    """Run the rows of these numbers together, forward and backward.
+
+    A row's number in `order` is its token id, and picks the gradient of its output, which is drawn for all rows alike.
+    """
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     upstream = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
@@ -124,7 +132,10 @@ def _run_rows_in_order(model: PreTrainedModel, order: Tensor) -> _Pass:
 
 
 def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
-    # Those of shape (R, …) or (1, R, …), each as (R, ·).
+    """Yield those tensors of a module's output that have a row for each of the `rows`, each as (rows, ·).
+
+    Such are of shape (rows, …) or (1, rows, …).
+    """
     for leaf in tree_leaves(out if isinstance(out, tuple | list) else [out]):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             leaf = leaf.detach()
@@ -135,8 +146,10 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
 
 
 def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
-    # Gradients and experts are compared only if outputs are equal, since other outputs have other gradients.
-    # Buffers that are not saved may only log what was run; if results depend on them, rows differ below.
+    """Yield why rows of a small model are not computed each by itself; gradients and experts only if outputs are equal.
+
+    Buffers that are not saved may only log what was run; if results depend on them, rows differ here.
+    """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows_in_order(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
@@ -157,7 +170,10 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _place_of_first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
-    # A module that is not called equally often for each piece cannot be compared.
+    """Return the first module, in order of calls, whose outputs of a row differ between the whole and its parts.
+
+    A module that is not called equally often for each part cannot be compared.
+    """
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
             pieces = [
@@ -169,7 +185,10 @@ def _place_of_first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tens
 
 
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> Iterator[str]:
-    # Of what nothing depends on here, as of learnt rotary frequencies at one position, only rounding is left.
+    """Yield the first parameter whose gradient is not the sum over the parts, or is missing in one.
+
+    Of what nothing depends on here, as of learnt rotary frequencies at one position, only rounding is left.
+    """
     least = 1e-9 * max((float(x.abs().max()) for x in whole.gradients.values() if x is not None), default=0.0)
     for name, gradient in whole.gradients.items():
         pieces = [piece for piece_pass in parts if (piece := piece_pass.gradients[name]) is not None]
@@ -189,6 +208,7 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> It
 
 @torch.no_grad()
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the first experts that compute something else than `mix_experts` does in their place."""
     for name, module in expert_modules(model).items():
         from longspan.model.experts.moe import mix_experts
 
@@ -203,5 +223,5 @@ def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def needs_class_trial(model: PreTrainedModel) -> bool:
-    """Whether a small copy of the class is tried: of one with experts, or that is not transformers' own."""
+    """Return whether a small copy of the class is tried: of one with experts, or that is not transformers' own."""
     return has_experts(model) or not type(innermost_decoder(model)).__module__.startswith("transformers.")

@@ -1,289 +1,32 @@
 """A trial of what a model does with images: a small model of its class runs on the host, whole and in its two parts.
 
 Images must enter the text model only as rows in the places of their placeholders (DeepStack: after layers too) and as
-positions: logits and every gradient are compared. Documents are of random ids and pixels, with images of several sizes.
+positions: logits and every gradient are compared.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import (
-    make_tiny_model,
-    parameter_gradients,
-    relative_error,
-    run_trial_once,
-    shrink_configuration,
-    trial_error_text,
+from longspan.model.exactness.image_documents import (
+    TOKEN_KINDS,
+    TrialDocument,
+    make_stock_arguments,
+    make_trial_documents,
+    make_video_document,
 )
-from longspan.model.layers import base_model, decoder_layers
-from longspan.model.seams.call_rules import has_bidirectional_prefix
-from longspan.model.vision.image_encoder import ImageEncoder, encode_images, pack_attention, split_off_image_encoder
-from longspan.model.vision.image_tokens import (
-    GRIDS,
-    IN_DOCUMENT,
-    MASK,
-    SIZES,
-    ImageInput,
-    ImageTokens,
-    Video,
-    VideoTokens,
-    image_arguments,
-    image_feature_parameters,
-    image_tokens,
-)
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
+from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
+from longspan.model.layers import decoder_layers
+from longspan.model.vision.image_encoder import ImageEncoder, pack_attention, split_off_image_encoder
 from longspan.plan.shape.families import find_family
-
-Side = tuple[int, int]
-_FINE = "tile_fine_mask"  # Granite Docling, whose mask is of tiles
-_SHAPES = "spatial_shapes"
-_MERGES = "image_merge_sizes"
-_FINER = "high_res_pixel_values"
-
-
-def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
-    """Draw an image in the form that a model takes, which its class's image function shows.
-
-    `side` is height and width: in merged patches (of `merge` patches a side), in halves of a tile's side where the
-    model cuts images, or in tiles; for padded tiles see `_draw_padded_tiles`.
-    """
-    parameters = image_feature_parameters(base)
-    vision = base.config.vision_config
-    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    patch, image_side = (_first_side(getattr(vision, name, None)) for name in ("patch_size", "image_size"))
-    if GRIDS in parameters:
-        return _draw_patches(base, merge, side, channels * patch**2, draw)
-    if _SHAPES in parameters:
-        return _draw_padded_tiles(base, side, channels * patch**2, draw)
-    if getattr(base.config, "image_grid_pinpoints", None):
-        return _draw_cut_image(base, side, (channels, image_side, image_side), draw)
-    # patches are merged, without a grid
-    if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):
-        height, width = (patch * base.config.spatial_merge_size * n for n in side)
-        return ImageInput(_draw_pixels((1, channels, height, width), draw), size=(height, width))
-    return _draw_tiles(base, side, (channels, image_side, image_side), draw)
-
-
-def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Patches (n, C · t · p²), or (n, C, p, p); `width` is C · p².
-
-    Models with `image_merge_sizes` get 1 for an even width and 2 for an odd one, so that trials have both.
-    """
-    fields = dict[str, Tensor]()
-    frames = getattr(base.config.vision_config, "temporal_patch_size", None) or 1
-    if _MERGES in image_feature_parameters(base):
-        merge = side[1] % 2 + 1
-        fields[_MERGES] = torch.tensor([merge])
-    patch = _first_side(base.config.vision_config.patch_size)
-    patch_shape = (frames * width,)
-    if find_family(base.config.model_type).square_patches:
-        patch_shape = (width // patch**2, patch, patch)
-    pixels = _draw_pixels((merge**2 * side[0] * side[1], *patch_shape), draw)
-    return ImageInput(pixels, (1, merge * side[0], merge * side[1]), fields=fields)
-
-
-def _draw_padded_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """For LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches.
-
-    Full tiles have 3 x 3 rows, the last one `side`, so that the mask hides some; there are as many as `side` is high.
-    """
-    factor, (height, row_width) = getattr(base.config, "downsample_factor", 1), side
-    full_side = 3 * factor
-    shapes = torch.tensor([(full_side, full_side)] * (height - 1) + [(factor * height, factor * row_width)])
-    mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
-    pixels = _draw_pixels((height, full_side**2, width), draw) * mask[..., None]
-    return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
-
-
-def _draw_cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Some models cut an image only where its document has no other: a first side of 3 says that there are three."""
-    size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
-    count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
-    tiles = count_tiles(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
-    if IN_DOCUMENT not in image_feature_parameters(base):
-        return ImageInput(_draw_pixels((tiles, *tile), draw), size=size)
-    images = 1 if side[0] < 3 else 3
-    pixels = _draw_pixels((tiles if images == 1 else 1, *tile), draw)
-    return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([images])})
-
-
-def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """As many as the shorter side; a mask of pixels hides a patch at the right of the last one of an odd width."""
-    parameters = image_feature_parameters(base)
-    tiles = min(side)
-    pixels = _draw_pixels((tiles, *tile), draw)
-    fields = dict[str, Tensor]()
-    if _FINE in parameters:
-        fields[MASK] = torch.ones(tiles, dtype=torch.bool)
-    elif MASK in parameters:
-        padding = _first_side(base.config.vision_config.patch_size) * (side[1] % 2)
-        fields[MASK] = torch.ones(tiles, *tile[1:], dtype=torch.int64)
-        fields[MASK][-1, :, tile[2] - padding :] = 0
-        pixels = pixels * fields[MASK][:, None]
-    if _FINER in parameters:
-        finer = _first_side(base.config.high_res_vision_config.image_size)
-        fields[_FINER] = _draw_pixels((tiles, tile[0], finer, finer), draw)
-    return ImageInput(pixels, fields=fields)
-
-
-def _first_side(value: Any) -> int:
-    return int(value[0] if isinstance(value, list | tuple) else value or 0)
-
-
-def _draw_pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
-    return torch.from_numpy(draw.normal(size=shape))
-
-
-_SIDES = ((2, 3), (1, 2), (3, 2))  # of images, as `draw_image` takes them
-TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at videos, as processors make them
-
-
-@dataclass(frozen=True)
-class TrialDocument:
-    """One document: ids (T,), images with their `rows`, and positions (None: plain).
-
-    `at_images` (T,) says which tokens are placeholders; groups of frames of `videos` stand among the images
-    (`at_videos`). `prefix` rows see each other before the causal ones.
-    """
-
-    ids: np.ndarray
-    images: tuple[ImageInput, ...]
-    rows: tuple[int, ...]
-    positions: np.ndarray | None
-    at_images: np.ndarray
-    videos: tuple["TrialVideo", ...] = ()
-    at_videos: np.ndarray | None = None
-    prefix: int = 0
-
-    @property
-    def groups(self) -> set[int]:
-        """Return the indices of the images that are groups of frames of videos."""
-        return {video.first + k for video in self.videos for k in range(video.video.grid[0])}
-
-    def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
-        """Return the kinds of tokens (1, T) that the model gets: 1 at images, 2 at videos; else 1 after a prefix."""
-        if not images or has_bidirectional_prefix(model.config):
-            return token_kinds(model, len(self.ids), self.prefix)
-        # placeholders of videos are in both masks, so that their sum is 2
-        kinds = self.at_images.astype(np.int64) + (0 if self.at_videos is None else self.at_videos)
-        return torch.from_numpy(kinds)[None]
-
-
-class TrialVideo(NamedTuple):
-    """A video whose groups of frames are images of a document from number `first` on."""
-
-    first: int
-    video: Video
-
-
-def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
-    """Return the kinds (1, T) that a model gets for the tokens of a text: 0, and 1 after a prefix if it has one."""
-    kinds = torch.arange(rows) >= (prefix if has_bidirectional_prefix(model.config) else rows)
-    return kinds.long()[None]
-
-
-def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]]) -> list[TrialDocument]:
-    """Make documents of these numbers of tokens of text and of images, for a whole small model."""
-    tokens = image_tokens(model.config)
-    draw = np.random.default_rng(0)
-    words = np.array(ordinary_ids(model.config))
-    base = base_model(model)
-    most = max((images for _, images in sizes), default=0)
-    images = [draw_image(base, tokens.merge, side, draw) for side in (_SIDES * most)[:most]]
-    with torch.no_grad():
-        pool = [(image, len(encode_images(base, [image])[0])) for image in images]
-    return [_make_document(tokens, draw.choice(words, text), pool[:count], draw) for text, count in sizes]
-
-
-def ordinary_ids(config: PreTrainedConfig) -> list[int]:
-    """List the token ids without those that mean something to the model: padding, images and the like."""
-    text = config.get_text_config()
-    values = [*vars(config).items(), *vars(text).items()]
-    special = {v for k, v in values if k.endswith(("token_id", "token_index")) and isinstance(v, int)}
-    return [token for token in range(text.vocab_size) if token not in special]
-
-
-def make_stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str, Any]:
-    """Make the arguments that the whole unchanged model takes for a document, as its processor would."""
-    ids = torch.from_numpy(document.ids)[None]
-    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    base = base_model(model)
-    like = next(model.parameters())
-    parameters = signature(model.forward).parameters
-    if images := [image for i, image in enumerate(document.images) if i not in document.groups]:
-        arguments |= image_arguments(base, images, like)
-    if document.videos:
-        image_fields = image_arguments(base, [document.images[i] for i in sorted(document.groups)], like)
-        grids = torch.tensor([video.video.grid for video in document.videos])
-        seconds = torch.tensor([video.video.seconds for video in document.videos], dtype=torch.float32)
-        arguments |= {"pixel_values_videos": image_fields["pixel_values"], "video_grid_thw": grids}
-        arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in parameters else {}
-    return arguments | {name: document.kinds(model, images=True) for name in TOKEN_KINDS if name in parameters}
-
-
-def _make_document(
-    tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], draw: np.random.Generator
-) -> TrialDocument:
-    """A prefix ends with the token after the last image, so that it holds text too."""
-    places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
-    ids = list[int]()
-    for words_between, image in zip(np.split(words, places), (*images, None), strict=True):
-        ids += [*words_between.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
-    grids = np.array([image.grid for image, _ in images if image.grid is not None])
-    positions = tokens.positions(np.array(ids), grids)
-    inputs = tuple(x for x, _ in images)
-    rows = tuple(n for _, n in images)
-    at_images = np.array(ids) == tokens.placeholder
-    prefix = 0
-    if tokens.config is not None and has_bidirectional_prefix(tokens.config):
-        prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
-    return TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix)
-
-
-def make_video_document(model: PreTrainedModel) -> TrialDocument:
-    """Make a document of a video, an image and a second video, with words around each, for a whole small model.
-
-    Each group of frames is an image; the videos have three groups and two, of different shapes, so that exchanged items
-    would be seen. ModelError for a model without videos by grids.
-    """
-    videos = VideoTokens.from_configuration(model.config)
-    draw = np.random.default_rng(0)
-    base = base_model(model)
-    # words: (before everything; between groups of frames; after each item), nine of each, of which some are used
-    merge = videos.images.merge
-    words = draw.choice(np.array(ordinary_ids(model.config)), (3, 9))
-    ids = words[0].tolist()
-    images = list[ImageInput]()
-    clips = list[TrialVideo]()
-    for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):  # a video, an image, a video
-        placeholder = videos.images.placeholder if number == 1 else videos.placeholder
-        if number != 1:
-            grid = (groups, merge * side[0], merge * side[1])
-            clips.append(TrialVideo(len(images), Video(grid, seconds=1.5 - number / 2)))  # 1.5 and 0.5
-        for group in range(groups):
-            images.append(draw_image(base, merge, side, draw))
-            words_between = words[1, :2].tolist() if videos.apart and group > 0 else []
-            ids += [*words_between, *[placeholder] * (side[0] * side[1])]
-        ids += words[2, : 2 + number].tolist()  # another number of words after each item
-    # after the first video's 3 groups
-    all_ids = np.array(ids)
-    grid = np.array([image.grid for image in images[3:4]])
-    positions = videos.positions(all_ids, grid, [clip.video for clip in clips])
-    at_videos = all_ids == videos.placeholder
-    rows = tuple(videos.images.rows(image.grid) for image in images)
-    at_images = at_videos | (all_ids == videos.images.placeholder)
-    return TrialDocument(all_ids, tuple(images), rows, positions, at_images, tuple(clips), at_videos)
-
 
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
 _TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
@@ -300,11 +43,17 @@ def reasons_against_images(config: PreTrainedConfig, *, videos: bool = False) ->
 
 
 class _ImagePass(NamedTuple):
+    """Logits (T, V) of each document, and the gradients of all parameters."""
+
     logits: list[Tensor]
     gradients: dict[str, Tensor | None]
 
 
 def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[str]:
+    """Yield how a small model with images differs from its encoder and its text model run apart; nothing if equal.
+
+    The model is taken apart between the two passes: its encoder leaves it.
+    """
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = [make_video_document(model)] if videos else make_trial_documents(model, _SIZES)
@@ -340,15 +89,22 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
 def _run_documents(
     parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
 ) -> _ImagePass:
+    """Run documents one by one, and backward once, from a random weighting of all logits that is the same for each
+    `run`.
+    """
     logits = [run(document) for document in documents]
-    draw = torch.Generator().manual_seed(0)
-    weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
+    generator = torch.Generator().manual_seed(0)
+    weighed = [(x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in logits]
     return _ImagePass(
         [x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items())
     )
 
 
 def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: TrialDocument) -> Tensor:
+    """Return the logits (T, V) of a document from an encoder and the text model that it was split off.
+
+    Rows of images take the places of placeholders by hooks on the embedding, and are added after layers (DeepStack).
+    """
     ids = torch.from_numpy(document.ids)[None]
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [encoder([image]) for image in document.images]

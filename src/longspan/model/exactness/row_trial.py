@@ -6,7 +6,7 @@ is compared. Not covered: long documents, gradients (`class_trial.py`), encoders
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -20,12 +20,14 @@ from longspan.comm import SequenceShard, World, bind, raise_first_error, to_devi
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.execution import model_execution
-from longspan.model.kinds import IS_COMPILED, is_pipeline
-from longspan.model.layers import decoder_layers, has_experts, mtp_depths, preserve_modes
-from longspan.model.seams.attention_calls import SeparateRows
-from longspan.model.seams.call_rules import call_rules, doctor_hint, is_prepared
-from longspan.model.seams.meta_pass import preserve_attributes
-from longspan.model.sharding import reshard
+from longspan.model.fsdp_passes import reshard
+from longspan.model.kinds import has_experts
+from longspan.model.layers import decoder_layers, mtp_depths, preserve_modes
+from longspan.model.marks import IS_COMPILED, is_pipeline
+from longspan.model.seams.call_rules import call_rules, is_prepared
+from longspan.model.seams.doctor_hint import doctor_hint
+from longspan.model.seams.meta_pass import restore_attributes_after
+from longspan.model.seams.separate_rows import SeparateRows
 from longspan.plan import Group, MicroBatch
 
 # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many
@@ -55,7 +57,10 @@ class _TrialRows:
     def from_documents(
         world: World, parts: int, longest: int, documents: Sequence[int], *, others: bool
     ) -> "_TrialRows":
-        """A row's number is its index among the rows of all documents, plus _COUNT for each earlier part."""
+        """Make the rows of these documents, each cut to `longest` rows, for every slot and each of `parts` parts.
+
+        A row's number is its index among the rows of all documents, plus _COUNT for each earlier part.
+        """
         lengths = [min(length, longest) for length in _LENGTHS]
         starts = np.cumsum([0, *lengths])
         numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
@@ -64,20 +69,27 @@ class _TrialRows:
         slots = range(world.home.slots)
         n = len(of_slot)
         groups = tuple(Group((slot,), tuple(range(slot * n, (slot + 1) * n)), of_slot) for slot in slots)
-        shard = SeparateRows.from_shard(bind(MicroBatch(groups), world).with_spans({}))
+        shard = SeparateRows.from_shard(bind(MicroBatch(groups), world))
         return _TrialRows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
 
     def row_numbers(self, rows: int) -> Integers | None:
+        """Return the numbers of a tensor's rows: of all, or of this rank's part of them; None if it has other rows."""
         if rows == len(self.numbers):
             return self.numbers
         return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
 
     def values_of_rows(self, values: Tensor) -> Tensor:
-        """Of two values drawn for each row's number, the second one where `others` changes the row."""
+        """Take, of two values drawn for each row's number (2, numbers, …), those of these rows: (T, …).
+
+        The second is taken where `others` changes the row.
+        """
         others = (~_compared_mask(self.numbers) & self.others).astype(np.int64)
         return values[to_device(others, values.device), to_device(self.numbers, values.device)]
 
     def as_rows(self, value: Any) -> Tensor | None:
+        """Return a module's input or output as (rows, …) if it has a row for each of these, without a batch dim; else
+        None.
+        """
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
             return None
         if self.row_numbers(value.shape[0]) is not None:
@@ -87,11 +99,11 @@ class _TrialRows:
 
 
 def _compared_mask(numbers: Integers) -> Integers:
-    # about half of the rows, by a draw that depends on their numbers only
+    """Return which rows are compared: about half of them, by a draw that depends on their numbers only."""
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
 
-class _Allowed(NamedTuple):
+class _AllowedDifference(NamedTuple):
     """How far the compared rows of two passes may differ: `error`, relative to what a module adds to a row.
 
     A single number may differ by `epsilons` of the coarser of its type and `dtype`. With `median` a tensor's error is
@@ -105,28 +117,34 @@ class _Allowed(NamedTuple):
 
 
 class _CallKey(NamedTuple):
+    """One tensor of a call: the module's name, which of its calls, output or input, and which of the tensors there."""
+
     module: str
     call: int
     out: bool
     leaf: int
 
 
+@dataclass(eq=False)
 class _ObservedPass:
     """Inputs and outputs of modules in one pass, and how far they are from those of the pass `before`.
 
-    Compared rows leave each layer as in the pass before, so that each layer is judged by its own effect. `errors` are
-    shares of what is allowed.
+    Hooks change what layers return: compared rows leave each layer as in the pass before, so that each layer is judged
+    by its own effect. `errors` are shares of what is allowed, on the device.
     """
 
-    def __init__(self, rows: _TrialRows, allowed: _Allowed, before: "_ObservedPass | None") -> None:
-        self.rows = rows
-        self.allowed = allowed
-        self.before = before
-        self.tensors, self.errors = dict[_CallKey, Tensor](), dict[_CallKey, Tensor]()
-        self._calls = dict[str, int]()
+    rows: _TrialRows
+    allowed: _AllowedDifference
+    before: "_ObservedPass | None"  # with whose rows these are compared; None: the first
+    tensors: dict[_CallKey, Tensor] = field(default_factory=dict[_CallKey, Tensor])
+    errors: dict[_CallKey, Tensor] = field(default_factory=dict[_CallKey, Tensor])
+    _calls: dict[str, int] = field(default_factory=dict[str, int])
 
     @contextmanager
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Hook these modules and layers while the context is open; what layers return is replaced, of modules noted
+        alone.
+        """
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
                 observe_outputs: Callable[..., Any] = partial(self._observe_outputs, name, name in layers)
@@ -138,11 +156,16 @@ class _ObservedPass:
             yield
 
     def _observe_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Count a module's call, and note its inputs: a forward pre-hook."""
         call = self._calls[name] = self._calls.get(name, -1) + 1
         self.observe(name, (args, kwargs), call, out=False)
 
     def _observe_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
-        """A layer's callers get the rows of the pass before, so that an error counts in the layer that makes it."""
+        """Note a module's outputs, and return a layer's with compared rows as they were in the pass before: a forward
+        hook.
+
+        An error then counts in the layer that makes it, and not in those that follow.
+        """
         call = self._calls[name]
         inputs = self.tensors.get(_CallKey(name, call, False, 0)) if is_layer else None
         self.observe(name, out, call, added_to=inputs)
@@ -161,9 +184,10 @@ class _ObservedPass:
     def observe(
         self, name: str, values: Any, call: int = 0, *, out: bool = True, added_to: Tensor | None = None
     ) -> None:
-        """`added_to` is the input to which a layer has added its output.
+        """Note the tensors of a call that have a row for each of these rows, and how far they are from the pass before.
 
-        The first pass keeps copies, since modules may write into their tensors.
+        `added_to` is the input to which a layer has added its output. The first pass keeps copies, since modules may
+        write into their tensors.
         """
         tensors = [x for leaf in tree_leaves(values) if (x := self.rows.as_rows(leaf)) is not None]
         for leaf, x in enumerate(tensors):
@@ -175,7 +199,7 @@ class _ObservedPass:
                 self.errors[key] = self._relative_error(x[places], earlier, inputs)
 
     def _compared_rows(self, key: _CallKey, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The indices of compared rows in a tensor, and what they were in the pass before; None without any."""
+        """Return the indices of compared rows in a tensor, and what they were in the pass before; None without any."""
         before = self.before
         earlier = x if before is None else before.tensors.get(key, x)
         if before is None or earlier is x or x.shape[1:] != earlier.shape[1:]:
@@ -189,7 +213,7 @@ class _ObservedPass:
         return places, earlier[to_device(earlier_indices, x.device)]
 
     def _relative_error(self, x: Tensor, earlier: Tensor, inputs: Tensor | None) -> Tensor:
-        """What differs beyond rounding over what was added to `inputs`, in norm, as a share of what is allowed."""
+        """Return what differs beyond rounding over what was added to `inputs`, in norm, as a share of the allowed."""
         rounding = self.allowed.epsilons * max(torch.finfo(x.dtype).eps, torch.finfo(self.allowed.dtype).eps)
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
         added = b if inputs is None else b - inputs.flatten(1)
@@ -201,7 +225,9 @@ class _ObservedPass:
         return (errors.median() if self.allowed.median else errors.max()).double()
 
     def find_module_at_fault(self) -> tuple[str, float] | None:
-        """The first module whose outputs differ while its inputs do not, or else the first difference; its error."""
+        """Return the first module whose outputs differ while its inputs do not, or else the first difference; and its
+        error.
+        """
         shares = torch.stack(list(self.errors.values())).tolist() if self.errors else []
         different = {key: share for key, share in zip(self.errors, shares, strict=True) if share > 1}
         with_other_inputs = {key[:2] for key in different if not key.out}
@@ -248,11 +274,13 @@ def try_rows_before_call(model: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _tried_modes(model: nn.Module) -> set[bool]:
+    """Return the modes (True: training) in which a model was tried, a set that the model keeps and callers add to."""
     return vars(model).setdefault("modes_of_row_trial", set[bool]())
 
 
 @contextmanager
 def _clean_up_after_trial(model: nn.Module) -> Iterator[None]:
+    """Restore modes, and free gathered weights, after a trial, inside of which nothing is compiled."""
     is_compiled = any(IS_COMPILED in vars(module) for module in model.modules())
     with preserve_modes(model), torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         try:
@@ -270,6 +298,7 @@ class _RowTrial:
     """
 
     def __init__(self, model: Any, world: World) -> None:
+        """Draw the ids of the trial, and choose its passes by the type in which the model computes."""
         self.model = model
         self.world = world
         rules = call_rules(model)
@@ -291,11 +320,16 @@ class _RowTrial:
         self.shape = 2, _COUNT * rules.row_multiple
         vocabulary = model.config.get_text_config().vocab_size
         depths = model.depths if is_pipeline(model) else len(mtp_depths(model))
-        draw = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(vocabulary, self.shape, generator=draw).to(world.device)
-        self.later = torch.randint(vocabulary, (*self.shape, depths), generator=draw).to(world.device)
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(vocabulary, self.shape, generator=generator).to(world.device)
+        self.later = torch.randint(vocabulary, (*self.shape, depths), generator=generator).to(world.device)
 
     def find_error(self, *, every_module: bool) -> ModelError | None:
+        """Run all passes, and return the first difference as an error; None without.
+
+        Entered by all ranks, as the passes communicate. With `every_module` modules are compared, else decoder layers
+        alone.
+        """
         differences = [
             text for part in self.parts for text in self._difference_texts(*part, every_module=every_module)
         ]
@@ -308,6 +342,9 @@ class _RowTrial:
         )
 
     def _difference_texts(self, stage: Any, model: Any, *, every_module: bool) -> Iterator[str]:
+        """Yield, for each later pass of a stage, which module made compared rows differ from the first pass, and by how
+        much.
+        """
         mode = "training" if self.model.training else "evaluation"
         run = partial(self._run_stage, stage, model, every_module=every_module)
         first_pass = run(self.first, None)
@@ -329,6 +366,9 @@ class _RowTrial:
     def _run_stage(
         self, stage: Any, model: Any, rows: _TrialRows, before: _ObservedPass | None, *, every_module: bool
     ) -> _ObservedPass:
+        """Run one pass of a stage, without gradients and dropout, and return what was observed; nothing of the model
+        changes.
+        """
         same_shapes = len(rows.numbers) == len(self.first.numbers)
         observed = _ObservedPass(rows, self._allowed_difference(same_shapes=same_shapes), before)
         devices = [self.world.device] if self.world.device.type == "cuda" else []
@@ -340,26 +380,28 @@ class _RowTrial:
                 self._run_pass(stage, observed)
         return observed
 
-    def _allowed_difference(self, *, same_shapes: bool) -> _Allowed:
-        """1e-4 is for float32, in which norms and routers may be, whatever the model's type.
+    def _allowed_difference(self, *, same_shapes: bool) -> _AllowedDifference:
+        """Return how far rows may differ between two passes, of the same shapes or of other ones.
 
-        In coarse types it is least where every product has the same shapes, and most where rounding may choose other
-        experts.
+        1e-4 is for float32, in which norms and routers may be, whatever the model's type. In coarse types it is least
+        where every product has the same shapes, and most where rounding may choose other experts.
         """
         if same_shapes and not self.experts:
-            return _Allowed(self.dtype, 0.01 if self.coarse else 1e-4, 0, median=False)
+            return _AllowedDifference(self.dtype, 0.01 if self.coarse else 1e-4, 0, median=False)
         if not self.coarse:
-            return _Allowed(self.dtype, 1e-4, 16, median=False)
+            return _AllowedDifference(self.dtype, 1e-4, 16, median=False)
         other_experts = self.experts and not same_shapes
-        return _Allowed(self.dtype, 0.1 if other_experts else 0.05, 2, median=other_experts)
+        return _AllowedDifference(self.dtype, 0.1 if other_experts else 0.05, 2, median=other_experts)
 
     def _run_pass(self, stage: Any, observed: _ObservedPass) -> None:
+        """Call a model or a stage with the pass's rows, and observe the hidden states and logits behind its layers."""
         rows = observed.rows
         ids = rows.values_of_rows(self.ids)[None]
         positions = rows.shard.position_ids[None]
         later = {"future_ids": rows.values_of_rows(self.later).t().contiguous()} if self.later.shape[2] else {}
 
         def observe_hidden(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
+            """Note hidden states, logits and states of depths, as a loss gets them; return a loss of 0."""
             observed.observe("the last hidden states", hidden)
             observed.observe("the logits", head(hidden))
             for depth, x in enumerate(deeper):
@@ -381,21 +423,25 @@ class _RowTrial:
             observed.observe("the hidden states after its last layer", out[0].chunk(1 + stage.with_embedding)[0])
 
     def _make_hidden_states(self, stage: Any, rows: _TrialRows) -> Tensor:
-        """The same (1, T, D) for a row's number in every pass; behind them embedded rows, if stages hand these on."""
-        draw = torch.Generator().manual_seed(4)
+        """Draw what a stage before would hand on: the same (1, T, D) for a row's number in every pass.
+
+        Behind them are embedded rows, if stages hand these on.
+        """
+        generator = torch.Generator().manual_seed(4)
         inputs = list[Tensor]()
         width = self.model.config.get_text_config().hidden_size
         for _ in range(1 + stage.with_embedding):
-            values = torch.randn(*self.shape, width, generator=draw).to(self.world.device, self.model.dtype)
+            values = torch.randn(*self.shape, width, generator=generator).to(self.world.device, self.model.dtype)
             inputs.append(rows.values_of_rows(values).unflatten(0, (rows.parts, -1))[rows.part])
         return torch.cat(inputs)[None]
 
 
 @contextmanager
 def _preserve_state(model: nn.Module) -> Iterator[None]:
+    """Restore attributes of modules, and the values of buffers that were written to inside."""
     values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
-        with preserve_attributes(model):
+        with restore_attributes_after(model):
             yield
     finally:
         for buffer, version, value in values:

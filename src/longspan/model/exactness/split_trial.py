@@ -20,7 +20,7 @@ from longspan.comm import World, world_of
 from longspan.comm.tp_collectives import tp_sum
 from longspan.errors import LongspanError, ModelError
 from longspan.model.layers import preserve_modes
-from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, StyledModule, split_block_names
+from longspan.model.tensor_parallel.module_styles import COLWISE, ROWWISE, StyledModule, split_block_names
 from longspan.model.weights.local_tensors import local_tensor
 
 # How far a right split may be from the unsplit block, relative to the norm of what is compared: rounding, with room.
@@ -36,6 +36,7 @@ class SplitTrial:
     """
 
     def __init__(self, name: str, unit: nn.Module, world: World) -> None:
+        """Keep a twin of `unit`, named `name` in messages, before it is split."""
         self.unit: nn.Module = unit
         self._key = world.key
         self._name = f"{name} ({type(unit).__name__})"
@@ -48,6 +49,7 @@ class SplitTrial:
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Compare this call with the twin's, once, and then run the block as before."""
             if not torch.is_inference_mode_enabled():  # which allows no gradients: the call after is compared
                 unit.forward = inner
                 self._compare_call(inner, args, kwargs)
@@ -56,7 +58,10 @@ class SplitTrial:
         unit.forward = forward
 
     def _compare_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Gradients of sharded parameters are compared by slice; all ranks raise if any sees a difference."""
+        """Raise ModelError, on all ranks if any sees a difference, if the split block's call is not its twin's.
+
+        All tensor-parallel ranks enter it. Gradients of sharded parameters are compared by slice.
+        """
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
         detached = {name: p.detach() for name, p in self.unit.named_parameters()}
@@ -77,12 +82,13 @@ class SplitTrial:
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
         slices = {name: _part_of_this_rank(x, results.get(name), self._key) for name, x in true.items()}
-        wrong = _describe_differences(slices, results)
+        wrong = _differences_from_unsplit(slices, results)
         ranks_that_differ = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
         if ranks_that_differ.item():
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
     def _split_error(self, reason: str) -> ModelError:
+        """Return the error for a split that is wrong, with what a user can do about it."""
         tp = world_of(self._key).home.tp
         return ModelError(
             f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "
@@ -92,6 +98,7 @@ class SplitTrial:
 
 
 def _copy_without_values(unit: nn.Module) -> nn.Module:
+    """Copy a module with its parameters on the meta device; buffers and configurations are shared with it."""
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -104,7 +111,7 @@ def _copy_without_values(unit: nn.Module) -> nn.Module:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Outputs, and gradients of inputs and parameters, by words for messages.
+    """Return a call's outputs, and gradients of inputs and parameters, by words for messages.
 
     Gradients of outputs are cosines, all different. Inputs that need gradients, and the first, are replaced by copies,
     so that backward does not enter the caller's graph.
@@ -124,6 +131,7 @@ def _call_results(
 
 
 def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
+    """Return the slice of the unsplit result that this rank's `result`, if a DTensor, stands for; else the whole."""
     if true is None or not isinstance(result, DTensor):
         return true
     (placement,) = result.placements
@@ -131,7 +139,11 @@ def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> 
     return true.chunk(world.home.tp, placement.dim)[world.coordinates.tp]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
+def _differences_from_unsplit(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
+    """Return in words which results differ from the true ones by more than rounding.
+
+    Errors are relative to the norm of a result, or to a share of the largest gradient's where that is more.
+    """
     norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
     largest_gradient = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
     wrong = list[str]()
@@ -185,7 +197,7 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[str, Tensor], row_names: Sequence[str]) -> Tensor:
-    """What the first row-wise linear gets where column-wise ones give `outputs` and all other weights are 1."""
+    """Return what the first row-wise linear gets where column-wise ones give `outputs` and all other weights are 1."""
     twin = _copy_without_values(block)
     row_linear = _StandIn()
     for name in row_names:

@@ -19,28 +19,21 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from longspan.comm import SequenceShard, World
-from longspan.comm.all_to_all import all_to_all_rows, exchange_counts
+from longspan.comm.autograd import break_graphs_around
 from longspan.comm.channel import Channel
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.routed_rows import exchange_counts, send_routed_rows
 from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
-from longspan.model.experts.experts import (
-    EXPERT_ADAPTERS,
-    LOCAL_EXPERTS,
-    Loads,
-    Visits,
-    run_experts,
-    spread_rows,
-    sum_visits,
-)
-from longspan.model.experts.router import RouterCoefficients, RouterStatistics
+from longspan.model.adapted_modules import is_expert_adapter, peft_modules
+from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERTS, ExpertLoads, run_experts
+from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.features import Feature
-from longspan.model.kinds import is_expert_adapter, peft_modules
-from longspan.model.layers import architecture_name, expert_modules, router_modules, router_sizes
-from longspan.model.seams.attention_calls import Probe, running_layer
-from longspan.model.weights.fill import copy_to_device
+from longspan.model.kinds import expert_modules, router_modules
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.running_layer import running_layer
+from longspan.model.weights.empty_model import copy_to_device
 from longspan.plan.shape.model_shape import experts_missing_text
 
 IMPLEMENTATION = "longspan"
@@ -61,7 +54,10 @@ def connect_experts(model: PreTrainedModel) -> None:
 
 
 def _turn_off_router_losses(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """transformers' own loss would count only local rows, padding included."""
+    """Turn off transformers' loss of routers, which would count only local rows, padding included: a forward pre-hook.
+
+    ModelError for a call that asks for it.
+    """
     if kwargs.get("output_router_logits"):
         raise ModelError(
             f"{type(model).__name__} got output_router_logits=: a loss of the local rows would depend on the plan; "
@@ -70,36 +66,15 @@ def _turn_off_router_losses(model: nn.Module, args: Any, kwargs: Any) -> tuple[t
     return args, {**kwargs, "output_router_logits": False}
 
 
-def make_router_statistics(
-    model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
-) -> RouterStatistics | None:
-    """Make the statistics of a model's routers for a step of so many tokens; None without known losses of routers.
-
-    ModelError for coefficients of losses that are not known.
-    """
-    routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
-    config = getattr(model, "config", None)
-    coefficients = coefficients or RouterCoefficients()
-    if not routers or not hasattr(config, "router_aux_loss_coef"):
-        if coefficients.any:
-            raise ModelError(
-                f"{architecture_name(model)} has no routers whose losses are known; set the balance "
-                "and z losses (train.router_aux_loss_coef, train.router_z_loss_coef) to 0; transformers defines such "
-                "losses "
-                "where a configuration has router_aux_loss_coef"
-            )
-        return None
-    if coefficients.balance is None:  # by the configuration, as transformers reads it
-        balance = float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0  # pyright: ignore
-        coefficients = RouterCoefficients(balance, coefficients.z)
-    experts = routers[0]  # as many as of every other router: their sums are added
-    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)
-
-
 @break_graphs_around
 def _record_routing(
     router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...] | None:
+    """Record a router's output in the step's statistics, and give its weights the gradient of the routers' losses.
+
+    A forward hook; it returns the output in the order in which the router gave it, or None outside a step with
+    statistics.
+    """
     layer = running_layer()
     if layer.router is None or isinstance(layer.shard, Probe):
         return None
@@ -137,7 +112,10 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 
 
 class _PlaceRows(torch.autograd.Function):
-    """Saves no tensor: to recompute one, only slots with padding would run experts' collectives once more, and wait."""
+    """Puts rows back to their places among `count`, of which the others are zeros.
+
+    It saves no tensor: to recompute one, only slots with padding would run experts' collectives once more, and wait.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -153,7 +131,10 @@ class _PlaceRows(torch.autograd.Function):
 def _mix_experts_in_tiles(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, shard: SequenceShard, channel: Channel | None
 ) -> Tensor:
-    """With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges."""
+    """Run `mix_experts` over as many tiles of rows as the model's option says (none: at once).
+
+    With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges.
+    """
     tile_rows = int(getattr(experts, TILE_ROWS, 0))
     rows = len(x) if channel is None else shard.micro_batch.most_rows
     count = count_tiles(rows, tile_rows)
@@ -167,6 +148,10 @@ def _mix_experts_in_tiles(
 
 
 def _real_row_index(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
+    """Return the index of real rows, not padding, among the `count` that experts got.
+
+    They got all rows of the shard, or a tensor-parallel rank's part of them.
+    """
     local = shard.local_rows
     tp = world.home.tp
     if tp > 1 and count == -(-local // tp):
@@ -195,28 +180,31 @@ def mix_experts(
     visits = Visits.from_order(order, top_k)
     expert_rows = spread_rows(x, visits)  # (R k, D)
     if channel is None:
-        outputs = run_experts(experts, expert_rows, Loads(loads))
+        outputs = run_experts(experts, expert_rows, ExpertLoads(loads))
     else:
         outputs = _run_experts_on_members(experts, expert_rows, loads, channel)
     return sum_visits(outputs, weights, visits).to(x.dtype)
 
 
 def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
-    """Rows (S, D) are sorted by expert; outputs come back in the same order."""
+    """Send rows (S, D), sorted by expert, to the members that have their experts; outputs come back in the same order.
+
+    `loads` (E,) counts this member's rows of every expert. All members of the channel enter it.
+    """
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
     sends = counts[channel.index].sum(1).tolist()  # of counts (sender, receiver, receiver's experts)
     counts_here = counts[:, channel.index]  # (sender, local experts)
     receives = counts_here.sum(1).tolist()
-    arrived = all_to_all_rows(x, sends, receives, channel)
+    arrived = send_routed_rows(x, sends, receives, channel)
     # Rows arrive by sender, and by expert within one sender: the order that sorts them by expert.
     starts = (counts_here.cumsum() - counts_here.ravel()).reshape(counts_here.shape)
     runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), counts_here.T.ravel(), strict=True)]
     order = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
     visits = Visits.from_order(torch.from_numpy(order).to(x.device), 1)
     rows_of_experts = counts_here.sum(0)
-    local_loads = Loads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
+    local_loads = ExpertLoads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
     outputs = run_experts(experts, spread_rows(arrived, visits), local_loads)
-    return all_to_all_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
+    return send_routed_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
 
 
 # ---- parameters where `ep` or `tp` is above 1
@@ -244,6 +232,9 @@ class ExpertFeature(Feature):
     """Experts and routers through this module, and experts dealt out over `ep`."""
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError where `ep` does not divide the experts, or FSDP2 cannot divide what `ep` leaves of a
+        parameter.
+        """
         home = self.world.home
         modules = expert_modules(model)
         if home.ep > 1 and not modules:
@@ -268,11 +259,11 @@ class ExpertFeature(Feature):
         connect_experts(model)
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Before the layers around them; the meshes are made by all ranks."""
+        """Deal experts over `ep` and shard them, before the layers around them; all ranks enter, and make meshes."""
         world = self.world
         home = world.home
         sharding = self.options.sharding(world)
-        if not sharding.parameters or home.ep == home.tp == 1:
+        if not sharding.shard_parameters or home.ep == home.tp == 1:
             return
         policy = sharding.mixed_precision_policy(model)
         mesh = world.meshes.expert

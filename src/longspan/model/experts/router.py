@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.kinds import router_sizes
+from longspan.model.layers import architecture_name
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class RouterCoefficients:
 
     @property
     def any(self) -> bool:
-        """Whether a loss is added at all."""
+        """Return whether a loss is added at all."""
         return bool(self.balance or self.z)
 
 
@@ -79,12 +82,13 @@ class RouterStatistics:
     def __init__(
         self, coefficients: RouterCoefficients, world: World, *, tokens: int, layers: int, experts: int
     ) -> None:
-        self.coefficients: RouterCoefficients = coefficients
-        self.world: World = world
-        self.experts: int = experts
-        self.token_layers: int = max(tokens * layers, 1)  # at least 1, to divide by
-        self.micro_batches: list[RouterSums] = []
-        self.counted_ahead: list[RouterSums] = []  # of micro-batches that run again, with a graph
+        """Begin a step of `tokens` in all documents, through `layers` routers of `experts` each, of all stages."""
+        self.coefficients = coefficients
+        self.world = world
+        self.experts = experts
+        self.token_layers = max(tokens * layers, 1)  # at least 1, to divide by
+        self.micro_batches = list[RouterSums]()
+        self.counted_ahead = list[RouterSums]()  # of micro-batches that run again, with a graph
         self.fractions: Tensor | None = None  # F (E,)
 
     def add_micro_batch(self, *, counting: bool = False) -> RouterSums:
@@ -115,6 +119,7 @@ class RouterStatistics:
 
 
 def _sum_over_micro_batches(micro_batches: Sequence[RouterSums], experts: int) -> list[float] | Tensor:
+    """Add what all routers recorded, (2 E + 1,); zeros without routers on this stage."""
     sums = [router for micro_batch in micro_batches for router in micro_batch.by_router.values()]
     return torch.stack(sums).sum(0) if sums else [0.0] * (2 * experts + 1)
 
@@ -137,6 +142,7 @@ def _routing_sums(logits: Tensor, top_k: int, counts: Tensor | None) -> Tensor:
 
 
 def _widen_logits(logits: Tensor) -> Tensor:
+    """Return logits in float32, or float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -158,6 +164,7 @@ class _WithRouterLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Add the losses' gradient to the logits (T, E) of real rows, and hand on the weights'."""
         logits, rows, counts = ctx.saved_tensors
         row_gradients = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics)
         if counts is not None:
@@ -185,3 +192,29 @@ def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
     if coefficients.z:
         gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / token_layers)
     return gradient
+
+
+def make_router_statistics(
+    model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
+) -> RouterStatistics | None:
+    """Make the statistics of a model's routers for a step of so many tokens; None without known losses of routers.
+
+    ModelError for coefficients of losses that are not known.
+    """
+    routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
+    config = getattr(model, "config", None)
+    coefficients = coefficients or RouterCoefficients()
+    if not routers or not hasattr(config, "router_aux_loss_coef"):
+        if coefficients.any:
+            raise ModelError(
+                f"{architecture_name(model)} has no routers whose losses are known; set the balance "
+                "and z losses (train.router_aux_loss_coef, train.router_z_loss_coef) to 0; transformers defines such "
+                "losses "
+                "where a configuration has router_aux_loss_coef"
+            )
+        return None
+    if coefficients.balance is None:  # by the configuration, as transformers reads it
+        balance = float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0  # pyright: ignore
+        coefficients = RouterCoefficients(balance, coefficients.z)
+    experts = routers[0]  # as many as of every other router: their sums are added
+    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)

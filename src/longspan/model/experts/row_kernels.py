@@ -1,4 +1,4 @@
-"""Triton kernels of `experts.py`: they need triton, which CPU builds of torch lack."""
+"""Triton kernels of `visits.py` and `expert_products.py`: they need triton, which CPU builds of torch lack."""
 
 # pyright: basic, reportMissingImports=false
 
@@ -23,7 +23,7 @@ def sum_visits_kernel(
     """Compute out[r] = sum over j of outputs[place[r · TOP_K + j]] (times weights[r, j]).
 
     One program computes COLUMNS columns of one row. `outputs` has a row for each visit of an expert, `output_row`
-    elements apart; `place` has the index in `outputs` of each visit's row (see `Visits` in `experts.py`).
+    elements apart; `place` has the index in `outputs` of each visit's row (`Visits` of `visits.py`).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longspan.attention.rows import kernel_module
-from longspan.model.kinds import FLOAT8_WEIGHTS
+from longspan.lazy import import_triton_kernels
+from longspan.model.marks import FLOAT8_WEIGHTS
 from longspan.model.weights.local_tensors import local_tensor
 
 FLOAT8 = torch.float8_e4m3fn
@@ -25,7 +25,7 @@ _TILE = 64  # rows and columns of a block of a matrix
 _PARTS = 32  # at most so many parts of a matrix's rows look for the largest numbers of columns at the same time
 
 
-class Scaled(NamedTuple):
+class ScaledRows(NamedTuple):
     """Rows in float8, `values` (…, R, C), and the factor of each row, `scales` (…, R) in float32."""
 
     values: Tensor
@@ -36,7 +36,7 @@ class Scaled(NamedTuple):
         return self.values.double() * self.scales.double().unsqueeze(-1)
 
 
-def quantise_rows(x: Tensor) -> Scaled:
+def quantise_rows(x: Tensor) -> ScaledRows:
     """Convert rows (…, R, C) to float8, each by its own scale.
 
     >>> quantise_rows(torch.tensor([[1.0, -896.0]])).scales
@@ -59,16 +59,16 @@ def quantise_rows(x: Tensor) -> Scaled:
             IN_ONE=width <= columns,
             num_warps=min(16, max(1, columns // 1024)),  # a warp for every 1024 columns
         )
-    return Scaled(values, scales)
+    return ScaledRows(values, scales)
 
 
-def quantise_by_torch(x: Tensor) -> Scaled:
+def quantise_by_torch(x: Tensor) -> ScaledRows:
     """Convert rows (…, R, C) to float8 by torch's operations; a row of zeros stays zeros."""
     largest = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-30)  # so that factors stay finite
-    return Scaled((x.float() * _scaling_factors(largest)).to(FLOAT8), (largest * (1 / 448.0)).squeeze(-1))
+    return ScaledRows((x.float() * _scaling_factors(largest)).to(FLOAT8), (largest * (1 / 448.0)).squeeze(-1))
 
 
-def quantise_columns(x: Tensor) -> Scaled:
+def quantise_columns(x: Tensor) -> ScaledRows:
     """Convert the columns of matrices (…, R, C) to float8, each by its own scale, as the rows of (…, C, R).
 
     >>> quantise_columns(torch.tensor([[1.0, 2.0], [-448.0, 3.0]])).values.shape
@@ -84,7 +84,7 @@ def quantise_columns(x: Tensor) -> Scaled:
     count = len(matrices)
     values = torch.empty((*x.shape[:-2], width, rows), dtype=FLOAT8, device=x.device)
     if not matrices.numel():
-        return Scaled(values, torch.zeros(values.shape[:-1], device=x.device))
+        return ScaledRows(values, torch.zeros(values.shape[:-1], device=x.device))
     across = -(-width // _TILE)
     down = -(-rows // _TILE)  # tiles
     sizes = rows, width, matrices.stride(1), matrices.stride(0)
@@ -95,18 +95,19 @@ def quantise_columns(x: Tensor) -> Scaled:
     kernels.quantise_columns_kernel[(down, across, count)](
         matrices, values, _scaling_factors(largest), *sizes, **tile
     )
-    return Scaled(values, (largest * (1 / 448.0)).view(values.shape[:-1]))
+    return ScaledRows(values, (largest * (1 / 448.0)).view(values.shape[:-1]))
 
 
 def _scaling_factors(most: Tensor) -> Tensor:
-    """A true quotient: `448.0 / most` would be torch's rounded reciprocal times 448."""
+    """Return 448 / the largest numbers, as a true quotient: `448.0 / most` is torch's rounded reciprocal times 448."""
     return torch.full_like(most, 448.0) / most
 
 
 def _find_quantise_kernels(x: Tensor) -> Any:
+    """Return the kernels' module if they take x (GPU, contiguous in the last dim); else None."""
     if not x.is_cuda or x.stride(-1) != 1:
         return None
-    return kernel_module("longspan.model.float8.quantise_kernels")
+    return import_triton_kernels("longspan.model.float8.quantise_kernels")
 
 
 # ---- products of scaled values
@@ -118,7 +119,7 @@ FAST_SUMS = True
 The difference is far smaller than the rounding of float8, and does not depend on neighbouring rows."""
 
 
-def multiply_scaled_rows(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def multiply_scaled_rows(x: ScaledRows, w: ScaledRows, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Multiply rows x (S, K) with the rows of w (N, K), and add a bias (N,): (S, N)."""
     if not x.values.is_cuda:
         y = x.dequantise() @ w.dequantise().t()
@@ -142,8 +143,8 @@ class Float8Weight:
 
     def __init__(self) -> None:
         self.keeps = False
-        self._rows: Scaled | None = None
-        self._columns: Scaled | None = None
+        self._rows: ScaledRows | None = None
+        self._columns: ScaledRows | None = None
 
     def set_keeping(self, keeps: bool) -> None:
         """Begin (True) or end (False) keeping the float8 weight; what was kept before is dropped."""
@@ -151,13 +152,13 @@ class Float8Weight:
         self._rows = None
         self._columns = None
 
-    def rows(self, weight: Tensor) -> Scaled:
+    def rows(self, weight: Tensor) -> ScaledRows:
         """Return the weight's rows in float8: those that are kept, or new ones."""
         rows = self._rows or quantise_rows(weight.detach())
         self._rows = rows if self.keeps else None
         return rows
 
-    def columns(self, weight: Tensor) -> Scaled:
+    def columns(self, weight: Tensor) -> ScaledRows:
         """Return the weight's columns in float8, as rows: those that are kept, or new ones."""
         columns = self._columns or quantise_columns(weight.detach())
         self._columns = columns if self.keeps else None
@@ -256,6 +257,7 @@ class _WeightGradients(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, experts: ExpertRows | None, unread: Tensor
     ) -> Tensor:
+        """Save the rows; `unread` is returned, so that the product's gradient dy comes back here."""
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.dtype = weight.dtype
         ctx.experts = experts
@@ -263,8 +265,11 @@ class _WeightGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of weight and bias; dy (S, N) comes from `_Product`."""
         (x,) = ctx.saved_tensors
-        of_weight = _weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        of_weight = (
+            _multiply_for_weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        )
         return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -281,6 +286,7 @@ class _Product(torch.autograd.Function):
         experts: ExpertRows | None,
         float8_weight: Float8Weight,
     ) -> Tensor:
+        """Multiply; the weight is kept beside the graph, and its version is checked in backward."""
         # Not by save_for_backward: a recomputed layer would have to run this product too, to save the weight again.
         ctx.weight = weight
         ctx.version = weight._version
@@ -292,10 +298,13 @@ class _Product(torch.autograd.Function):
             if experts is not None and experts.transposed
             else float8_weight.rows(weight)
         )
-        return _multiply_scaled(quantise_rows(x), w, x.dtype, bias, experts)
+        return _multiply_by_matrices(quantise_rows(x), w, x.dtype, bias, experts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of the rows, and dy itself for `_WeightGradients`; RuntimeError for a weight that has
+        changed.
+        """
         of_rows = None
         experts = ctx.experts
         if ctx.needs_input_grad[0]:
@@ -309,12 +318,12 @@ class _Product(torch.autograd.Function):
             float8_weight = ctx.float8_weight
             transposed = experts is not None and experts.transposed  # whose rows are then the columns of W
             w = float8_weight.rows(weight) if transposed else float8_weight.columns(weight)
-            of_rows = _multiply_scaled(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
+            of_rows = _multiply_by_matrices(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
         return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
-def _multiply_scaled(
-    x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None, experts: ExpertRows | None
+def _multiply_by_matrices(
+    x: ScaledRows, w: ScaledRows, dtype: torch.dtype, bias: Tensor | None, experts: ExpertRows | None
 ) -> Tensor:
     """Multiply rows x (S, K) with the rows of w (N, K), and add a bias; of experts, w is (e, N, K), without bias."""
     if experts is None:
@@ -327,12 +336,15 @@ def _multiply_scaled(
     pieces = zip(x.values.split(counts), x.scales.split(counts), w.values, w.scales, strict=True)
     # cuBLAS has no product whose scales do not begin at a multiple of 16 bytes, as those of a piece may not.
     return torch.cat(
-        [multiply_scaled_rows(Scaled(rows, s.clone()), Scaled(matrix, m), dtype) for rows, s, matrix, m in pieces]
+        [
+            multiply_scaled_rows(ScaledRows(rows, s.clone()), ScaledRows(matrix, m), dtype)
+            for rows, s, matrix, m in pieces
+        ]
     )
 
 
-def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
-    """dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy."""
+def _multiply_for_weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
+    """Return dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy."""
     if experts is None:
         return dy.t() @ x
     left, right = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.attention.rows import kernel_module
+from longspan.lazy import import_triton_kernels
 from longspan.model.frozen.packed_format import PackedFormat, pair_pieces, value_table
 from longspan.plan.shape.packed import NF4 as ROWS, PackedRows
 
@@ -48,10 +48,11 @@ class FourBit(PackedFormat):
         return (numbers.unflatten(1, (-1, self.rows.block)) * scales.unsqueeze(-1)).flatten(1).to(self.dtype)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Write numbers into `out`: by the kernel on GPUs for nf4 in blocks of 64, else by torch."""
         has_kernel = (
             self.kind == "nf4" and self.rows.block == ROWS.block and self.dtype in (torch.float32, out.dtype)
         )
-        if has_kernel and packed.is_cuda and (kernels := kernel_module(_KERNELS)) is not None:
+        if has_kernel and packed.is_cuda and (kernels := import_triton_kernels(_KERNELS)) is not None:
             with torch._C.DisableTorchFunction():
                 kernels.unpack_nf4(packed, value_table(VALUES["nf4"], packed.device), out, ROWS.block)
         else:
@@ -59,8 +60,11 @@ class FourBit(PackedFormat):
 
 
 class _NF4(FourBit):
+    """The format in which weights are packed here."""
+
     @torch.no_grad()
     def pack(self, weight: Tensor) -> Tensor:
+        """Return a weight (rows, columns) as uint8 (rows, bytes) on its device, each block by its largest magnitude."""
         if weight.is_meta:
             return super().pack(weight)
         half = weight.shape[1] // 2

@@ -13,24 +13,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
-from longspan.model.adapters import find_adapter
+from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, name_without_adapter, peft_modules
+from longspan.model.adapters.adapter import find_adapter
 from longspan.model.features import Call, Feature
-from longspan.model.frozen.formats.modules import OWN_CODES, take_over_codes
+from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_codes
 from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
-from longspan.model.kinds import (
-    belongs_to_adapter,
-    find_indexers,
-    find_mixers,
-    has_trained_copy,
-    name_without_adapter,
-    peft_modules,
-)
-from longspan.model.layers import architecture_name, decoder_layers, expert_modules, router_modules
-from longspan.model.tensor_parallel.plan import ROWWISE, SPLIT_INPUT, list_styles, mixer_parts
+from longspan.model.kinds import expert_modules, find_indexers, find_mixers, router_modules
+from longspan.model.layers import architecture_name, decoder_layers
+from longspan.model.tensor_parallel.mixer_parts import mixer_parts
+from longspan.model.tensor_parallel.module_styles import SPLIT_INPUT, list_styles
 from longspan.model.weights.fill import stored_formats
 from longspan.plain_text import bytes_text
+from longspan.plan.shape.families import ROWWISE
 
 _LEAST_ROWS = 64  # fewer outputs are one number a head, or a gate of experts
 _ROUTERS = ("gate", "router")  # that are plain linears
@@ -74,8 +70,8 @@ def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) ->
         whole_bytes += weight.nbytes
         columns = weight.shape[-2 if packed.transposed else -1]
         packed_bytes += weight.numel() // columns * packed.rows.row_bytes(columns)
-    own = sum(p.numel() for name, p in model.named_parameters() if not belongs_to_adapter(name))
-    return PackedSizes(numbers, whole_bytes, packed_bytes, numbers / own)
+    model_numbers = sum(p.numel() for name, p in model.named_parameters() if not belongs_to_adapter(name))
+    return PackedSizes(numbers, whole_bytes, packed_bytes, numbers / model_numbers)
 
 
 def choose_formats(model: PreTrainedModel, frozen: str) -> dict[str, PackedFormat]:
@@ -104,11 +100,13 @@ class FrozenFeature(Feature):
 
     @contextmanager
     def checks_context(self, model: nn.Module) -> Iterator[None]:
+        """Take over the codes of linears that transformers loaded in 4 or 8 bits; after an error they are as before."""
         stored = isinstance(model, PreTrainedModel) and self.options.frozen == "stored"
         with take_over_codes(model) if stored else nullcontext():  # pyright: ignore[reportArgumentType]
             yield
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Choose each weight's format, which later methods read, or raise ModelError with the reasons against it."""
         self._formats = choose_formats(model, self.options.frozen)
         if reasons := [*self._reasons(model)]:
             raise ModelError(
@@ -118,6 +116,7 @@ class FrozenFeature(Feature):
 
     @torch.no_grad()
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
+        """Make weights whole whose codes are not kept, and describe those that will be packed."""
         for name, module in model.named_modules():
             if OWN_CODES in vars(module) and f"{name}.weight" not in self._formats:  # a router, say, or the head
                 values = vars(module).pop(OWN_CODES)[...].to(model.dtype)
@@ -131,8 +130,8 @@ class FrozenFeature(Feature):
         )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Behind tensor parallelism, whose slices are packed, and before anything is sharded."""
-        dtype = self.options.sharding(self.world).dtype_of(model)
+        """Pack the weights: behind tensor parallelism, whose slices are packed, and before anything is sharded."""
+        dtype = self.options.sharding(self.world).compute_dtype_of(model)
         sharing = defaultdict[int, list[tuple[str, nn.Module, str]]](list)  # modules that share a weight
         for name, (module, attribute) in weights_to_pack(model).items():
             if name in self._formats:
@@ -148,10 +147,12 @@ class FrozenFeature(Feature):
             pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device, codes)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Have FSDP2 unpack the weights of all parts, now that it has sharded them."""
         for model in models:
             unpack_when_gathered(model)
 
     def _reasons(self, model: PreTrainedModel) -> Iterator[str]:
+        """Yield why this model's weights cannot be frozen in the chosen formats."""
         if not self.options.shard_parameters:
             yield "a copy of all weights on every rank (shard_parameters=False) is not packed; shard them"
         if self.options.frozen == "stored" and not self._formats:
@@ -176,7 +177,10 @@ class FrozenFeature(Feature):
         yield from self._shape_reasons(model)
 
     def _shape_reasons(self, model: PreTrainedModel) -> Iterator[str]:
-        """Row-wise styles cut the columns of a weight: the part of a rank is packed by itself."""
+        """Yield the first weight whose rows no format of it fits, in this rank's part.
+
+        Row-wise styles cut the columns of a weight: the part of a rank is packed by itself.
+        """
         tp = self.world.home.tp
         cut = set[str]()
         if tp > 1:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.frozen.packed_format import PackedFormat
-from longspan.model.kinds import PACKED_WEIGHTS, packed_weight
+from longspan.model.marks import PACKED_WEIGHTS, find_packed_weight
 from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import LocalPart
 
@@ -30,6 +30,7 @@ check_fsdp_names(
 
 
 def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """Make a parameter that requires no gradient if it is of integers."""
     return nn.Parameter(data, requires_grad and data.is_floating_point())
 
 
@@ -54,7 +55,7 @@ class PackedWeight:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Return the bytes of a row."""
         return self.format.rows.row_bytes(self.columns)
 
     def unpack(self, packed: Tensor, weight: Tensor) -> None:
@@ -71,8 +72,8 @@ class PackedWeight:
 
     def whole_shape(self, packed: Tensor) -> tuple[int, ...]:
         """Return the shape of the weight of the bytes of all ranks, whose parts of a row lie side by side."""
-        *others, rows, held = packed.shape
-        columns = held // self.row_bytes * self.columns
+        *others, rows, held_bytes = packed.shape
+        columns = held_bytes // self.row_bytes * self.columns
         return (*others, columns, rows) if self.format.transposed else (*others, rows, columns)
 
     def unpack_whole(self, packed: Tensor) -> Tensor:
@@ -83,25 +84,26 @@ class PackedWeight:
 
     def source_part(self, part: LocalPart) -> LocalPart:
         """Return which part of the weight the bytes of `part` are made of: whole rows, or as numbers its columns."""
-        *rows, held = part.block
+        *rows, held_bytes = part.block
         if self.read_dtype is None:
             return LocalPart((*rows, slice(0, self.format.rows.row_bytes(self.whole_columns))), torch.uint8)
-        first = self._first_column(held)
+        first = self._first_column(held_bytes)
         return LocalPart((*rows, slice(first, first + self.columns)), self.read_dtype)
 
-    def _first_column(self, held: slice) -> int:
-        return held.start // self.row_bytes * self.columns  # tensor parallelism may have cut rows
+    def _first_column(self, held_bytes: slice) -> int:
+        """Return the first column of `held_bytes`, a slice of a row's bytes; tensor parallelism may have cut rows."""
+        return held_bytes.start // self.row_bytes * self.columns
 
     def pack_part(self, values: Tensor, part: LocalPart) -> Tensor:
         """Return the bytes of `part`, from the values of `source_part`, or from their bytes."""
-        held = part.block[-1]
+        held_bytes = part.block[-1]
         if self.read_dtype is not None:
             packed = self.format.pack(values.flatten(0, -2)).unflatten(0, values.shape[:-1])
         else:
-            first = self._first_column(held)
+            first = self._first_column(held_bytes)
             packed = self.format.cut(values, self.whole_columns, first, self.columns)
-        first = held.start % self.row_bytes
-        return packed[..., first : first + held.stop - held.start]
+        first = held_bytes.start % self.row_bytes
+        return packed[..., first : first + held_bytes.stop - held_bytes.start]
 
 
 def pack_parameter(
@@ -145,7 +147,7 @@ class PackedParam(FSDPParam):
     packed_weight: PackedWeight
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """Bytes are gathered as they are, whatever FSDP2 casts parameters to."""
+        """Set FSDP2's types, but gather bytes as they are, whatever FSDP2 casts parameters to."""
         super().init_dtype_attrs(mp_policy)
         self.param_dtype = None
 
@@ -178,6 +180,6 @@ def unpack_when_gathered(model: nn.Module) -> None:
     for group in reduction_groups(fsdp_modules(model)):
         for parameter in group.fsdp_params:
             place = parameter._module_info
-            if (record := packed_weight(place.module, place.param_name)) is not None:
+            if (record := find_packed_weight(place.module, place.param_name)) is not None:
                 parameter.__class__ = PackedParam
                 parameter.packed_weight = record

@@ -17,22 +17,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.bridge.bridge import AHEAD, add_rows, splice_rows
+from longspan.bridge.item_rows import AHEAD, add_rows, splice_rows
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.adapters import Adapter
+from longspan.model.adapters.adapter import Adapter
 from longspan.model.execution import model_execution
-from longspan.model.kinds import adapter_of_prepared_model
 from longspan.model.layers import decoder_layers
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.attention_calls import running_layer
 from longspan.model.seams.call_rules import call_rules, is_prepared
+from longspan.model.seams.running_layer import running_layer
 from longspan.plain_text import excerpt
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.shape.families import find_family
 
-IMAGE = "image"
+IMAGE = "image"  # the modality
 _ENCODER = f"encoders.{IMAGE}."
 _LANGUAGE_MODEL = "language_model."  # in names of parameters
 
@@ -165,7 +165,10 @@ def check_image_mask(encoders: Mapping[str, Encoder], language_model: nn.Module)
 
 
 def refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse a parameter that two modules share: each would sum its gradient over its own slots, and count its norm."""
+    """Raise ModelError for a parameter that two modules share: each would sum its gradient over its own slots.
+
+    `modules` are by what they are, in words.
+    """
     users: dict[int, str] = {}
     for name, module in modules.items():
         for path, parameter in module.named_parameters():
@@ -211,6 +214,7 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
 
 
 def _add_deep_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
+    """Stand behind decoder layer `index`: add the rows of items for it to what it returned, if it ran with a shard."""
     shard = running_layer().shard
     if not isinstance(shard, SequenceShard):
         return out
@@ -231,10 +235,12 @@ class _SpliceHook:
     def _take_lookahead(
         self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
+        """Stand before the embedding: keep how far ahead it is called, and take that keyword from its arguments."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
     def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
+        """Stand behind the embedding: put rows of items into its output (1, T, D)."""
         shard = running_layer().shard
         if not isinstance(shard, SequenceShard):
             return embeddings

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.activations.recompute import checkpoint_measure, run_checkpointed
+from longspan.model.activations.recompute import run_checkpointed, uniform_policy
 from longspan.model.multimodal.split_encoder import find_split_parts, split_encoder
 from longspan.model.seams.norms import split_long_norms
 from longspan.model.sharding import Sharding, shard_over_slots
@@ -35,10 +35,10 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
             if len(children._modules) == most_children
             for i, block in children.named_children()
         }
-    outside = [type(block).__name__ for block in blocks if block not in names or block is module]
-    if outside:
+    foreign = [type(block).__name__ for block in blocks if block not in names or block is module]
+    if foreign:
         raise ModelError(
-            f"blocks {', '.join(outside[:4])} are not modules inside {type(module).__name__}; give some of its own"
+            f"blocks {', '.join(foreign[:4])} are not modules inside {type(module).__name__}; give some of its own"
         )
     outer_name = {id(child): names[block] for block in blocks for child in block.modules() if child is not block}
     if nested := [f"{names[block]} in {outer_name[id(block)]}" for block in blocks if id(block) in outer_name]:
@@ -50,12 +50,13 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
 
 
 def _outermost_block_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (qualified name, list) of the lists of blocks in a module called `path`, none of them in another."""
     for name, child in module.named_children():
         qualified = f"{path}.{name}".lstrip(".")
         # A Sequential of blocks of one class, as in timm's vision towers; a block has children.
         blocks = [*child.children()] if isinstance(child, nn.Sequential) else []
-        of_one_class = len({type(block) for block in blocks}) == 1
-        is_list = of_one_class and all(any(True for _ in block.children()) for block in blocks)
+        is_uniform = len({type(block) for block in blocks}) == 1
+        is_list = is_uniform and all(any(True for _ in block.children()) for block in blocks)
         if isinstance(child, nn.ModuleList) or is_list:
             yield qualified, child
         else:
@@ -93,12 +94,12 @@ def prepare_encoder(
     differ. Raises ModelError, before anything is changed, for a home, settings or a module that this does not fit.
     """
     sharding = Sharding(
-        parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
+        shard_parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
-    measure = checkpoint_measure(activation_checkpointing)
+    policy = uniform_policy(activation_checkpointing)
     _check_encoder_can_be_prepared(module, world, sharding)
     units = encoder_blocks(module, blocks)  # sharded and recomputed one at a time; none: the encoder as one
-    if not units and measure != "none":
+    if not units and policy != "none":
         raise ModelError(
             f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
             "blocks=, or switch activation checkpointing off"
@@ -109,10 +110,10 @@ def prepare_encoder(
         split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
     for block in units.values():
-        _wrap_in_checkpoint(block, measure)
+        _wrap_in_checkpoint(block, policy)
     for trial in trials:  # once forwards are wrapped: a trial replaces the wrapped one for its call
         trial.hook_next_call()
-    if sharding.parameters:
+    if sharding.shard_parameters:
         _cast_first_tensor(units.values(), compute_dtype)
         _refuse_second_calls(module, units)
         shard_over_slots(units.values(), world, sharding, root=module, cast_block_inputs=False)
@@ -132,6 +133,7 @@ def check_encoder_prepared(module: nn.Module, world: World) -> None:
 
 
 def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sharding) -> None:
+    """Raise ModelError for an encoder that is prepared already or has no values, and for an unfit home or dtype."""
     world.check_open()
     name = type(module).__name__
     home = world.home
@@ -154,6 +156,7 @@ def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sh
 
 
 def _compare_weights_over_ranks(module: nn.Module, world: World) -> None:
+    """Raise an error on all ranks, which call it together, if shapes or some 64 numbers of a parameter differ."""
     samples = dict[str, object]()
     for name, parameter in module.named_parameters():
         numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
@@ -163,9 +166,12 @@ def _compare_weights_over_ranks(module: nn.Module, world: World) -> None:
     world.control.compare_digests(digest, what=f"weights of {type(module).__name__}", hint=hint)
 
 
-def _wrap_in_checkpoint(block: nn.Module, measure: str) -> None:
-    """FSDP2's hooks on the module stay around the wrapper."""
-    if measure == "none":
+def _wrap_in_checkpoint(block: nn.Module, policy: str) -> None:
+    """Replace a block's forward by one under a checkpoint, in passes with gradients; "none" changes nothing.
+
+    FSDP2's hooks on the module stay around the wrapper.
+    """
+    if policy == "none":
         return
     inner: Any = block.forward
 
@@ -174,17 +180,21 @@ def _wrap_in_checkpoint(block: nn.Module, measure: str) -> None:
         run = partial(inner, **kwargs)
         if not torch.is_grad_enabled():
             return run(*args)
-        return run_checkpointed(run, *args, measure=measure)
+        return run_checkpointed(run, *args, policy=policy)
 
     block.forward = forward
 
 
 def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Slots would wait for each other. A block that is recomputed is not called again: its own forward runs."""
+    """Hook an encoder, so that a second call of one of its blocks in a forward pass raises ModelError.
+
+    Slots would wait for each other. A block that is recomputed is not called again: its own forward runs.
+    """
     called = set[str]()
     encoder = type(module).__name__
 
     def refuse_second_call(name: str, *_: Any) -> None:
+        """Note a call of the block `name` in this forward pass; ModelError for a second one."""
         if name in called:
             raise ModelError(
                 f"{name} was called twice in one forward pass of {encoder}, for each item by itself, it seems: its "
@@ -207,6 +217,7 @@ def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
         return
 
     def cast_input(_: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the first tensor cast, positional ones first."""
         for index, value in enumerate(args):
             if isinstance(value, Tensor):
                 return (*args[:index], value.to(dtype), *args[index + 1 :]), kwargs

@@ -13,10 +13,10 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import peft_modules, unadapted_module
 from longspan.model.exactness.split_trial import SplitTrial
-from longspan.model.kinds import base_module, peft_modules
-from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE, check_divided_sizes
-from longspan.model.tensor_parallel.styles import (
+from longspan.model.tensor_parallel.module_styles import COLWISE, QKV, ROWWISE, check_divided_sizes
+from longspan.model.tensor_parallel.split_modules import (
     split_linear,
     sum_input_gradients,
     sum_partial_gradients,
@@ -26,6 +26,7 @@ from longspan.model.tensor_parallel.styles import (
 REPLICATED = "replicated"
 STYLES = (COLWISE, ROWWISE, QKV, REPLICATED)
 
+# names of linears that make queries, keys and values; the one behind attention; those of MLPs and the one behind them
 _ATTENTION = (
     ("q_proj", "k_proj", "v_proj"),
     ("to_q", "to_k", "to_v"),
@@ -47,6 +48,7 @@ _MLP = {
     ("dense_h_to_4h",): "dense_4h_to_h",
     ("c_fc",): "c_proj",
 }
+# names of a module's attributes: numbers of heads, of key/value heads, features of a head, and of all heads
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nheads", "heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "dim_head", "head_size")
@@ -73,10 +75,12 @@ class SplitModule:
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
         if not counts or self.several:
             return counts
-        return counts | {n: value for n, value in attributes.items() if n in WIDTHS and value in self.widths}
+        return counts | {
+            n: value for n, value in attributes.items() if n in WIDTHS and value in self.query_and_key_widths
+        }
 
     @property
-    def widths(self) -> tuple[int, int]:
+    def query_and_key_widths(self) -> tuple[int, int]:
         """Return the features of all queries, and those of all keys, or of all values.
 
         A fused linear has heads + 2 · key heads of one size if both are counted and fit, else three equal parts; of
@@ -84,7 +88,7 @@ class SplitModule:
         """
         outputs = list[int]()
         for name, style in self.styles.items():
-            linear: Any = base_module(self.module.get_submodule(name))
+            linear: Any = unadapted_module(self.module.get_submodule(name))
             if style == QKV:
                 heads, key_heads = self._read_count(HEADS), self._read_count(KEY_HEADS)
                 head_dim = linear.out_features // (heads + 2 * key_heads) if heads and key_heads else 0
@@ -96,6 +100,7 @@ class SplitModule:
         return max(outputs, default=0), min(outputs, default=0)
 
     def _read_count(self, names: tuple[str, ...]) -> int:
+        """Return the module's first attribute of these names that is an int; 0 without one."""
         values = vars(self.module)
         return next((values[name] for name in names if type(values.get(name)) is int), 0)
 
@@ -131,11 +136,16 @@ def find_split_parts(
 
 
 def _recognise_styles(module: nn.Module) -> dict[str, str]:
-    """By qualified name, of every linear that is recognised by its name and its neighbours'."""
+    """Return the styles of all linears that are recognised by their own and their neighbours' names, by qualified name.
+
+    Beside a convolution, which mixes features, linears are replicated.
+    """
     styles = dict[str, str]()
     for name, owner in module.named_modules():
         children = dict(owner.named_children())
-        linears = {n: linear for n, child in children.items() if type(linear := base_module(child)) is nn.Linear}
+        linears = {
+            n: linear for n, child in children.items() if type(linear := unadapted_module(child)) is nn.Linear
+        }
         convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in children.values())  # LFM3-VL: between
         styles_here = dict.fromkeys(linears, REPLICATED) if convolves else _module_styles(linears)
         styles |= {f"{name}.{child}".lstrip("."): style for child, style in styles_here.items()}
@@ -143,13 +153,17 @@ def _recognise_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """Find the linears in a module by name; an adapted one is the linear inside, and none of its adapter's."""
     adapted = tuple(f"{name}." for name in peft_modules(module))
-    modules = {n: base_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
+    modules = {n: unadapted_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Linears before attention, or before an activation, are split by columns, and the linear behind it by rows."""
+    """Return the styles of the linears, all children of one module, that belong to attention or an MLP, by name.
+
+    Those before attention, or before an activation, are split by columns, and the one behind it by rows.
+    """
     styles = dict[str, str]()
     output = next((name for name in _AFTER_ATTENTION if name in linears), None)
     columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)
@@ -163,6 +177,10 @@ def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
 
 
 def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles that the caller's plan gives linears, by qualified name; of two patterns the later one counts.
+
+    ModelError for an unknown style, and a pattern that no linear fits.
+    """
     styles = dict[str, str]()
     linears = [*_find_linears(module)]
     for pattern, style in plan.items():
@@ -179,6 +197,7 @@ def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str,
 
 
 def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
+    """Raise ModelError for a linear inside a block that has no style, and where no linear has one."""
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
@@ -186,8 +205,8 @@ def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], 
         if f"{path}.{name}" not in styles
     ]
     if unknown or not styles:
-        found = f"linears that are not known by name: {', '.join(unknown[:4])}"
-        reason = found if unknown else "no linear that is known"
+        unknown_text = f"linears that are not known by name: {', '.join(unknown[:4])}"
+        reason = unknown_text if unknown else "no linear that is known"
         raise ModelError(
             f"{type(module).__name__} cannot be split over tp: its blocks have {reason}. Say in tp_plan what they are, "
             '{"blocks.*.mlp.w12": "colwise"} say ("colwise", "rowwise", "qkv" or "replicated"), or use tp 1'
@@ -198,7 +217,10 @@ def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], 
 
 
 def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
-    """Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys."""
+    """Yield (what it is, size) of all that tp must divide in a part. ModelError for heads that cannot be counted.
+
+    Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys.
+    """
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
@@ -210,10 +232,10 @@ def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
                 f"{', '.join(HEADS)}, so they cannot be split over tp; keep it in self.num_heads and use that in "
                 "forward"
             )
-        yield "heads", part.widths[0] // size
+        yield "heads", part.query_and_key_widths[0] // size
     for name, style in part.styles.items():
-        linear: Any = base_module(part.module.get_submodule(name))
-        queries, keys = part.widths
+        linear: Any = unadapted_module(part.module.get_submodule(name))
+        queries, keys = part.query_and_key_widths
         if style == QKV and queries + 2 * keys != linear.out_features:
             raise ModelError(
                 f"{part.name}.{name} has {linear.out_features} outputs, which are not queries, keys and values of one "
@@ -231,19 +253,20 @@ def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
 def split_encoder(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule], world: World
 ) -> list[SplitTrial]:
-    """Split these parts over the tensor-parallel ranks of this slot; all ranks call it together, before FSDP2.
+    """Split these parts, in place, over the tensor-parallel ranks of this slot; all ranks call it together, before
+    FSDP2.
 
     Returns trials of the first calls, which the caller hooks in once it has wrapped the blocks' forwards.
     """
-    _ = world.meshes.tp
-    tp = world.home.tp  # the mesh is made by all ranks together
+    _ = world.meshes.tp  # the mesh is made by all ranks together
+    tp = world.home.tp
     trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
     split_module_ids = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
         for name, style in part.styles.items():
             linear = part.module.get_submodule(name)
-            queries, keys = part.widths
+            queries, keys = part.query_and_key_widths
             split_linear(linear, style, world, widths=(queries, keys, keys))
             if part.several and style != ROWWISE:
                 sum_input_gradients(linear, world)
@@ -254,6 +277,15 @@ def split_encoder(
             sum_input_gradients(part.module, world)
         counts: dict[str, Any] = dict.fromkeys(part.local_attributes, lambda count: count // tp)
         wrap_forward(part.module, views=counts)
+    _refuse_dropout_in_training(module)
+    return trials
+
+
+def _refuse_dropout_in_training(module: nn.Module) -> None:
+    """Hook an encoder, so that a forward pass in training raises ModelError if a module in it draws at random.
+
+    What draws is told by an attribute called "drop…", or that of torch's dropout, with a rate above 0.
+    """
     rates = [
         f"{name} ({type(child).__name__}, {attribute} {rate:g})"
         for name, child in module.named_modules()
@@ -264,6 +296,7 @@ def split_encoder(
     ]
 
     def refuse_dropout(module: nn.Module, _: Any) -> None:
+        """Raise ModelError in training: a hook before the encoder's forward."""
         if module.training:
             raise ModelError(
                 f"{', '.join(rates[:4])} draw at random in training, and the tensor-parallel ranks of a slot would "
@@ -272,12 +305,15 @@ def split_encoder(
 
     if rates:
         module.register_forward_pre_hook(refuse_dropout, prepend=True)
-    return trials
 
 
 def _trial_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the blocks around split parts, or the parts, that are tried: one of each kind.
+
+    A kind is a class with the names and shapes of its parameters.
+    """
     kinds = set[Any]()
     for part in parts:
         name = next((block for block in blocks if f"{part.name}.".startswith(f"{block}.")), part.name)

@@ -16,7 +16,9 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.features import Call, Feature
-from longspan.model.layers import Absent, decoder_model, mtp_depths, router_sizes, score_columns, text_model_name
+from longspan.model.fsdp_passes import leave_out_idle_hooks, reshard
+from longspan.model.kinds import router_sizes, score_columns
+from longspan.model.layers import Absent, decoder_model, mtp_depths, text_model_name
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage, make_schedule
 from longspan.model.pipeline.stages import (
@@ -29,7 +31,6 @@ from longspan.model.pipeline.stages import (
 )
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.row_loss import add_row_loss
-from longspan.model.sharding import leave_out_idle_hooks, reshard
 from longspan.plan.memory.model_numbers import stage_layers
 
 
@@ -46,7 +47,10 @@ def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: St
 
 
 def _merge_children(into: nn.Module, source: nn.Module, around: set[nn.Module]) -> None:
-    """Modules `around` layers are merged child by child; what is there stays."""
+    """Add the children of `source` to `into` by their names; what is there stays, absent ones are left out.
+
+    Modules `around` layers are not shared by stages: they are merged child by child.
+    """
     for name, child in source.named_children():
         if child in around:
             _merge_children(_get_or_add_child(into, name), child, around)
@@ -55,12 +59,14 @@ def _merge_children(into: nn.Module, source: nn.Module, around: set[nn.Module]) 
 
 
 def _get_or_add_child(node: nn.Module, name: str) -> nn.Module:
+    """Return the child of this name; where there is none, an empty module is added as it."""
     if name not in node._modules:
         node.add_module(name, nn.Module())
     return node.get_submodule(name)
 
 
 def _modules_around_layers(model: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules from a stage's model down to its list of layers, of which each stage has a copy of its own."""
     path = text_model_name(model).split(".")
     outer = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
     return {*outer, getattr(decoder_model(model), find_parts(model).layers)}
@@ -159,7 +165,7 @@ class PipelineModel(nn.Module):
             call_rules(self).check_spans(stage_input.shard)
         world = world_of(self._world_key)
         with self.copies.sum_copied_gradients(world) if backward else nullcontext():
-            step, stages = self._make_schedule(len(inputs), backward, world)
+            step, stages = self._cached_schedule(len(inputs), backward, world)
             for stage_input in inputs:
                 stage_input.keywords = call_rules(self).add_kernel_argument(stage_input.keywords)
             for stage in stages:
@@ -177,9 +183,10 @@ class PipelineModel(nn.Module):
         if not backward:
             reshard(self)
 
-    def _make_schedule(
+    def _cached_schedule(
         self, micro_batches: int, backward: bool, world: World
     ) -> tuple[Callable[[], None], list[ScheduledStage]]:
+        """Return the step of so many micro-batches, and the stages that it runs; kept for the next step like it."""
         key = (micro_batches, backward)
         if key not in self._schedules:
             # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
@@ -203,6 +210,7 @@ class PipelineModel(nn.Module):
         logits: list[Tensor] = []
 
         def make_output(model: nn.Module, arguments: Any) -> Tensor:
+            """Keep the logits of the last stage, and return a scalar in place of a loss."""
             logits.append(model(**arguments).logits)
             return logits[0].new_zeros((), dtype=torch.float64)
 
@@ -243,7 +251,7 @@ class PipelineFeature(Feature):
         """
         if self._settings.pp == 1:
             return ()
-        self._dtype = self.options.sharding(self.world).dtype_of(model)
+        self._dtype = self.options.sharding(self.world).compute_dtype_of(model)
         parts = find_parts(model)
         layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), self._settings.stages)
         refuse_inexact_stages(model, parts)
@@ -255,13 +263,17 @@ class PipelineFeature(Feature):
         return [(stage, stage.model) for stage in stages]
 
     def join(self, prepared: Any, roots: Sequence[Any]) -> nn.Module:
+        """Return this rank's stages as one PipelineModel."""
         if self._settings.pp == 1:
             return prepared
         return PipelineModel(prepared, self.world, roots, self._settings, self._dtype)
 
 
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
-    """Errors of a collective, or of no stage, are raised inside the watch, which adds its report of the ranks."""
+    """Run a schedule's step under the watch; raises what a stage raised, not the errors that torch puts around it.
+
+    Errors of a collective, or of no stage, are raised inside the watch, which adds its report of the ranks.
+    """
     failure: BaseException | None = None
     with world.watch.enter_operation("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):
         try:

@@ -26,13 +26,14 @@ from torch.distributed.pipelining import (
 
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
+from longspan.model.fsdp_passes import accumulate_gathered_gradients, unshard
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.sharding import accumulate_gathered_gradients, fsdp_modules, reduction_groups, unshard
-from longspan.model.weights.local_tensors import add_gradient
+from longspan.model.sharding import fsdp_modules, reduction_groups
+from longspan.model.weights.gradients import add_gradient
 
 
 class PendingWeights(NamedTuple):
-    """What weights' gradients are computed from later; `output` keeps the graph alive.
+    """What weights' gradients are computed from later, once; `output` keeps the graph alive.
 
     `groups` are weights by the nodes where their paths meet those of the input; `gradients` reached each node, one for
     each of its outputs.
@@ -46,7 +47,10 @@ class PendingWeights(NamedTuple):
 def compute_input_gradient(
     output: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[Tensor]
 ) -> tuple[Tensor, PendingWeights]:
-    """Compute the gradient of the input `x` (`gradient` None: of a loss), and what the weights' need later."""
+    """Return the gradient of the input `x`, and what `compute_weight_gradients` needs later.
+
+    `gradient` is the output's; None: the output is a loss. No weight's `.grad` changes.
+    """
     edge = get_gradient_edge(output)
     pending = PendingWeights(edge, _group_weights(edge.node, get_gradient_edge(x).node, weights), {})
     nodes = frozenset[Node]().union(*pending.groups)
@@ -68,7 +72,7 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
         # A node's recorded gradient includes what reached it through other nodes of the group. Backward from all of
         # them would add that again, so hooks set each node's gradient to the recorded one.
         hooks = gradients.items() if len(gradients) > 1 else ()
-        handles = [node.register_prehook(lambda _, passed=passed: passed) for node, passed in hooks]
+        handles = [node.register_prehook(lambda _, gradient=gradient: gradient) for node, gradient in hooks]
         try:
             _add_gradients(gradients, weights)
         finally:
@@ -78,7 +82,10 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
 
 
 def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
-    """As `torch.autograd.grad`, which in torch 2.11 reads the shapes of nodes that autograd.Functions lack."""
+    """Add the gradients of these weights to their `.grad`, from those that reached nodes: one for each output.
+
+    As `torch.autograd.grad`, which in torch 2.11 reads the shapes of nodes that autograd.Functions lack.
+    """
     edges = {
         GradientEdge(node, i): gradient
         for node, gradient_of_node in gradients.items()
@@ -102,7 +109,10 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
 
 
 def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
-    """All nodes on a path from the input depend on it; the search from a weight stops at the first of them."""
+    """Group the weights that `output` depends on by the nodes where their paths first meet those of the input `x`.
+
+    All nodes on a path from the input depend on it; the search from a weight stops at the first of them.
+    """
     users = _find_users(output)
     input_users = _dependent_nodes(x, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}
@@ -131,7 +141,7 @@ def _find_users(output: Node) -> dict[Node, list[Node]]:
 
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set[Node] = frozenset()) -> set[Node]:
-    """All nodes that depend on `start`, itself among them; the search does not go on behind `last_nodes`."""
+    """Return all nodes that depend on `start`, itself among them; the search does not go on behind `last_nodes`."""
     dependents = {start}
     to_visit = [start]
     while to_visit:
@@ -155,6 +165,7 @@ class PipelineSettings:
     virtual_stages: int = 1
 
     def __post_init__(self) -> None:
+        """Raise PlanError for settings that no schedule has."""
         count = self.virtual_stages
         if self.schedule not in SCHEDULES:
             raise PlanError(f"pipeline_schedule is {self.schedule!r}; use {', '.join(SCHEDULES)}")
@@ -212,19 +223,23 @@ class ScheduledStage(PipelineStage):
         self._forward_states = vars(self)[name]  # what a forward pass leaves for its backward pass
 
     def _count_rows(self, stage_input: StageInput) -> int:
+        """Return the rows that this rank hands on for a micro-batch: of hidden states, and of the embedding."""
         return stage_input.shard.local_rows // self._row_parts * (1 + self._stage.with_embedding)
 
     def _allocate_receive_buffers(self, receives: list[Any], infos: Sequence[Any], micro_batch: int) -> list[Any]:
+        """Give torch's receives of a micro-batch buffers of its number of rows, in place; returns the receives."""
         for receive, info in zip(receives, infos, strict=False):
             rows = self._count_rows(self.inputs[micro_batch])
             receive.tensor = info.buffer = receive.tensor.new_empty(1, rows, self._row.shape[2])
         return receives
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Do as torch's method does, with buffers of this micro-batch's rows."""
         infos = self.args_recv_info[fwd_chunk_id]
         return self._allocate_receive_buffers(super().get_fwd_recv_ops(fwd_chunk_id), infos, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Do as torch's method does, with buffers of this micro-batch's rows."""
         infos = self.grad_recv_info.get(bwd_chunk_id, ())
         return self._allocate_receive_buffers(super().get_bwd_recv_ops(bwd_chunk_id), infos, bwd_chunk_id)
 
@@ -300,6 +315,7 @@ class ScheduledStage(PipelineStage):
         return (input_gradient,), pending
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Do as torch's method does, in training only."""
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
@@ -316,6 +332,7 @@ class ScheduledStage(PipelineStage):
         self._leaves = ()
 
     def _free_received(self, micro_batch: int) -> None:
+        """Let go the buffers into which a micro-batch's hidden states and gradients were received."""
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
             if getattr(info, "buffer", None) is not None:  # torch 2.15 makes buffers, and drops them, itself
                 info.buffer = None if hasattr(info, "take_buffer") else self._freed

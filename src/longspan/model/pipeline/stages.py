@@ -20,10 +20,11 @@ from longspan.comm.channel import sum_parts
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_model, text_model_name
 from longspan.model.parts import ModelParts, PartCall, copy_for_stage, trace_parts
-from longspan.model.seams.attention_calls import Probe
-from longspan.model.seams.call_rules import modules_with_instance_forward
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.set_forwards import modules_with_instance_forward
+from longspan.model.weights.gradients import set_earlier_gradients_aside
+from longspan.model.weights.local_tensors import local_tensor
 
 
 class SharedParameter(NamedTuple):
@@ -64,7 +65,9 @@ def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module],
         for later_name in sorted(n for n in names_here & first_name.keys() if first_name[n] not in names_here):
             path = later_name.rpartition(".")[0]
             origin = first_name[later_name].rpartition(".")[0]
-            names = [inside for inside, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)]
+            names = [
+                inner_name for inner_name, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)
+            ]
             if separate := [n for n in names if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
                 raise ModelError(
                     f"{name}: {later_name} is {first_name[later_name]} of another pipeline stage, and "
@@ -73,8 +76,8 @@ def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module],
                 )
 
 
-class _StagePlace(NamedTuple):
-    """A parameter as its module and its name there, because FSDP2 replaces parameters and keeps modules."""
+class _ParameterPlace(NamedTuple):
+    """Where a parameter is: its module and its name there. FSDP2 replaces parameters, and keeps modules."""
 
     module: nn.Module
     name: str
@@ -96,7 +99,7 @@ class StageCopies:
         """
         self._holders = [sorted(stage % pp for stage in entry.stages) for entry in shared]  # pipeline ranks
         self._counted_here = [entry.stages[0] % pp == position for entry in shared]
-        self._places: list[_StagePlace | None] = []  # of each parameter, None if no stage here has it
+        self._places: list[_ParameterPlace | None] = []  # of each parameter, None if no stage here has it
         self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
         for entry in shared:
             model = next((model for index, model in models.items() if index in entry.stages), None)
@@ -105,7 +108,7 @@ class StageCopies:
                 continue
             names_here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             path, _, attribute = next(name for name in entry.names if name in names_here).rpartition(".")
-            self._places.append(_StagePlace(model.get_submodule(path), attribute))
+            self._places.append(_ParameterPlace(model.get_submodule(path), attribute))
             if entry.names[0] not in names_here:
                 self.first_names[entry.names[0].rpartition(".")[0]] = model.get_submodule(path)
 
@@ -127,15 +130,19 @@ class StageCopies:
             if not self._places:
                 return
             has_gradient = [float(place is not None and place.parameter.grad is not None) for place in self._places]
-            used = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
-            for place, holders, count in zip(self._places, self._holders, used, strict=True):
+            gradient_counts = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
+            for place, holders, count in zip(self._places, self._holders, gradient_counts, strict=True):
                 if place is not None and count:
                     _sum_copies_of_gradient(place.parameter, holders, world)
 
 
 @torch.no_grad()
 def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
-    """Each holder adds one slice of all in the order of positions, for equal bits, and sends the sum back."""
+    """Replace a parameter's gradient by the sum over the pipeline ranks `holders`, which enter together.
+
+    Each holder adds one slice of all in the order of positions, for equal bits, and sends the sum back. A holder
+    without a gradient gets one.
+    """
     pipeline = world.channels.pipeline
     if parameter.grad is None:  # of a stage that made no use of it in this step
         parameter.grad = torch.zeros_like(parameter)
@@ -153,7 +160,9 @@ def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], wor
     gradient.copy_(total)
 
 
-KEYWORD = "longspan_embedding"  # layers' keyword argument: rows of the embedding, or a TakenEmbedding to fill
+EMBEDDING_KEYWORD = (
+    "longspan_embedding"  # layers' keyword argument: rows of the embedding, or a TakenEmbedding to fill
+)
 
 
 class TakenEmbedding:
@@ -163,7 +172,10 @@ class TakenEmbedding:
 
 
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
-    """Return the argument in which layers get the embedding unchanged; None if there is not one for all."""
+    """Return the position or keyword at which layers get the embedding unchanged; None if there is not one for all.
+
+    `layers` is the name of the list of layers, `calls` are those of `trace_parts`.
+    """
     readers = [call for call in calls if call.reads_more]
     only_layers_read = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
     arguments = {call.first_again for call in readers}
@@ -171,9 +183,12 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
 
 
 def _pass_embedding(argument: int | str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Put `argument` into the `TakenEmbedding` on the first stage; on others replace it by the embedding."""
+    """Stand before a layer that reads the embedding in `argument`, a position or keyword.
+
+    On the first stage the embedding is kept in the `TakenEmbedding`; on others it is put in place of the argument.
+    """
     kwargs = dict(kwargs)
-    embedding = kwargs.pop(KEYWORD)
+    embedding = kwargs.pop(EMBEDDING_KEYWORD)
     arguments: Any = kwargs if isinstance(argument, str) else [*args]
     if isinstance(embedding, TakenEmbedding):
         embedding.rows = arguments[argument]
@@ -182,6 +197,7 @@ def _pass_embedding(argument: int | str, _: nn.Module, args: Any, kwargs: Any) -
     return (args, kwargs) if isinstance(argument, str) else (tuple(arguments), kwargs)
 
 
+# (a stage's model, the arguments of its forward) -> what the last stage returns
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 
@@ -245,7 +261,7 @@ class Stage(nn.Module):
         if self.with_embedding and not self.first:
             x, embedding = x.chunk(2, dim=1)
         inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": x}
-        inputs |= {KEYWORD: embedding} if self.with_embedding else {}
+        inputs |= {EMBEDDING_KEYWORD: embedding} if self.with_embedding else {}
         inputs |= {
             "position_ids": stage_input.shard.position_ids[None],
             "shard": stage_input.shard,
@@ -270,8 +286,8 @@ def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
     and states come out as they went in. Scaling of the embedding comes before the first part.
     """
     path = text_model_name(model).split(".")
-    around = [".".join(path[: i + 1]) for i in range(len(path))]
-    if names := modules_with_instance_forward((name, model.get_submodule(name)) for name in around):
+    wrapper_names = [".".join(path[: i + 1]) for i in range(len(path))]
+    if names := modules_with_instance_forward((name, model.get_submodule(name)) for name in wrapper_names):
         raise ModelError(
             f"{type(model).__name__}: {', '.join(names)} has a forward set on the instance (module.forward = …), which "
             "copies of it in pipeline stages would leave out; define it in a subclass, or use pp 1"
@@ -282,10 +298,10 @@ def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
     called = [call.part for call in calls]
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     order = [*before, *(f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))), *parts.after]
-    if wrong := [part for part in order if called.count(part) != 1]:
+    if miscalled := [part for part in order if called.count(part) != 1]:
         raise ModelError(
-            f"{name} calls {wrong[0]} {called.count(wrong[0])} times in a forward pass from hidden states; pipeline "
-            "stages call every part once: use pp 1"
+            f"{name} calls {miscalled[0]} {called.count(miscalled[0])} times in a forward pass from hidden states; "
+            "pipeline stages call every part once: use pp 1"
         )
     if called != order:
         raise ModelError(f"{name} calls {', '.join(called)}; pipeline stages call {', '.join(order)}: use pp 1")
@@ -310,6 +326,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
 
     def run_alone(indices: range) -> Exception | None:
+        """Run these layers on the meta device, from hidden states; returns their error, None if they run."""
         stage = decoder_model(copy_for_stage(model, parts, indices, first=False, last=False))
         try:
             run_on_meta(stage, Probe(), input_ids=None, inputs_embeds=hidden)
@@ -331,6 +348,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
 
 
 def make_stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
+    """Copy the model for each stage, as `copy_for_stage` does; `layers` are the indices of each stage's layers."""
     last = len(layers) - 1
     return [copy_for_stage(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
@@ -338,13 +356,16 @@ def make_stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequenc
 def cut_stages_of_position(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], pp: int, position: int
 ) -> tuple[Stage, ...]:
-    """Cut a model into the stages of one pipeline position, every pp-th; all other parameters are freed."""
+    """Cut a model into the stages of one pipeline position, every pp-th; all its other parameters are emptied.
+
+    `layers` are the indices of the layers of all stages. ModelError for copies of parameters that would not be exact.
+    """
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
     models = make_stage_models(model, parts, layers)
     refuse_parameter_copies(model, models, pp)
     shared = shared_parameters(model, models)
-    here = range(position, len(models), pp)
-    stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in here)
+    local_indices = range(position, len(models), pp)
+    stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in local_indices)
     for layer in [getattr(decoder_model(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:
             layer.register_forward_pre_hook(partial(_pass_embedding, argument), with_kwargs=True)

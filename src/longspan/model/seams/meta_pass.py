@@ -5,7 +5,7 @@ Draws outside of torch are not seen.
 
 import copy
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.attention import AttendCall, Mask, choose_kernel
-from longspan.attention.call import Dropout
+from longspan.attention.dropout import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
-from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_mixers, is_indexed
+from longspan.model.kinds import ROWWISE_LAYER_TYPES, attends_to_chosen_keys, find_mixers
 from longspan.model.layers import architecture_name, decoder_layers, preserve_modes
-from longspan.model.seams.attention_calls import Probe, RecordedCall
-from longspan.model.seams.call_rules import doctor_hint
+from longspan.model.seams.doctor_hint import doctor_hint
+from longspan.model.seams.probe import Probe, RecordedCall
 from longspan.plain_text import items_text
 
 
@@ -51,7 +51,7 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
         for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys():
             tensors[name].requires_grad_(tensors[name].is_floating_point())
     with (
-        preserve_attributes(model),
+        restore_attributes_after(model),
         torch.random.fork_rng(devices=[]),
         torch.set_grad_enabled(gradients),
         settings.patch(meta_nonzero_assume_all_nonzero=True),
@@ -65,7 +65,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}  # what every module h
 
 
 @contextmanager
-def preserve_attributes(model: nn.Module) -> Iterator[None]:
+def restore_attributes_after(model: nn.Module) -> Iterator[None]:
     """Restore attributes of modules, buffers among them, and the contents of their lists and dicts."""
     saved = list[tuple[Any, Any]]()
     for module in model.modules():
@@ -95,6 +95,7 @@ class _MadeUpValues(TorchFunctionMode):
     """Answers reads of values on the meta device with zeros."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer functions that read values of a meta tensor, and take scalar indices for 0; others run as they are."""
         if func in _READS and args[0].is_meta:
             return _READS[func](*args, **(kwargs or {}))
         if func is Tensor.__getitem__:
@@ -128,24 +129,29 @@ def record_calls_and_draws(model: PreTrainedModel, class_draws: tuple[str, ...] 
     """
     keys = model.config.get_text_config().to_dict()
     rates = {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
-    calls, training_draws = _record_mode(model, training=True, judged=not rates)
+    calls, training_draws = _record_pass(model, training=True, judged=not rates)
     left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
     draws = (*training_draws, *left_out) or class_draws
     if not draws:
         return MetaRecord(calls, (), ())
-    calls, evaluation_draws = _record_mode(model, training=False, judged=True)
+    calls, evaluation_draws = _record_pass(model, training=False, judged=True)
     return MetaRecord(calls, draws, evaluation_draws)
 
 
-def _record_mode(
+def _record_pass(
     model: PreTrainedModel, *, training: bool, judged: bool
 ) -> tuple[tuple[RecordedCall, ...], tuple[str, ...]]:
-    # A pass that leaves out layers at random is not judged, nor need it come to its end.
+    """Run the model once on the meta device, in training or evaluation mode; return its calls of attention and its
+    draws.
+
+    Unless it is `judged`, as a pass that leaves out layers at random, its errors are dropped and its calls are not
+    checked.
+    """
     probe = Probe()
-    names = _CallNames()
+    names = _NoteCallNames()
     draws = Counter[str]()
     try:
-        with preserve_modes(model), names, _Draws(names, draws):
+        with preserve_modes(model), names, _CountDraws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
                 if ".lora_dropout." in f".{name}.":  # not counted: each rank drops inputs of its own rows
@@ -161,21 +167,16 @@ def _record_mode(
             ) from error
     if judged:
         check_attention_calls(model, tuple(probe.calls))
-    return tuple(probe.calls), _draw_words(draws)
+    return tuple(probe.calls), tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(draws.items()))
 
 
-def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(calls.items()))
-
-
-class _CallNames(TorchFunctionMode):
+class _NoteCallNames(TorchFunctionMode):
     """Records which function of torch is running, under the name by which the model called it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.running = ""
+    running: str = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function with its name in `running`, to which dropout adds its rate."""
         arguments = kwargs or {}
         name = getattr(func, "__name__", "")
         if "dropout" in name and "attention" not in name:
@@ -188,18 +189,20 @@ class _CallNames(TorchFunctionMode):
             self.running = ""
 
 
-class _Draws(TorchDispatchMode):
-    """Counts operators that read a generator's seed, by torch's own mark, and return more than one number.
+class _CountDraws(TorchDispatchMode):
+    """Counts in `calls` operators that read a generator's seed, by torch's own mark, and return more than one number.
 
     A scalar decides whether a layer is left out, drawn whatever the rate is: `record_calls_and_draws` reads rates.
+    `names`, entered outside of this, says under which name the model called the operator.
     """
 
-    def __init__(self, names: _CallNames, calls: Counter[str]) -> None:
+    def __init__(self, names: _NoteCallNames, calls: Counter[str]) -> None:
         super().__init__()
         self._names = names
         self._calls = calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and count it if it has drawn a tensor of numbers."""
         out = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags and _draws_numbers(func, args, kwargs or {}):
             tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -209,6 +212,7 @@ class _Draws(TorchDispatchMode):
 
 
 def _draws_numbers(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call of a random operator draws at all: no rate of it is 0, and no switch of training is off."""
     parameters = operator._schema.arguments
     values = {parameter.name: parameter.default_value for parameter in parameters}
     values |= dict(zip(values, args, strict=False)) | dict(kwargs)
@@ -216,7 +220,7 @@ def _draws_numbers(operator: Any, args: Any, kwargs: Any) -> bool:
     return not any(isinstance(value, int | float) and value == 0 for value in switches)
 
 
-def check_kernel_for_calls(
+def checked_attend_calls(
     model: nn.Module,
     name: str | None,
     recorded: Sequence[RecordedCall],
@@ -268,7 +272,10 @@ def check_attention_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...
 
 
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
-    """Of a layer in which nothing reaches attention, the first with "att" in its class's name is named."""
+    """Raise ModelError for decoder layers with no module whose `id` is in `reached`, and for attention modules without.
+
+    Of a layer in which nothing reaches attention, the first module with "att" in its class's name is named.
+    """
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
@@ -296,7 +303,10 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
 
 
 def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
-    # What the configuration names (a window, a chunk, a soft cap) must reach the calls: else it is applied elsewhere.
+    """Raise ModelError for a call that is not causal, not numbered, or that `attend` has no argument for.
+
+    What the configuration names (a window, a chunk, a soft cap) must reach the calls: else it is applied elsewhere.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or []
@@ -309,7 +319,7 @@ def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall
             raise ModelError(
                 f"{layer_name} passes {', '.join(call.unknown)} to attention, which attend does not take"
             )
-        if call.indexed and not is_indexed(call.module):
+        if call.indexed and not attends_to_chosen_keys(call.module):
             raise ModelError(f"{layer_name} passes indices to attention that no known indexer chose, key by key")
         if layer is None or not 0 <= layer < config.num_hidden_layers:
             raise ModelError(f"{layer_name} has layer_idx {layer!r}; attend needs the global layer index")

@@ -19,13 +19,18 @@ from transformers.activations import ACT2FN
 from longspan.errors import ModelError
 from longspan.model.features import Feature
 from longspan.model.kinds import CONVOLUTION, SCANS, called_functions, class_forward, find_mixers
-from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
+from longspan.model.seams.model_calls import require_one_row_shard
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.running_layer import running_layer
+from longspan.model.seams.separate_rows import SeparateRows
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
-from longspan.ssm.kernels.call import state_dtype
+from longspan.ssm.kernels.interface import state_dtype
 
 
 def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Give an instance its class's forward, in which these names stand for these functions."""
+    """Give an instance its class's forward, in which these names stand for these functions; names that it lacks are
+    left.
+    """
     forward = class_forward(mixer)
     names = {
         **forward.__globals__,
@@ -57,27 +62,36 @@ FindOps = Callable[[int, int], MixerOps]  # of the batch and the rows of a call
 
 
 def _convolve_alone(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """Convolve rows (T, C) of which each is its document's only one: the last weight of a channel alone counts."""
     y = x * weight[:, -1] + (0 if bias is None else bias)
     return F.silu(y) if silu else y
 
 
 def _scan_alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T, H, V): no model's formula, but it depends on every input."""
+    """Scan rows of which each is its document's only one: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) to (T, H, V).
+
+    It is no model's formula, but depends on every input, so that a trial sees a change of any.
+    """
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
     return out if beta is None else out * beta.unsqueeze(-1)
 
 
 ROWS_ALONE = MixerOps(_convolve_alone, _scan_alone)  # rows see only themselves: what is around a mixer is tried so
-_SHAPES = MixerOps(lambda x, *_: torch.empty_like(x), lambda q, k, v, *_: torch.empty_like(v))  # on the meta device
+_SHAPES_ALONE = MixerOps(
+    lambda x, *_: torch.empty_like(x), lambda q, k, v, *_: torch.empty_like(v)
+)  # on the meta device
 
 
-def _find_ops(name: str, batch: int, rows: int) -> MixerOps:
-    """A probe gets results of the right shape only."""
+def _ops_of_running_layer(name: str, batch: int, rows: int) -> MixerOps:
+    """Return the operations of the shard that the running layer was called with; `name` is the mixer's, for messages.
+
+    A probe gets results of the right shape alone.
+    """
     shard = running_layer().shard
     if isinstance(shard, Probe):
-        return _SHAPES
-    checked = find_one_row_shard(name, shard, batch, rows)
+        return _SHAPES_ALONE
+    checked = require_one_row_shard(name, shard, batch, rows)
     if isinstance(checked, SeparateRows):
         return ROWS_ALONE
     return MixerOps(
@@ -87,6 +101,7 @@ def _find_ops(name: str, batch: int, rows: int) -> MixerOps:
 
 
 def _refuse_cached_state(state: Tensor | None) -> None:
+    """Raise ModelError for a state with which a mixer would begin; None is none."""
     if state is not None:
         raise ModelError("a mixer begins with a state of a cache; there is no cache in training: use_cache=False")
 
@@ -99,6 +114,11 @@ def _run_convolution(
     activation: str | None = None,
     **others: Any,
 ) -> Tensor:
+    """Run a mixer's causal convolution over rows (1, C, T), with a weight (C, width), by the operations of its shard.
+
+    It is computed in the weight's type and returned in that of the rows. Arguments about caches and packing are
+    ignored.
+    """
     x = hidden_states.to(weight.dtype).squeeze(0).t()
     silu = activation in ("silu", "swish")
     y = find_ops(len(hidden_states), len(x)).convolve(x, weight, bias, silu)
@@ -117,7 +137,10 @@ def _run_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H, 1 or K), beta (1, T, H) -> (1, T, H, V)."""
+    """Run a gated delta rule: query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H, 1 or K), beta (1, T, H).
+
+    Returns (1, T, H, V), and None for the last state.
+    """
     _refuse_cached_state(initial_state)
     ops = find_ops(len(query), query.shape[1])
     q, k, v, decay, strength = (x.squeeze(0) for x in (query, key, value, g, beta))
@@ -143,7 +166,7 @@ def _run_mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **others: Any,
 ) -> Tensor:
-    """x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) -> (1, T, H, P).
+    """Run a Mamba 2 scan: x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) to (1, T, H, P).
 
     Steps are softplus(dt + bias), cut to `dt_limit`. The state decays by exp(step A), takes step · x at B and is read
     at C; D · x is added to what is read.
@@ -168,10 +191,11 @@ class MixerFeature(Feature):
     """Mixers over the shard that their layers are called with."""
 
     def connect(self, model: PreTrainedModel) -> None:
+        """Give each mixer the operations of the shard with which its layer runs, and count them in the description."""
         mixers = find_mixers(model)
         self.description["mixers"] = len(mixers)
         for name, mixer in mixers.items():
-            set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})"))
+            set_mixer_ops(mixer, partial(_ops_of_running_layer, f"{name} ({type(mixer).__name__})"))
 
 
 def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:

@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
-from longspan.attention.rows import kernel_module
 from longspan.errors import ModelError
+from longspan.lazy import import_triton_kernels
 from longspan.model.features import Call, Feature
-from longspan.model.seams.call_rules import has_forward_of_others
+from longspan.model.seams.set_forwards import has_forward_of_others
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 16384  # features of a group, which a program holds
@@ -53,24 +53,27 @@ class NormFormula:
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
         """Compute the norm by the kernel; None if it cannot take these tensors, by type, device or width."""
         tensors = (x, weight) if gate is None else (x, weight, gate)
-        if any(not t.is_cuda or t.dtype not in _DTYPES for t in tensors) or kernel_module(_KERNELS) is None:
+        if any(not t.is_cuda or t.dtype not in _DTYPES for t in tensors) or import_triton_kernels(_KERNELS) is None:
             return None
         if weight.numel() // self.groups > _WIDEST or bool(self.gate) != (gate is not None) or not x.numel():
             return None
-        return _OnePass.apply(x, weight, gate, eps, self)  # pyright: ignore[reportReturnType]
+        return _FusedNorm.apply(x, weight, gate, eps, self)  # pyright: ignore[reportReturnType]
 
 
-class _OnePass(torch.autograd.Function):
+class _FusedNorm(torch.autograd.Function):
+    """A norm by the Triton kernels: one pass over memory forward, one backward. `formula` decides what is compiled."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, formula: NormFormula
     ) -> Tensor:
+        """Norm rows (…, n); the inverse root of each row and group is kept for backward."""
         rows = _flatten_rows(x)
         gates = None if gate is None else _flatten_rows(gate)
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
         width, blocks, constants = _launch_sizes(rows, formula)
-        kernel_module(_KERNELS).norm_rows_kernel[blocks, formula.groups](
+        import_triton_kernels(_KERNELS).norm_rows_kernel[blocks, formula.groups](
             *(rows, gates, weight, out, inverse, len(rows), width, rows.stride(0), _row_stride(gates), eps),
             **constants,
         )
@@ -82,6 +85,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of x, the weight and the gate; the weight's is summed over the programs' parts."""
         (x, weight, gate, inverse), formula = ctx.saved_tensors, ctx.formula
         rows = _flatten_rows(x)
         gates = None if gate is None else _flatten_rows(gate)
@@ -91,7 +95,7 @@ class _OnePass(torch.autograd.Function):
         width, blocks, constants = _launch_sizes(rows, formula)
         programs = min(blocks, _PROGRAMS)
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
-        kernel_module(_KERNELS).norm_rows_backward_kernel[programs, formula.groups](
+        import_triton_kernels(_KERNELS).norm_rows_backward_kernel[programs, formula.groups](
             *(rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), width),
             *(rows.stride(0), _row_stride(gates), dout.stride(0)),
             **constants,
@@ -101,7 +105,7 @@ class _OnePass(torch.autograd.Function):
 
 
 def _launch_sizes(rows: Tensor, formula: NormFormula) -> tuple[int, int, dict[str, Any]]:
-    """The features of a group, the number of blocks of rows, and the kernel's constants.
+    """Return the features of a group, the number of blocks of rows, and the kernel's constants.
 
     A program has some rows of one group at a time, in a power of two of columns; four warps for every _TILE features.
     """
@@ -122,7 +126,7 @@ def _launch_sizes(rows: Tensor, formula: NormFormula) -> tuple[int, int, dict[st
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
-    """(rows, features), rows at equal distances and features one after another: a view where x lies so."""
+    """Return x as (rows, features), features one after another and rows at equal distances: a view where x lies so."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -131,15 +135,15 @@ def _row_stride(rows: Tensor | None) -> int:
     return 0 if rows is None else rows.stride(0)
 
 
-MOST = 2**31 - 1  # elements of a call, which torch's kernels count in 32 bits
+MOST_ELEMENTS = 2**31 - 1  # elements of a call, which torch's kernels count in 32 bits
 
 
 def run_norm_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run a norm over rows x (…, n), by calls of at most MOST elements each."""
-    if x.numel() <= MOST:
+    """Run a norm over rows x (…, n), by calls of at most MOST_ELEMENTS elements each."""
+    if x.numel() <= MOST_ELEMENTS:
         return norm(x)
     longest_dim = max(range(x.ndim - 1), key=lambda dim: x.shape[dim])
-    at_once = max(1, MOST * x.shape[longest_dim] // x.numel())
+    at_once = max(1, MOST_ELEMENTS * x.shape[longest_dim] // x.numel())
     return torch.cat([norm(rows) for rows in x.split(at_once, longest_dim)], longest_dim)
 
 
@@ -151,6 +155,7 @@ def split_long_norms(model: nn.Module) -> None:
 
 
 def _forward_in_pieces(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
+    """Run a norm's own forward in pieces if rows are all that it is called with; else as it is."""
     if others or named:
         return norm(x, *others, **named)
     return run_norm_in_pieces(norm, x)
@@ -160,11 +165,13 @@ class NormFeature(Feature):
     """Norms as one kernel, and on GPUs, whose kernels count in 32 bits, any number of rows."""
 
     def __init__(self, call: Call) -> None:
+        """Refuse a word for `fused_norms` that is not known."""
         super().__init__(call)
         if self.options.fused_norms not in ("auto", "on", "off"):
             raise ModelError(f"fused_norms is {self.options.fused_norms!r}; use 'auto', 'on' or 'off'")
 
     def connect(self, model: PreTrainedModel) -> None:
+        """Set the forwards of fused norms, and then, on GPUs, of those that are left."""
         if self.options.fused_norms != "off":
             fuse_norms(model)
         if self.world.device.type == "cuda":
@@ -190,7 +197,7 @@ def fuse_norms(model: nn.Module) -> int:
     formulas = {kind: _find_formula(norm) for kind, norm in first_norms.items()}
     fused = [(norm, formula) for norm in weighted if (formula := formulas[_norm_kind(norm)]) is not None]
     for norm, formula in fused:
-        norm.forward = partial(_run_torch_kernel if formula == _PLAIN else _run_own_kernel, norm, formula)
+        norm.forward = partial(_run_torch_kernel if formula == _PLAIN else _run_triton_kernel, norm, formula)
     return len(fused)
 
 
@@ -199,14 +206,17 @@ def restore_class_norms(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if getattr(vars(module).get("forward"), "func", None) in (
             _run_torch_kernel,
-            _run_own_kernel,
+            _run_triton_kernel,
             _forward_in_pieces,
         ):
             del module.forward
 
 
 def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
-    """In mixed types or float64 by its class's own code; `formula` is the plain one here."""
+    """Run a plain norm by torch's kernel, or by its class's own code in mixed types and float64.
+
+    `formula` is always the plain one; `fuse_norms` gives both functions the same arguments.
+    """
     weight = norm.weight
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
@@ -214,7 +224,8 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
     return run_norm_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _find_eps(norm)), x)
 
 
-def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
+def _run_triton_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Run a norm by the Triton kernel, or by its class's own code where that takes not these tensors."""
     weight = norm.weight
     eps = _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
@@ -225,6 +236,7 @@ def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tens
 
 
 def _find_eps(norm: nn.Module) -> float | None:
+    """Return the number that a norm adds to the mean of squares; None for one that names none."""
     for name in _EPS:
         if isinstance(eps := getattr(norm, name, None), float):
             return eps
@@ -239,10 +251,12 @@ def count_groups(norm: nn.Module) -> int:
 
 
 def _norm_kind(norm: nn.Module) -> Hashable:
+    """Return what two norms share whose formula is the same: the first of a kind is tried for all."""
     return type(norm), norm.weight.shape, count_groups(norm), getattr(norm, "norm_before_gate", None)  # pyright: ignore
 
 
 def _find_formula(norm: nn.Module) -> NormFormula | None:
+    """Return the first formula that a copy of this norm computes; None if none fits."""
     formulas = [_PLAIN, NormFormula(offset=1.0)]
     if type(norm).__name__.endswith("Gated"):
         variants = product(("first", "last"), ("silu", "sigmoid"))
@@ -252,7 +266,11 @@ def _find_formula(norm: nn.Module) -> NormFormula | None:
 
 @torch.no_grad()
 def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
-    """On rows of numbers near 100, 1 and √eps, where eps counts."""
+    """Return whether a float32 copy of a norm, with random weights, computes a formula.
+
+    It is tried on rows of numbers near 100, 1 and √eps, of which the last show where eps is added. The norm is not
+    changed.
+    """
     weight = norm.weight
     eps = _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None

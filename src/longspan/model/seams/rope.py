@@ -20,7 +20,8 @@ from transformers import PreTrainedConfig
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers, expand_runs
-from longspan.model.seams.attention_calls import Probe, running_layer
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.running_layer import running_layer
 from longspan.plan.shape.positions import LengthLimit, has_no_positions, position_limit
 
 SCALINGS = ("yarn", "linear")
@@ -109,7 +110,11 @@ def depends_on_length(kind: str) -> bool:
 
 
 def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-    """For position_ids (1, T), each row by its own document's length; a probe gets the module's first frequencies."""
+    """Return rotary cosines and sines for position_ids (1, T), each row by its own document's length.
+
+    This is a rotary module's forward; x gives type and device. A probe, and a type of layer whose rope is fixed, get
+    the module's first frequencies.
+    """
     shard = running_layer().shard
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     if isinstance(shard, Probe) or not depends_on_length(kind):
@@ -140,10 +145,10 @@ def _rows_by_length(
 ) -> dict[int, Integers]:
     """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
     rows: dict[int, list[Integers]] = {}
-    limit = _length_limit(rotary, kind, layer_type)
+    limit = _limit_of_rope_type(rotary, kind, layer_type)
     for shard_part in shard.parts:
         segments = shard_part.segments()
-        # of a prefix those that continue it, which are of the same ones (`CallRules.check_families`)
+        # of a prefix those that continue it, which are of the same ones (`CallRules.check_shared_prefixes`)
         lengths = np.asarray(shard_part.group.longest_paths, dtype=np.int64)[segments.document]
         lengths = limit.representative_lengths(lengths)
         first = shard_part.start + segments.offset
@@ -157,11 +162,16 @@ def _rows_by_length(
 
 def length_limits(module: nn.Module) -> set[LengthLimit]:
     """Return by which lengths of documents a rotary module chooses frequencies; of other modules nothing."""
-    return {_length_limit(module, kind, layer_type) for layer_type, kind in length_dependent_types(module).items()}
+    return {
+        _limit_of_rope_type(module, kind, layer_type) for layer_type, kind in length_dependent_types(module).items()
+    }
 
 
-def _length_limit(rotary: nn.Module, kind: str, layer_type: str | None) -> LengthLimit:
-    """longrope has two sets of frequencies, by a limit; dynamic one for each length beyond the trained."""
+def _limit_of_rope_type(rotary: nn.Module, kind: str, layer_type: str | None) -> LengthLimit:
+    """Return by which lengths a rope of this kind chooses frequencies.
+
+    longrope has two sets, on both sides of a limit; dynamic one for each length beyond the trained.
+    """
     owner: Any = rotary
     if kind == "longrope":
         parameters = owner.config.rope_parameters
@@ -173,7 +183,10 @@ def _length_limit(rotary: nn.Module, kind: str, layer_type: str | None) -> Lengt
 def _document_frequencies(
     rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Integers
 ) -> Any:
-    """The module takes the largest position plus one for the length: `length` − 1 is appended, then dropped."""
+    """Return what a fresh copy of the module gives for the `rows` of documents of this length.
+
+    The module takes the largest position plus one for the length: `length` − 1 is appended, then dropped.
+    """
     # All rows are taken without an index, which would have to be sent to the device.
     positions_here = (
         positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
@@ -185,7 +198,10 @@ def _document_frequencies(
 
 
 def _copy_fresh_rotary(rotary: nn.Module) -> nn.Module:
-    """With its class's forward, and its own buffers, which that may write to; a dynamic one counts anew."""
+    """Return a shallow copy of a rotary module with its class's forward, which may be called for any length.
+
+    It has buffers of its own, as that forward may write to them, at their first values; a dynamic one counts anew.
+    """
     fresh_rotary: Any = copy.copy(rotary)
     del fresh_rotary.__dict__["forward"]
     buffers = {name: None if x is None else x.clone() for name, x in rotary.named_buffers(recurse=False)}
@@ -202,4 +218,5 @@ def _copy_fresh_rotary(rotary: nn.Module) -> nn.Module:
 
 
 def _layer_type_argument(layer_type: str | None) -> dict[str, str]:
+    """Return the keyword by which a rotary module is told the type of a layer; {} for one that has no types."""
     return {} if layer_type is None else {"layer_type": layer_type}

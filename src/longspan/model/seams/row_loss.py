@@ -6,6 +6,7 @@ call goes through the root module, so that FSDP2's hooks run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
-from longspan.model.kinds import find_mixers
-from longspan.model.layers import architecture_name, base_model, mtp_depths, score_columns
-from longspan.model.seams.attention_calls import Probe
-from longspan.model.seams.call_rules import doctor_hint
+from longspan.model.kinds import find_mixers, score_columns
+from longspan.model.layers import architecture_name, base_model, mtp_depths
+from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
+from longspan.model.seams.probe import Probe
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
@@ -38,6 +39,10 @@ class OutputHead:
     """
 
     def __init__(self, model: PreTrainedModel, forward: Forward) -> None:
+        """Take a causal model and its class's own forward, a function of the model and the arguments of its call.
+
+        Some forwards count the rows of `inputs_embeds`, and get the hidden states as these.
+        """
         self._model = model
         self._embedding: Any = model.get_output_embeddings()
         self._forward = forward
@@ -46,19 +51,23 @@ class OutputHead:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """What logits depend on besides hidden states; under FSDP2 the gathered ones, inside the model's forward."""
+        """Return what logits depend on besides hidden states; under FSDP2 the gathered ones, inside the model's
+        forward.
+        """
         return tuple(p for p in self._embedding.parameters() if p.requires_grad)
 
     @property
     def vocabulary(self) -> int:
-        """Columns of the logits that are formed here."""
+        """Return how many columns the logits have that are formed here."""
         return self._embedding.weight.shape[0]
 
     @property
     def makes_scores(self) -> bool:
+        """Return whether the head scores documents, and has no vocabulary."""
         return score_columns(self._model) > 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Return logits (t, V) of hidden states (t, D); differentiable."""
         x = hidden.unsqueeze(0)
         rows = {"inputs_embeds": x} if self._takes_rows else {}
         return self._forward(_ModelAfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
@@ -78,12 +87,13 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
     def forward_with_loss(
         *args: Any, row_loss: RowLoss | None = None, future_ids: Tensor | None = None, **kwargs: Any
     ) -> Any:
+        """Run the class's forward, or, for a `row_loss`, its base model, whose states the loss gets."""
         if row_loss is None:
             return forward(model, *args, **kwargs)
         # Depths of multi-token prediction are called with what the last layer, which they copy, was called with.
         inputs_of_layer = nullcontext()
         if future_ids is not None:
-            from longspan.model.mtp import record_layer_inputs
+            from longspan.model.mtp.layer_inputs import record_layer_inputs
 
             inputs_of_layer = record_layer_inputs(model)
         with inputs_of_layer as inputs:
@@ -111,6 +121,7 @@ def find_output_embedding(model: PreTrainedModel) -> Any:
 
 
 def _refuse_other_parameters(model: PreTrainedModel) -> None:
+    """Raise ModelError for parameters that are in none of base model, output embedding and depths."""
     modules = base_model(model), find_output_embedding(model), *mtp_depths(model)
     placed = {id(p) for module in modules for p in module.parameters()}
     if others := [n for n, p in model.named_parameters() if id(p) not in placed]:
@@ -121,11 +132,16 @@ def _refuse_other_parameters(model: PreTrainedModel) -> None:
 
 
 def _try_row_loss(model: PreTrainedModel) -> None:
-    # Two rows must come out as two rows of logits, which depend on the hidden states; depths of multi-token prediction
-    # must call longspan's attention.
+    """Raise ModelError unless a loss by rows works, by a pass of the model on the meta device.
+
+    Two rows must come out as two rows of logits, which depend on the hidden states; depths of multi-token prediction
+    must call longspan's attention. `_refuse_other_forward` is part of that pass.
+    """
 
     def record_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
-        # The deepest states are cut off from the layers: a gradient can then come from them only.
+        """Return logits of the deepest states, which are cut off from the layers: their gradient comes from these
+        alone.
+        """
         with torch.enable_grad():
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
 
@@ -143,7 +159,7 @@ def _try_row_loss(model: PreTrainedModel) -> None:
             f"{doctor_hint(model)}"
         ) from error
     if depths:
-        from longspan.model.mtp import refuse_bypassing_mtp
+        from longspan.model.mtp.depths import refuse_bypassing_mtp
 
         refuse_bypassing_mtp(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
     shape = (2, find_output_embedding(model).weight.shape[0])
@@ -156,13 +172,13 @@ def _try_row_loss(model: PreTrainedModel) -> None:
 # ---- a causal model's own forward behind its base model
 
 
+@dataclass(eq=False)
 class _ModelAfterBase:
-    """A model as a forward sees it, whose base model answers with given hidden states (1, t, D); `calls` notes them."""
+    """A model as a forward sees it, whose base model answers with hidden states (1, t, D); `_calls` notes its calls."""
 
-    def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[ModelCall] | None = None) -> None:
-        self._model = model
-        self._hidden = hidden
-        self._calls = calls if calls is not None else []
+    _model: PreTrainedModel
+    _hidden: Tensor
+    _calls: list[ModelCall] = field(default_factory=list[ModelCall])
 
     @property
     def __class__(self) -> Any:  # pyright: ignore  # so that a forward may call its parent's: super()
@@ -177,15 +193,19 @@ class _BaseStandIn(_ModelAfterBase):
     """A base model, or one inside it that a forward calls, as OPT's its base model's decoder."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "_BaseOutput":
+        """Note a call of the base model, and answer with the given hidden states."""
         self._calls.append((self._model, args, kwargs))
         return _BaseOutput(self._hidden)
 
 
+@dataclass(eq=False)
 class _BaseOutput:
-    """Special methods are missing, not None, for Python would call them."""
+    """What a stand-in of a base model returns: any field but `last_hidden_state` is None.
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
+    Special methods are missing, not None, for Python would call them.
+    """
+
+    last_hidden_state: Tensor
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -198,15 +218,15 @@ class _BaseOutput:
 def _refuse_other_forward(
     model: PreTrainedModel, forward: Forward, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """`hidden` (1, T, D) is what the base model made of these arguments.
+    """Raise ModelError if a causal model's forward does more around its base model than make logits of its states.
 
-    The forward runs again on some rows, with a stand-in that notes calls of the base model: there must be one, with its
-    arguments.
+    The forward runs again on some rows of `hidden` (1, T, D), which the base model made of these arguments, with a
+    stand-in that notes calls of the base model: there must be one, with its arguments.
     """
     calls = list[ModelCall]()
     reads = dict[str, str]()
     inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`
-    inputs = {n: _Watched.from_tensor(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    inputs = {n: _WatchedInput.from_tensor(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
     rows = hidden[:, :_ROWS].detach().requires_grad_()
     try:
         with torch.enable_grad():
@@ -233,6 +253,7 @@ def _refuse_other_forward(
 
 
 def _reasons_against_base_call(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the noted calls of the base model differ from the one that a step makes with the model's `inputs`."""
     if len(calls) != 1:
         yield f"calls its base model {plural(len(calls), 'time')}, not once"
     for base, args, kwargs in calls[:1]:
@@ -249,8 +270,11 @@ def _reasons_against_base_call(calls: Sequence[ModelCall], inputs: Mapping[str, 
 
 
 def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
-    # Tensors must be the same object. Positions that are left out are no difference, as the base model makes them;
-    # None, False and 0 count as equal.
+    """Return whether an argument of the base model is another than the one that a step gives.
+
+    Tensors must be the same object. Positions that are left out are no difference, as the base model makes them; None,
+    False and 0 count as equal.
+    """
     if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
         return False
     if isinstance(value, Tensor) or isinstance(expected, Tensor):
@@ -259,28 +283,32 @@ def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
 
 
 def _parameters_beside_head(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> list[str]:
+    """Return the names of parameters, other than the head's, in the graph of the logits behind the hidden `rows`."""
     leaves = set[int]()
     nodes = [logits.grad_fn]
-    seen = set[Any]()
+    visited = set[Any]()
     while nodes:
         node: Any = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
         nodes += [below for below, _ in node.next_functions]
     others = leaves - {id(rows), *map(id, find_output_embedding(model).parameters())}
     return [name for name, parameter in model.named_parameters() if id(parameter) in others]
 
 
-class _Watched(Tensor):
+class _WatchedInput(Tensor):
     """An input of a forward that notes by what function it is read; its shape, type and device are no values."""
 
     _name: str
     _reads: dict[str, str]
 
     @classmethod
-    def from_tensor(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
+    def from_tensor(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_WatchedInput":
+        """Return a tensor as a watched input of this name; the functions that read it are noted in `reads`, which is
+        shared.
+        """
         watched = value.detach().as_subclass(cls)
         watched._name = name
         watched._reads = reads
@@ -288,14 +316,17 @@ class _Watched(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The result is not watched, as what is made of the values was noted with the first reading.
+        """Run a function on plain tensors, and note the first one that reads a watched input's values.
+
+        The result is not watched, as what is made of the values was noted with the first reading.
+        """
         if func not in _WITHOUT_VALUES:
             for value in (*args, *(kwargs or {}).values()):
-                if isinstance(value, _Watched):
+                if isinstance(value, _WatchedInput):
                     value._reads.setdefault(value._name, getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
-        return out.as_subclass(Tensor) if isinstance(out, _Watched) else out
+        return out.as_subclass(Tensor) if isinstance(out, _WatchedInput) else out
 
 
 _OF_SHAPE: tuple[Any, ...] = (Tensor.shape, Tensor.device, Tensor.dtype, Tensor.ndim, Tensor.requires_grad)

@@ -17,21 +17,29 @@ from transformers import AttentionInterface, PreTrainedModel
 from longspan.attention import attend
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.layers import base_model, base_name, copy_shallow_module, text_model, towers_beside_text_model
-from longspan.model.vision.image_tokens import ImageInput, encoding_order, image_arguments
+from longspan.model.layers import (
+    base_model,
+    base_model_name,
+    copy_shallow_module,
+    text_model,
+    towers_beside_text_model,
+)
+from longspan.model.vision.image_inputs import ImageInput, encoding_order, image_arguments
 from longspan.plan import Group, MicroBatch
 
 
 class ImageEncoder(nn.Module):
-    """The module of an `Encoder` of images: returns rows (n, D · (1 + deep layers)), the parts of a row side by side.
+    """The module of an `Encoder` of images: ImageInputs to rows (n, D · (1 + deep layers)), parts of a row side by
+    side.
 
     `base` is the model below the head without its text model, under the `name` of the whole model; without one (Llama
     4) its children are children of the encoder itself.
     """
 
     def __init__(self, base: nn.Module, name: str) -> None:
+        """Take `base`, the model below the head without its text model, under its `name` in the whole model."""
         super().__init__()
-        self.base_name = name
+        self.base_model_name = name
         if name:
             self.add_module(name, base)
         else:
@@ -44,10 +52,10 @@ class ImageEncoder(nn.Module):
     @property
     def base(self) -> Any:
         """The model below the head, without its text model."""
-        return self.get_submodule(self.base_name) if self.base_name else self.__dict__["_whole"]
+        return self.get_submodule(self.base_model_name) if self.base_model_name else self.__dict__["_whole"]
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """Encode images.
+        """Encode images, in one call of the tower.
 
         DataError if they do not fit each other, ModelError for rows of another number of deeper layers.
         """
@@ -73,18 +81,21 @@ def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
 
 
 def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
-    """(n, D) in input order; one tensor of all images is so already: LLaVA-OneVision gives one for each."""
+    """Return rows (n, D) in the order of the inputs, of parts that are one for each image in the order of encoding.
+
+    One tensor of all images is in the order of the inputs already.
+    """
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
     return parts.flatten(0, -2)
 
 
 def split_off_image_encoder(model: PreTrainedModel) -> ImageEncoder:
-    """Take the encoder out of a vision-language model, which is a language model then, without towers."""
+    """Take the encoder out of a vision-language model, in place: that is a language model then, without towers."""
     base = base_model(model)
     text = text_model(model)
     towers = towers_beside_text_model(model)
-    name_of_base = base_name(model)  # read now: it may differ once the towers are gone
+    name_of_base = base_model_name(model)  # read now: it may differ once the towers are gone
     shell = copy_shallow_module(base)
     for name, child in list(base.named_children()):
         if child in towers:
@@ -102,7 +113,10 @@ _shards = WeakIdKeyDictionary()  # by the tensor of cu_seqlens, which all layers
 
 
 def pack_attention(encoder: nn.Module) -> None:
-    """Have a tower that packs its images attend to all of them in one call, unless its user chose otherwise."""
+    """Have towers in an encoder that pack images by cu_seqlens attend to all in one call of `attend`.
+
+    Sets the attention implementation of their configurations, unless the user chose one that is no default.
+    """
     for module in encoder.modules():
         config: Any = getattr(module, "config", None)
         if config is None:
@@ -125,6 +139,10 @@ def _packed_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """Attend among the rows of each segment, as transformers calls an attention: q, k, v (1, N, n, H) to (1, n, N, H).
+
+    ModelError for anything else: a mask, dropout, causal rows or no cu_seqlens.
+    """
     if cu_seq_lens_q is None or attention_mask is not None or dropout or is_causal or len(query) != 1:
         raise ModelError(
             f"{type(module).__name__} asked {IMPLEMENTATION} for other attention than among the rows of each segment: "
@@ -136,7 +154,10 @@ def _packed_attention(
 
 
 def _shard_of_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
-    """Made once for all layers of a call of the tower, when lengths are read from the device."""
+    """Return the shard of one slot whose documents are these segments.
+
+    Made once for all layers of a call of the tower, when lengths are read from the device.
+    """
     if cu_seqlens not in _shards:
         lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)
         group = Group((0,), tuple(range(len(lengths))), lengths, partition="contiguous")

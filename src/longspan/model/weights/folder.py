@@ -28,7 +28,8 @@ from transformers.core_model_loading import (
 
 from longspan.errors import ModelError, plural
 from longspan.model.weights.hf_folder import DEQUANTIZE, OWN_MODEL, folder_error_text, weight_files
-from longspan.model.weights.local_tensors import LocalPart, tied_names
+from longspan.model.weights.local_tensors import LocalPart
+from longspan.model.weights.tied_names import tied_names
 
 _Slices = Mapping[str, Any]  # by file tensor: what is read, a part of it, when it is indexed
 _Join = Callable[[_Slices], dict[str, Any]]  # of tensors that make one weight in 4 or 8 bits, as a StoredWeight
@@ -38,7 +39,7 @@ _REAL_NUMBERS = frozenset(
 _ROWS = 4096  # of two matrices that are compared at once
 
 
-class _Conversion:
+class _ParameterRecipe:
     """The file tensors that a parameter is made of, by the pattern of their names, and their converter, if any."""
 
     def __init__(self) -> None:
@@ -46,12 +47,15 @@ class _Conversion:
         self.sources: dict[str, list[str]] = defaultdict(list)
 
     def target_names(self, name: str) -> set[str]:
+        """Return the model's names of all parameters that the conversion of `name` makes."""
         targets = [] if self.converter is None else self.converter.target_patterns
         parts = next((name.partition(target) for target in targets if target in name), None)
         return {name} if parts is None else {f"{parts[0]}{target}{parts[2]}" for target in targets}
 
     def stacks_experts(self, count: int) -> bool:
-        """Each expert is then converted by itself: a tensor for each in every pattern, and dim 0 stays."""
+        """Return whether each of `count` experts can be converted by itself: a tensor for each in every pattern, dim 0
+        stays.
+        """
         operations = self.converter.operations
         stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
         by_expert = all(
@@ -64,7 +68,9 @@ class _Conversion:
         return stacks and by_expert and has_one_target and all(len(keys) == count for keys in self.sources.values())
 
     def keeps_rows(self, count: int) -> bool:
-        """The parameter's rows are then rows of the tensors, in another order or place."""
+        """Return whether the parameter's rows are rows of the tensors, in another order or place; `count` are its
+        experts.
+        """
         if self.converter is None:
             return True
         joins_rows = all(isinstance(o, Concatenate) and o.dim == 1 for o in self.converter.operations[1:])
@@ -142,6 +148,7 @@ class FolderWeights:
         return self._formats
 
     def _find_format(self, name: str, slices: _Slices) -> Any:
+        """Return the format of a parameter whose tensors are packed all alike, and keep their rows; else None."""
         recipe = self._recipes[name]
         tensors = [slices[key] for keys in recipe.sources.values() for key in keys]
         formats = {getattr(x, "format", None) for x in tensors}
@@ -167,12 +174,16 @@ class FolderWeights:
                         )
 
     def _single_key(self, name: str) -> str:
+        """Return the file tensor of a parameter that is not converted; ModelError if two stand for it."""
         keys = [key for keys in self._recipes[name].sources.values() for key in keys]
         if len(keys) > 1:
             raise ModelError(f"{self._folder} holds {' and '.join(keys)}, which are both {name}; keep one of them")
         return keys[0]
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
+        """Open the files until `stack` closes; return their tensors by the names of `rename`, joined where a join was
+        given.
+        """
         tensors = open_tensors(self._files, stack)
         if self._join is not None:
             try:
@@ -181,12 +192,15 @@ class FolderWeights:
                 raise ModelError(f"{self._folder}: {error}") from error
         return {self._rename(name): tensor for name, tensor in tensors.items()}
 
-    def _find_recipes(self, slices: _Slices) -> dict[str, _Conversion]:
-        """By the first of several parameters; a tied one in the files under its second name is under its first."""
+    def _find_recipes(self, slices: _Slices) -> dict[str, _ParameterRecipe]:
+        """Return what each parameter is made of, by the first of those that one conversion makes; note `unread`.
+
+        A tied one in the files under its second name is under its first.
+        """
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        recipes = defaultdict[str, _Conversion](_Conversion)
+        recipes = defaultdict[str, _ParameterRecipe](_ParameterRecipe)
         for key in sorted(slices, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, self._prefix, self._shapes)
             if name not in self._shapes:  # a name that a renaming for older files matches by chance
@@ -203,9 +217,12 @@ class FolderWeights:
         return dict(recipes)
 
     def _convert_part(
-        self, name: str, recipe: _Conversion, slices: _Slices, parts: Mapping[str, LocalPart]
+        self, name: str, recipe: _ParameterRecipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Several parameters are made even if `parts` lacks the first: in float32, as types are known later."""
+        """Yield the parts of the parameters that one conversion makes.
+
+        Several are made even if `parts` lacks the first: in float32, as types are known later.
+        """
         converter = deepcopy(recipe.converter)
         part = parts.get(name)  # a copy: it collects the tensors to convert
         if part is None and len(converter.target_patterns) == 1:
@@ -223,8 +240,11 @@ class FolderWeights:
                 self._check_shape(parameter_name, tensor.shape)
                 yield parameter_name, tensor[local_part.block].to(local_part.dtype)
 
-    def _stack_experts(self, name: str, recipe: _Conversion, slices: _Slices, part: LocalPart) -> Tensor:
-        """An expert is converted in the files' dtype, and cast as it is stacked."""
+    def _stack_experts(self, name: str, recipe: _ParameterRecipe, slices: _Slices, part: LocalPart) -> Tensor:
+        """Return this rank's part of stacked experts, of which one is whole at a time.
+
+        An expert is converted in the files' dtype, and cast as it is stacked.
+        """
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
         for index in range(experts.start, experts.stop) if stacked.numel() else ():
@@ -240,6 +260,7 @@ class FolderWeights:
         return stacked
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raise ModelError if a parameter has another shape in the files than in the model."""
         if tuple(shape) != self._shapes[name]:
             raise ModelError(
                 f"the weights in {self._folder} do not fit its config.json: {name} is {tuple(shape)} in the files, "
@@ -282,8 +303,10 @@ def open_tensors(files: Sequence[Path], stack: ExitStack) -> dict[str, Any]:
 
 
 def _is_packed(tensor: Any, part: LocalPart) -> bool:
+    """Return whether a part is of the bytes of a weight that the files have in 4 or 8 bits."""
     return part.dtype == torch.uint8 and hasattr(tensor, "read")
 
 
 def _make_reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+    """Return a function that reads a whole tensor, in this dtype or its own."""
     return lambda: tensor[...].to(dtype=dtype)

@@ -110,6 +110,7 @@ def quantization_settings(folder: Path) -> dict[str, Any]:
 
 
 def _index_files(folder: Path, index: Path) -> list[Path]:
+    """Return the files that an index names; ModelError for a damaged index, and for missing and outside ones."""
     try:
         files: list[str] = sorted({*read_json(index)["weight_map"].values()})
         outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]
@@ -131,7 +132,7 @@ def _folder_advice() -> str:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Switch transformers' progress bars off inside."""
+    """Switch transformers' progress bars off inside, and on again if they were."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,14 +1,13 @@
-"""This rank's part of tensors that may be DTensors: its values, its place in the whole, and sums of its gradients.
+"""This rank's part of tensors that may be DTensors: its values, and its place in the whole.
 
 Which part of a parameter a rank holds is worked out in integers, without communication.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -58,43 +57,3 @@ def local_tensor(x: Tensor) -> Tensor:
         return x
     # a view costs the host time, and is not needed
     return x.to_local() if torch.is_grad_enabled() else x._local_tensor
-
-
-def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Add to `.grad` of a parameter or another leaf, in place if there is one; None adds nothing."""
-    if gradient is not None:
-        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
-
-
-def exchange_gradients(
-    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None] | None = None
-) -> list[Tensor | None]:
-    """Set `.grad` of parameters (None: no gradients); return what it was."""
-    earlier = [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
-        parameter.grad = gradient
-    return earlier
-
-
-@contextmanager
-def set_earlier_gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let `.grad` hold only gradients of backward passes inside; earlier ones are added at the end, or put back."""
-    earlier = exchange_gradients(parameters)
-    try:
-        yield
-    except BaseException:
-        exchange_gradients(parameters, earlier)
-        raise
-    for parameter, gradient in zip(parameters, earlier, strict=True):
-        add_gradient(parameter, gradient)
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map each further name of a tied parameter to the parameter's first name.
-
-    >>> tied_names(load_model(preset="qwen3-tiny", vocab_size=64))
-    {'lm_head.weight': 'model.embed_tokens.weight'}
-    """
-    first = dict[int, str]()
-    names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    return {name: first_name for name, first_name in names.items() if name != first_name}

@@ -36,7 +36,7 @@ GENERATION = "generation_config.json"
 
 
 def has_image_processor(folder: Path | None) -> bool:
-    """Whether a folder has an image processor."""
+    """Return whether a folder has an image processor."""
     return folder is not None and any((folder / name).is_file() for name in PROCESSOR_FILES[:2])
 
 

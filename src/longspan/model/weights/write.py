@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from longspan.errors import ModelError
-from longspan.model.weights.local_tensors import tied_names
+from longspan.model.weights.tied_names import tied_names
 from longspan.model.weights.tokenizer_files import TOKENIZER_FILES
 
 # Names of files that a saved adapter or model replaces. A saved model replaces an adapter's files too: transformers
@@ -94,6 +94,9 @@ class WeightWriter:
         cast: bool = True,
         rename: Callable[[str], str] = lambda name: name,
     ) -> None:
+        """Write into `folder`, which must be there; `cast` to the dtypes of `empty`, and `rename` stock names for the
+        files.
+        """
         self.folder = folder
         self.empty = empty
         self._cast = cast
@@ -149,6 +152,7 @@ class WeightWriter:
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
     def _write_file(self) -> None:
+        """Write the tensors that wait as the next part, and drop them; nothing if none waits."""
         if not self._file:
             return
         save_file(self._file, self._partial_path(len(self._files)), metadata={"format": "pt"})

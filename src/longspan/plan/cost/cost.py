@@ -454,7 +454,8 @@ class Cost:
 
     def shared_by(self, tp: int) -> "Cost":
         """Return the cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
-        check_count("tp", tp)
+        if check_count("tp", tp) == 1:
+            return self
         return dataclasses.replace(
             self,
             **{name: getattr(self, name) / tp for name in _DIVIDED_BY_TP},
@@ -591,6 +592,8 @@ def attention_and_message_seconds(cost: Cost, rows: PricedRows) -> tuple[Floats,
         computed = computed + cost.copy_seconds * (rows.tokens + fetched) / rows.degree * (around > 1)
     else:
         computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
+    if not (rows.degree > 1).any():  # groups of one slot send nothing
+        return computed, np.zeros_like(computed)
     shown = _shown_seconds_on_network if cost.network else _shown_seconds_on_ideal_links
     return computed, shown(cost, rows, around, computed) + _latency_seconds(cost, cost.cp_comm_type, rows.degree)
 

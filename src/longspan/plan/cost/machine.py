@@ -298,7 +298,9 @@ class Machine:
         forward = replace(forward, micro_batch_seconds=0.0).forward_only()
         packed = packed_weights_of_model(model, settings.frozen_weights) if frozen else PackedWeights()
         forward = self._add_sharding_seconds(forward, shape, settings, 0.0, packed)
-        forward = self._add_host_seconds(forward, shape, settings)
+        on_host = settings.streamed_bytes or settings.paged_bytes
+        if on_host:
+            forward = self._add_host_seconds(forward, shape, settings)
         if settings.forward:
             return forward.shared_by(settings.tp)
         cost = cost_with_recomputation(replace(cost, forward=forward), shape, kind, count, frozen=frozen)
@@ -308,7 +310,9 @@ class Machine:
         passes = 1 + RECOMPUTED_PASSES * share
         cost = self._add_row_seconds(cost, shape, settings, passes=passes, products=products, saved=saved)
         cost = self._add_sharding_seconds(cost, shape, settings, share, packed)
-        return self._add_host_seconds(cost, shape, settings).shared_by(settings.tp)
+        if on_host:
+            cost = self._add_host_seconds(cost, shape, settings)
+        return cost.shared_by(settings.tp)
 
     def _add_host_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
         """Add copies from and to the host. Those of embedding and head hide behind nothing: they come before the first

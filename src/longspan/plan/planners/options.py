@@ -158,20 +158,14 @@ class Request(PlanOptions):
             request = replace(request, parents=None)
         else:
             check_work_fits_int64(len(documents), int(request.family_sizes[0].max()))
-        return replace(request, cost=replace(request._group_cost(), stages=home.pp))
-
-    def _group_cost(self) -> Cost:
-        """Return the cost of groups under the options' type, sizes, heads and partition. `heads` of a cost are those of
-        one tensor-parallel rank; 0 means unknown. An a2a size below 1 counts as 1 here, and is refused when the degree
-        is known.
-        """
-        sizes = self.hierarchical_context_parallel_sizes
-        heads = (self.heads or 0) // self.tp
+        heads = (options.heads or 0) // home.tp  # of one tensor-parallel rank; 0: unknown
+        sizes = options.hierarchical_context_parallel_sizes
         a2a_size = 1
-        if "a2a+p2p" in self.types:
+        if "a2a+p2p" in options.types:  # a size below 1 counts as 1 here, and is refused when the degree is known
             a2a_size = 0 if sizes is None else max(1, _first_size(sizes))
-        cost = replace(self.cost, node_size=self.node_size).under(self.types, a2a_size, heads=heads)
-        return cost.for_partition(self.partition)
+        cost = replace(options.cost, node_size=options.node_size, stages=home.pp)
+        cost = cost.under(options.types, a2a_size, heads=heads).for_partition(options.partition)
+        return replace(request, cost=cost)
 
     def _check(self, home: Layout) -> None:
         """Raise PlanError for counts, names and parents that are impossible whatever the degree is, and for free mode
@@ -243,6 +237,8 @@ class Request(PlanOptions):
     def family_sizes(self) -> tuple[Integers, Integers]:
         """Rows of each family, and the squares that price its attention: twice the (row, key) pairs that are seen."""
         lengths = np.array(self.lengths, dtype=np.int64)
+        if self.parents is None:
+            return lengths, lengths * lengths
         order = np.fromiter(chain.from_iterable(self.families), np.int64, len(lengths))
         first = np.cumsum([0, *map(len, self.families[:-1])])
         squares = lengths * (lengths + 2 * self.bases)
@@ -259,10 +255,8 @@ class Request(PlanOptions):
                 f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {fit_text}"
             )
         sizes = self.hierarchical_context_parallel_sizes
-        if sizes is not None:
-            check_hierarchical_sizes(
-                self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp
-            )
+        if sizes is not None and "a2a+p2p" in self.types:
+            check_hierarchical_sizes((sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
         check_degree_suits_heads(self, cp)
         self.check_longest(cp)
         return int(cp)

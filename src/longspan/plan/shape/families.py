@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal
 
-# Styles of tensor parallelism, by transformers' names and ours (model/tensor_parallel/styles.py)
+# Styles of tensor parallelism, by transformers' names and ours (model/tensor_parallel/split_modules.py)
 COLWISE = "colwise"
 ROWWISE = "rowwise"
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"

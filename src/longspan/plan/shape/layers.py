@@ -88,8 +88,8 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
         attention = ATTENTION[0]
     if separate:
         feeds = {"mlp": "dense", "moe": "experts"}.get(kind, "")
-    elif _is_mamba2(read) or read.family.shared_blocks:  # no MLP of its own: Zamba 2's counts with the shared block
-        feeds = ""
+    elif (read.count("state_size") and read.count("num_heads")) or read.family.shared_blocks:
+        feeds = ""  # Mamba 2 has no MLP of its own; Zamba 2's counts with the shared block
     else:
         feeds = "experts" if experts_per_token(read) and _layer_has_experts(read, layer) else "dense"
     return LayerKind(attention, is_hybrid or kind in MIXING, feeds)
@@ -111,12 +111,8 @@ def _infer_layer_types(read: ConfigReader, layers: int) -> list[str]:
     if read.count("linear_num_value_heads"):
         interval = read.count("full_attention_interval") or 4  # as Qwen's configurations have it
         return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
-    return ["linear_attention"] * layers if read.count("mamba_n_heads") or _is_mamba2(read) else []
-
-
-def _is_mamba2(read: ConfigReader) -> bool:
-    """Return whether this is the configuration of Mamba 2 itself, whose attributes have no prefix."""
-    return bool(read.count("state_size") and read.count("num_heads"))
+    is_mamba2 = read.count("state_size") and read.count("num_heads")
+    return ["linear_attention"] * layers if read.count("mamba_n_heads") or is_mamba2 else []
 
 
 def _layer_has_experts(read: ConfigReader, layer: int) -> bool:

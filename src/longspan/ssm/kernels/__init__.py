@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from longspan.ssm.kernels import decay, delta
-from longspan.ssm.kernels.call import Inputs, LocalRuns, ScanKernel
-from longspan.ssm.kernels.packages import fla_unsupported_call_reason
+from longspan.ssm.kernels.fla import fla_unsupported_call_reason
+from longspan.ssm.kernels.interface import Inputs, ScanKernel
+from longspan.ssm.kernels.local_runs import LocalRuns
 from longspan.ssm.kernels.scan import TorchBackward, TorchForward
 
 TORCH = ScanKernel("torch", TorchForward, TorchBackward)
@@ -26,6 +27,7 @@ def scan_kernel(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = Fal
 
 
 def describe_kernels(dtype: torch.dtype, device: torch.device) -> str:
+    """Return in words which kernels scan rows of this dtype here, and what the faster ones would need."""
     if not (lacking := fla_unsupported_call_reason(dtype, device)):
         return "flash-linear-attention's kernels"
     faster = f" (faster kernels, which prices suppose, want {lacking})" if device.type == "cuda" else ""

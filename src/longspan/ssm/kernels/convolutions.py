@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.ssm.kernels.call import LocalRuns
-from longspan.ssm.kernels.packages import fla_function, fla_unsupported_call_reason, triton_kernel
+from longspan.ssm.kernels.fla import fla_function, fla_unsupported_call_reason, triton_kernel
+from longspan.ssm.kernels.local_runs import LocalRuns
 
 
 class RowsBefore(NamedTuple):
@@ -80,7 +80,9 @@ def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before:
 def _torch_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
-    """Rows always get a gradient; parameters that need none get None. `arrived` rows got theirs before."""
+    """Run the convolution again with a graph. Rows always get a gradient; parameters that need none get None. `arrived`
+    rows got theirs before.
+    """
     weight, bias, silu = convolution
     with torch.enable_grad():
         leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
@@ -102,6 +104,7 @@ def _torch_write_first_outputs(
 def _torch_arrived_gradients(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> Tensor:
+    """Run the convolution of first rows again with a graph from the rows that arrived; return their gradients."""
     rows = x.index_select(0, first.rows)
     arrived = arrived.detach().requires_grad_()
     with torch.enable_grad():
@@ -129,6 +132,9 @@ _BLOCK = 256  # channels of a program
 
 
 def write_first_outputs(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
+    """Do what `ConvolutionKernel.write_first_outputs` says by our Triton kernel, beside fla's, which convolves whole
+    runs.
+    """
     grid, arguments, sizes = _launch_arguments(y, x, arrived, convolution, first)
     triton_kernel("write_first_rows_kernel")[grid](*arguments, **sizes)
 
@@ -136,6 +142,9 @@ def write_first_outputs(y: Tensor, x: Tensor, arrived: Tensor, convolution: Conv
 def arrived_gradients(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> Tensor:
+    """Do what `ConvolutionKernel.arrived_gradients` says by our Triton kernel; each arrived row is read by one run, and
+    so written once.
+    """
     columns = 1 << (first.arrived.shape[1] - 1).bit_length()  # a power of two, as Triton's blocks have
     gradients = torch.empty_like(arrived)
     grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)
@@ -146,6 +155,9 @@ def arrived_gradients(
 def _launch_arguments(
     y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Return the grid (blocks of channels, runs), the arguments and the compile-time sizes that both kernels share; `y`
+    is the output or its gradient.
+    """
     weight, bias, silu = convolution
     runs, width = first.arrived.shape
     channels = x.shape[1]
@@ -168,6 +180,9 @@ def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: RowsBefo
 
 
 def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | None) -> dict[str, object]:
+    """Return the arguments of fla's convolution, forward and backward; `state` are the rows before runs, None for
+    zeros.
+    """
     return {
         "weight": convolution.weight.contiguous(),
         "bias": convolution.bias,
@@ -187,6 +202,9 @@ def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before: R
 def _fla_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
+    """Convolve backward by fla; arrived rows are the state before runs, whose gradient was computed before and is left
+    out.
+    """
     arguments = _fla_arguments(convolution, runs, _initial_state(x, arrived, runs, before))
     backward = fla_function(_FLA_MODULE, "causal_conv1d_bwd")
     dx, dweight, dbias, *_ = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **arguments)
@@ -197,4 +215,5 @@ FLA_CONVOLUTION = ConvolutionKernel("fla", _fla_forward, _fla_backward, write_fi
 
 
 def choose_convolution(x: Tensor) -> ConvolutionKernel:
+    """Return fla's convolution where it can run for tensors like x, else torch's."""
     return TORCH_CONVOLUTION if fla_unsupported_call_reason(x.dtype, x.device) else FLA_CONVOLUTION

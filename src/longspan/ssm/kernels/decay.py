@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, SavedScan, pick_rows
-from longspan.ssm.kernels.packages import (
+from longspan.ssm.kernels.fla import (
     add_batch_dim,
     chunk_arguments,
     chunk_cumsum,
@@ -20,6 +19,8 @@ from longspan.ssm.kernels.packages import (
     gradients_like_inputs,
     triton_kernel,
 )
+from longspan.ssm.kernels.interface import Inputs, SavedScan
+from longspan.ssm.kernels.local_runs import CHUNK, LocalRuns, pick_rows
 
 _BLOCK = 1024  # numbers of a head's state that one program scans
 
@@ -69,22 +70,23 @@ class _Decays:
         self._chunk_of_row = runs.chunk_of_row
 
     def decay_to_end(self) -> Tensor:
-        """By which what each row added has decayed at its chunk's end: (T, H, 1)."""
+        """Return by what factor that which each row added has decayed at its chunk's end: (T, H, 1)."""
         return torch.exp2(self.whole.index_select(0, self._chunk_of_row) - self.g.squeeze(0)).unsqueeze(-1)
 
 
 class DecayForward:
-    """A forward pass; see `Forward`. What each chunk adds to the state does not depend on the entering states."""
+    """A forward pass; see `ScanForward`. What each chunk adds to the state does not depend on the entering states."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self._inputs = inputs
         self._runs = runs
         self._scale = scale
         self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
-        self._additions = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
+        self._additions = additions_by_chunk(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
         self.activations: tuple[Tensor] = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
+        """A run's M is one number a head: 2 to the sum of its chunks' log-decays."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = scan_chunks(self._additions, self._decays.whole, zero, self._runs)
@@ -94,6 +96,9 @@ class DecayForward:
         return pick_rows(states, leaving), torch.exp2(pick_rows(total, carrying))[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
+        """Scan again from the entering states for the state before each chunk, and let fla's kernel compute the outputs
+        (T, H, V).
+        """
         q, k, v, _ = add_batch_dim(self._inputs)
         h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))  # states that enter chunks
         scan_chunks(self._additions, self._decays.whole, states, self._runs, into=h)
@@ -103,9 +108,12 @@ class DecayForward:
 
 
 class DecayBackward:
-    """A backward pass; see `Backward`."""
+    """A backward pass; see `ScanBackward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Begin the backward pass: what the outputs of each chunk's rows add to the gradient at the state before it
+        does not wait for others.
+        """
         self._inputs = inputs
         self._runs = runs
         self._scale = scale
@@ -114,12 +122,14 @@ class DecayBackward:
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
         # by which the state that entered the chunk has decayed at each row: (T, H, 1)
         from_start = torch.exp2(self._decays.g.squeeze(0)).unsqueeze(-1)
-        self._added_gradients = chunk_additions(inputs.q, self._do, scale * from_start, runs)
+        self._added_gradients = additions_by_chunk(inputs.q, self._do, scale * from_start, runs)
         self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
     def initial_state_gradients(self, runs: Integers) -> Tensor:
-        """Chunks are scanned from the last: the gradient that comes from the chunk behind fades by a chunk's decay, and
-        the gradient of the chunk's own outputs is added.
+        """Return gradients at the entering states, by a scan of chunks from the last to the first.
+
+        The gradient that comes from the chunk behind fades by a chunk's decay, and the gradient of the chunk's own
+        outputs is added.
         """
         zero = torch.zeros_like(self._saved.states)
         gradients = scan_chunks(self._added_gradients, self._decays.whole, zero, self._runs, backwards=True)
@@ -129,10 +139,13 @@ class DecayBackward:
         """The states that enter chunks are computed once more: forward did not keep them."""
         _, k, v, _, _ = self._inputs
         self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
-        additions = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)
+        additions = additions_by_chunk(k, v, self._decays.decay_to_end(), self._runs)
         scan_chunks(additions, self._decays.whole, self._saved.states, self._runs, into=self._h)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """Scan the gradients from the final states of runs back through chunks, and let fla's kernels compute those of
+        the inputs.
+        """
         q, k, v, _ = add_batch_dim(self._inputs)
         dh = torch.empty_like(self._h)
         scan_chunks(self._added_gradients, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
@@ -145,7 +158,7 @@ class DecayBackward:
         return gradients_like_inputs((dq, dk, dv, dg), self._inputs)
 
 
-def chunk_additions(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRuns) -> Tensor:
+def additions_by_chunk(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRuns) -> Tensor:
     """Sum key ⊗ weight · value over each chunk: (T, G, K), (T, H, V), (T, H, 1) -> (N, G, K, H / G · V), float32.
 
     Heads that share keys lie side by side, so that there is one product for them.

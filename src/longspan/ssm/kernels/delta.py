@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import (
-    CHUNK,
-    Inputs,
-    LocalRuns,
-    SavedScan,
-    map_states,
-    pick_rows,
-    put_rows,
-)
-from longspan.ssm.kernels.packages import (
+from longspan.ssm.kernels.fla import (
     add_batch_dim,
     chunk_arguments,
     chunk_cumsum,
@@ -32,6 +23,8 @@ from longspan.ssm.kernels.packages import (
     run_index_arguments,
     triton_kernel,
 )
+from longspan.ssm.kernels.interface import Inputs, SavedScan, map_states
+from longspan.ssm.kernels.local_runs import CHUNK, LocalRuns, pick_rows, put_rows
 
 _AT_ONCE = 64  # pieces times heads that fill a GPU
 _SHORTEST = 8 * CHUNK  # rows of a piece at least
@@ -104,15 +97,15 @@ class Pieces:
         plus the gradient at its final state through its transposed M.
         """
         last_pieces = self._starts[runs] + self._counts[runs] - 1
-        result = pick_rows(initial, last_pieces - self.first)
+        gradients = pick_rows(initial, last_pieces - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             continuing = np.flatnonzero(self._counts[runs] > place)
             maps = last_pieces[continuing] - place - self.first
             gradient_before = map_states(
-                pick_rows(transitions, maps).mT, pick_rows(result, continuing), pick_rows(initial, maps)
+                pick_rows(transitions, maps).mT, pick_rows(gradients, continuing), pick_rows(initial, maps)
             )
-            result = _replace_rows(result, continuing, gradient_before)
-        return result
+            gradients = _replace_rows(gradients, continuing, gradient_before)
+        return gradients
 
     def leaving_gradients(self, leaving: Tensor, initial: Tensor, transitions: Tensor) -> Tensor:
         """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs.
@@ -122,24 +115,28 @@ class Pieces:
         return self._follow_pieces(leaving, self._starts + self._counts - 1, initial, transitions, step=-1)
 
     def _follow_pieces(
-        self, of_runs: Tensor, first: Integers, added: Tensor, transitions: Tensor, *, step: int
+        self, run_values: Tensor, first: Integers, added: Tensor, transitions: Tensor, *, step: int
     ) -> Tensor:
         """Return a value for each piece: those of runs at their pieces `first`, and through the map of each piece that
         of the next: M S + B, or Mᵀ G + B where the next is the piece before (`step` −1).
         """
-        result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
-        put_rows(result, first, of_runs)
+        piece_values = run_values.new_empty((len(self.runs.lengths), *run_values.shape[1:]))
+        put_rows(piece_values, first, run_values)
         for place in range(1, int(self._counts.max())):
             pieces = first[self._counts > place] + step * (place - 1)
             maps = pieces - self.first
             through = pick_rows(transitions, maps)
             through = through if step > 0 else through.mT
-            put_rows(result, pieces + step, map_states(through, pick_rows(result, pieces), pick_rows(added, maps)))
-        return result
+            put_rows(
+                piece_values,
+                pieces + step,
+                map_states(through, pick_rows(piece_values, pieces), pick_rows(added, maps)),
+            )
+        return piece_values
 
 
 def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
-    """x may be a view of something else, so it is copied."""
+    """Return x with these rows replaced, as a copy: x may be a view of something else."""
     if len(rows) == len(x):
         return values
     x = x.clone()
@@ -148,7 +145,9 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
 
 
 def _piece_sizes(rows: int, most: int) -> list[int]:
-    """Nearly equal, whole chunks except for the last; so few that none is much shorter than _SHORTEST."""
+    """Return the rows of each piece of a run: nearly equal, whole chunks but for the last, and so few that none is much
+    shorter than _SHORTEST.
+    """
     chunks = -(-rows // CHUNK)
     count = max(1, min(most, rows // _SHORTEST))
     ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
@@ -156,12 +155,13 @@ def _piece_sizes(rows: int, most: int) -> list[int]:
 
 
 def cut_into_pieces(runs: LocalRuns, heads: int) -> Pieces:
+    """Return the pieces of these runs for so many heads, made once and kept in `runs.pieces` for all layers."""
     if heads not in runs.pieces:
         runs.pieces[heads] = Pieces(runs, heads)
     return runs.pieces[heads]
 
 
-NamedRows = dict[str, Tensor]
+NamedRows = dict[str, Tensor]  # tensors (1, T, ·, ·) by the names that fla's kernels give them
 _COLUMNS = 64  # columns of a state that one program computes
 _NARROW = 128  # key numbers up to which a program of four warps keeps a state in registers
 
@@ -177,7 +177,7 @@ def compute_run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     return states, transitions
 
 
-def initial_state_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> Tensor:
+def compute_initial_state_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> Tensor:
     """Compute gradients (R, H, K, V), float32, of the outputs by the states that enter runs, at least one."""
     heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
     gradients = _new_state(rows, count, heads, size, width)
@@ -195,7 +195,9 @@ def initial_state_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> T
 
 
 def _kernel_sizes(rows: NamedRows, width: int) -> dict[str, Any]:
-    """KEYS is a power of two, as Triton's blocks are, and 16 at least, as its products need."""
+    """Return the compile-time sizes of our kernels. KEYS is a power of two, as Triton's blocks are, and 16 at least, as
+    its products need.
+    """
     heads, size = rows["w"].shape[2:]
     keys = max(16, 1 << (size - 1).bit_length())
     sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": CHUNK}
@@ -205,10 +207,12 @@ def _kernel_sizes(rows: NamedRows, width: int) -> dict[str, Any]:
 
 
 def _decay_rows(rows: NamedRows) -> Tensor:
+    """Return the summed log-decays of rows: by key number (Kimi) if there are such, else one a head."""
     return rows["gk"] if "gk" in rows else rows["g"]
 
 
 def _new_state(rows: NamedRows, *shape: int) -> Tensor:
+    """Return an unfilled float32 tensor of states on the device of the rows."""
     return rows["w"].new_empty(shape, dtype=torch.float32)
 
 
@@ -216,7 +220,11 @@ _MODULE = "ops.common.chunk_delta_h"
 
 
 class DeltaStates:
-    """Forward: maps of pieces, and the states that enter chunks. `transitions`: M of the pieces that have maps."""
+    """States in the forward pass of a delta rule: maps of pieces at once, the states that enter chunks when asked.
+
+    `transitions` are M of the pieces that have maps. `rows` are what fla's kernels take, by their names: k, w and u of
+    the chunks' products, and the decays g or gk.
+    """
 
     def __init__(self, rows: NamedRows, pieces: Pieces) -> None:
         self._rows = rows
@@ -228,6 +236,7 @@ class DeltaStates:
         )
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
+        """Return B of the runs `leaving` and M of the runs `carrying`, composed from the maps of their pieces."""
         summed_runs = np.union1d(leaving, carrying)
         states, transitions = self._pieces.compose_run_maps(self._states, self.transitions, summed_runs)
         leaving_at, carrying_at = (np.searchsorted(summed_runs, runs) for runs in (leaving, carrying))
@@ -242,6 +251,9 @@ class DeltaStates:
 
 
 def compute_chunk_states(rows: NamedRows, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
+    """Scan the runs from their entering states by fla: the state before each chunk, and the values u − w S that rows
+    add.
+    """
     scan_states = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
     h, new_values, _ = scan_states(
         **rows, initial_state=states, chunk_offsets=runs.chunk_ends, **chunk_arguments(runs)
@@ -251,7 +263,10 @@ def compute_chunk_states(rows: NamedRows, states: Tensor, runs: LocalRuns) -> tu
 
 @dataclass(eq=False)
 class DeltaGradients:
-    """Backward: gradients of the outputs by the states that enter pieces, and gradients at the states of chunks."""
+    """Gradients of states in the backward pass of a delta rule: at the states that enter pieces, and those of chunks.
+
+    `_rows` are what the kernels take, by their names: q, k, w, decays, do and dv.
+    """
 
     _rows: NamedRows
     _pieces: Pieces
@@ -260,10 +275,13 @@ class DeltaGradients:
     _initial_state_gradients: Tensor | None = None
 
     def initial_state_gradients(self, runs: Integers) -> Tensor:
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs."""
         return self._pieces.run_initial_state_gradients(self._map_gradients(), self._transitions, runs)
 
     def leaving_gradients(self, leaving: Tensor) -> Tensor:
-        """Without cut runs pieces are runs, and the maps of pieces are not needed."""
+        """Return the gradient at each piece's final state, from those at the final states of runs; without cut runs
+        pieces are runs.
+        """
         if not self._pieces.has_cuts:
             return leaving
         return self._pieces.leaving_gradients(leaving, self._map_gradients(), self._transitions)
@@ -280,16 +298,17 @@ class DeltaGradients:
         return dh, dv
 
     def _map_gradients(self) -> Tensor:
+        """Return the gradients of outputs by the states that enter the pieces with maps; computed at the first call."""
         if self._initial_state_gradients is None:
             map_runs, map_rows = self._pieces.pieces_with_maps
-            self._initial_state_gradients = initial_state_gradients(
+            self._initial_state_gradients = compute_initial_state_gradients(
                 {name: x[:, map_rows] for name, x in self._rows.items()}, map_runs, self._scale
             )
         return self._initial_state_gradients
 
 
 class KimiForward:
-    """A forward pass of Kimi's delta rule, with a decay for each key number; see `Forward`."""
+    """A forward pass of Kimi's delta rule, with a decay for each key number; see `ScanForward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
@@ -299,13 +318,15 @@ class KimiForward:
         self._g = chunk_cumsum(inputs.g, self._runs)
         chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
         arguments = {"q": self._q, "k": k, "v": v, "gk": self._g, "beta": beta, "scale": scale}
-        # w and u as above; kg: keys decayed to the chunk's end; qk, kk: matrices of a chunk's row pairs.
+        # w and u: a and beta times decayed keys, and values. kg: keys decayed to the chunk's end. qk, kk: matrices of a
+        # chunk's pairs of rows.
         w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, **chunk_arguments(self._runs))
         self._states = DeltaStates({"k": kg, "w": w, "u": u, "gk": self._g}, pieces)
         self.summaries = self._states.summaries
         self.activations = (self._g, self._qk, kk, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
+        """Compute the outputs; the states that enter pieces join `activations` only here."""
         h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "v": new_values, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
@@ -314,7 +335,7 @@ class KimiForward:
 
 
 class KimiBackward:
-    """A backward pass of Kimi's delta rule; see `Backward`.
+    """A backward pass of Kimi's delta rule; see `ScanBackward`.
 
     Its kernels work out the states of chunks themselves, after the exchange.
     """
@@ -342,6 +363,9 @@ class KimiBackward:
         """Do nothing during the exchange: `gradients` computes the states of chunks too."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """One kernel of fla computes all, states of chunks included: it returns the gradients of decays as given, not
+        summed.
+        """
         q, k, v, _, beta = add_batch_dim(self._inputs)
         dq, dk, dv, dbeta, dg, *_ = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd")(
             q=q,
@@ -364,7 +388,7 @@ _WY = "ops.gated_delta_rule.wy_fast"
 
 
 class DeltaForward:
-    """A forward pass of the gated delta rule, with one decay a head; see `Forward`.
+    """A forward pass of the gated delta rule, with one decay a head; see `ScanForward`.
 
     `_runs` are pieces. `activations` are what backward needs besides the inputs and the states.
     """
@@ -383,6 +407,7 @@ class DeltaForward:
         self.activations = (self._g, a, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
+        """Compute the outputs; the states that enter pieces join `activations` only here."""
         h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "k": self._k, "v": new_values, "h": h, "g": self._g, "scale": self._scale}
@@ -392,7 +417,7 @@ class DeltaForward:
 
 
 class DeltaBackward:
-    """A backward pass of the gated delta rule; see `Backward`."""
+    """A backward pass of the gated delta rule; see `ScanBackward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from longspan.comm import to_device
 from longspan.layout.segments import Integers, expand_runs
-from longspan.ssm.kernels.call import Inputs, LocalRuns, SavedScan, pick_rows, state_dtype
+from longspan.ssm.kernels.interface import Inputs, SavedScan, state_dtype
+from longspan.ssm.kernels.local_runs import LocalRuns, pick_rows
 
-CHUNK = 32  # rows
+_ROWS_OF_CHUNK = 32
 # rows where each key number has a decay of its own: pairs of rows times key numbers are held
-_CHUNK_BY_CHANNEL = 16
+_ROWS_OF_CHUNK_BY_CHANNEL = 16
 
 
 class _Chunks(NamedTuple):
@@ -39,7 +40,9 @@ class _Chunks(NamedTuple):
 
 @lru_cache(maxsize=32)  # all layers have the same runs
 def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
-    """First chunks of all runs come first, longest runs first: the runs that have an i-th chunk are the first few, and
+    """Cut runs of these lengths into chunks of `chunk` rows; made once for all layers, which have the same runs.
+
+    First chunks of all runs come first, longest runs first: the runs that have an i-th chunk are the first few, and
     these chunks are scanned together. Where a short chunk has no row, `rows` has the index `total`, of the zero row.
     """
     size = np.array(lengths, dtype=np.int64)
@@ -72,7 +75,7 @@ def scan(
     """
     if not len(k):
         return v[:0] + 0 * k.sum() * g.sum(), initial + 0 * (k.sum() + g.sum())
-    chunk = CHUNK if g.shape[-1] == 1 else _CHUNK_BY_CHANNEL
+    chunk = _ROWS_OF_CHUNK if g.shape[-1] == 1 else _ROWS_OF_CHUNK_BY_CHANNEL
     chunks = _cut_into_chunks(tuple(lengths.tolist()), chunk, k.device)
 
     def cut_rows(x: Tensor) -> Tensor:
@@ -144,7 +147,7 @@ def _products_under_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
 
 
 class TorchForward:
-    """A forward pass; see `Forward`. Nothing is saved for backward, which scans again."""
+    """A forward pass; see `ScanForward`. Nothing is saved for backward, which scans again."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self._inputs = _repeat_heads(inputs, scale)
@@ -152,9 +155,10 @@ class TorchForward:
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, at twice the cost or
-        more, so the second half is left out where no run needs M. Without a delta term M is the product of a run's
-        decays. Only rows of runs in either list are scanned.
+        """Return B of the runs `leaving` and M of the runs `carrying`; only rows of runs in either list are scanned.
+
+        Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, at twice the cost or more,
+        so the second half is left out where no run needs M. Without a delta term M is the product of a run's decays.
         """
         _, k, v, g, beta = self._inputs
         heads = k.shape[1]
@@ -188,7 +192,7 @@ class TorchForward:
 
 
 class TorchBackward:
-    """A backward pass that runs the scan once more, with a graph; see `Backward`."""
+    """A backward pass that runs the scan once more, with a graph; see `ScanBackward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         self._dout = saved.dout
@@ -199,7 +203,9 @@ class TorchBackward:
             self._out, self._final = scan(*full_inputs, self._entering, runs.lengths)
 
     def initial_state_gradients(self, runs: Integers) -> Tensor:
-        """They are zero where no output depends on a state, as without rows. The graph is kept for `gradients`."""
+        """Return gradients at the entering states: zero where no output depends on a state, as without rows. The graph
+        is kept for `gradients`.
+        """
         (gradients,) = torch.autograd.grad(
             self._out, self._entering, self._dout, retain_graph=True, allow_unused=True
         )
@@ -210,6 +216,9 @@ class TorchBackward:
         """Do nothing: the scan has run."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """Run autograd through the graph, which is freed; without rows all gradients are zero, as nothing
+        was computed.
+        """
         leaves = [x for x in self._leaves if x is not None]
         if not len(self._dout):
             return tuple(torch.zeros_like(x) for x in leaves)

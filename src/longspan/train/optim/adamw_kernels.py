@@ -171,7 +171,10 @@ def update_block(
 
 @triton.jit
 def decode_mean(code, scales, square, lane, left):
-    """The functions of moment_codes.py, for lanes of which `left` are numbers; `scales` are those of their blocks."""
+    """Return means of `lane`'s numbers of a block from their codes, `decode_mean` of moment_codes.py.
+
+    `scales` points to those of the lanes' blocks, `square` are the mean squares, `left` is how many lanes are numbers.
+    """
     code = code.to(tl.int32)
     level = code & 127
     share = (level * level).to(tl.float32) * tl.load(scales + lane // SIZE, mask=lane < left, other=0.0)
@@ -180,6 +183,10 @@ def decode_mean(code, scales, square, lane, left):
 
 @triton.jit
 def decode_square(code, scales, lane, left):
+    """Return mean squares of `lane`'s numbers from their codes, `decode_square` of moment_codes.py.
+
+    `scales` points to pairs of bits, the smallest and largest of each block; `left` is how many lanes are numbers.
+    """
     code = code.to(tl.int32)
     low = tl.load(scales + lane // SIZE * 2, mask=lane < left, other=0)
     high = tl.load(scales + lane // SIZE * 2 + 1, mask=lane < left, other=0)
@@ -204,6 +211,10 @@ def encode_share(share, noise, scales, left, BLOCK: tl.constexpr):
 
 @triton.jit
 def encode_square(square, noise, scales, left, BLOCK: tl.constexpr):
+    """Write the scales of a block's BLOCK numbers, and return their codes: `encode_square` of moment_codes.py.
+
+    `noise` are sixteen random bits of each number, `left` is how many lanes are numbers.
+    """
     bits = square.to(tl.int32, bitcast=True)
     shaped = tl.reshape(bits, (BLOCK // SIZE, SIZE))
     high = tl.max(shaped, 1)

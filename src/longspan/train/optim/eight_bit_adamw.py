@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
+from longspan.train.optim.adamw_updates import Factors, Update, numbers_per_chunk
 from longspan.train.optim.moment_codes import (
     MEAN_SCALE_BYTES,
     NEAREST,
@@ -15,8 +16,9 @@ from longspan.train.optim.moment_codes import (
     PackedMoments,
     packed_bytes,
 )
-from longspan.train.optim.offload_states import make_sharded_tensor
-from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Places, RandomKey, Update, numbers_per_chunk
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
+from longspan.train.optim.state_buckets import sharded_state
+from longspan.train.optim.stochastic_rounding import Places, RandomKey
 
 MEAN = "exp_avg"
 SQUARE = "exp_avg_sq"
@@ -38,6 +40,7 @@ class EightBitAdamW(OnePassAdamW):
         self._first_places = dict[nn.Parameter, int]()
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the state as torch does, with moments in bfloat16 on the host, as DTensors of sharded parameters."""
         state_dict = super().state_dict()
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in enumerate(parameters):
@@ -58,7 +61,10 @@ class EightBitAdamW(OnePassAdamW):
             if _SCALE_BYTES.keys() <= states.get(key, {}).keys():
                 self.state[parameter] |= _pack(states[key], parameter)
 
-    def _count_step(self, parameter: nn.Parameter) -> float:
+    def _begin_update(self, parameter: nn.Parameter) -> float:
+        """Do what OnePassAdamW does, with moments of zero in eight bits. Raises ModelError for another type of
+        parameter.
+        """
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
                 f"moments in eight bits were given a parameter {tuple(parameter.shape)} in {parameter.dtype}; use "
@@ -66,9 +72,10 @@ class EightBitAdamW(OnePassAdamW):
             )
         if not self.state[parameter]:
             self.state[parameter] = {"step": torch.tensor(0.0)} | _allocate(local_tensor(parameter.detach()))
-        return super()._count_step(parameter)
+        return super()._begin_update(parameter)
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
+        """Return the parameter's update, with the key and first place by which its moments are rounded."""
         count = self.state[parameter]["step"].item()
         key = RandomKey.from_source("moments", count)
         if parameter not in self._first_places:
@@ -79,6 +86,7 @@ class EightBitAdamW(OnePassAdamW):
 
 
 def _allocate(local: Tensor) -> dict[str, Tensor]:
+    """Return both moments of zero, packed, for a rank's local numbers of a parameter."""
     return {
         name: torch.zeros(packed_bytes(local.numel(), size), dtype=torch.uint8, device=local.device)
         for name, size in _SCALE_BYTES.items()
@@ -86,28 +94,35 @@ def _allocate(local: Tensor) -> dict[str, Tensor]:
 
 
 def _pack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return a state's moments, of any type and device, packed on the parameter's device, rounded to the
+    nearest code.
+    """
     local = local_tensor(parameter.detach())
     moments = [local_tensor(state[name]).reshape(-1) for name in (MEAN, SQUARE)]
-    result = _allocate(local)
-    packed = PackedMoments(result[MEAN], result[SQUARE], local.numel())
+    codes = _allocate(local)
+    packed = PackedMoments(codes[MEAN], codes[SQUARE], local.numel())
     for start, stop in _chunks(local):
         mean, square = (moment[start:stop].to(local.device, torch.float32) for moment in moments)
         nearest = torch.full_like(mean, NEAREST, dtype=torch.int32)
         packed.write(start, stop, mean, square, (nearest, nearest))
-    return result
+    return codes
 
 
 def _unpack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return a state's packed moments as bfloat16 tensors of the host, sharded as the parameter is."""
     local = local_tensor(parameter.detach())
     packed = PackedMoments(state[MEAN], state[SQUARE], local.numel())
     moments = {name: torch.empty(local.shape, dtype=torch.bfloat16) for name in (MEAN, SQUARE)}
     for start, stop in _chunks(local):
         for moment, numbers in zip(moments.values(), packed.read(start, stop), strict=True):
             moment.view(-1)[start:stop] = numbers
-    return {name: make_sharded_tensor(parameter.detach(), moment) for name, moment in moments.items()}
+    return {name: sharded_state(parameter.detach(), moment) for name, moment in moments.items()}
 
 
 def _chunks(local: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the bounds (start, stop) of runs of a tensor's numbers that are packed at a time; each
+    begins with a block.
+    """
     size = numbers_per_chunk(local.device)
     for start in range(0, local.numel(), size):
         yield start, min(start + size, local.numel())

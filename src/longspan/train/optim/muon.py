@@ -17,10 +17,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from longspan.comm.all_to_all import exchange_tensors
+from longspan.comm.meshes import exchange_tensors
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import BUNDLE_NUMBERS
-from longspan.train.optim.one_pass_adamw import OnePassAdamW, Update
+from longspan.train.optim.adamw_updates import Update
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 
 EPS = 1e-7  # least norm of a matrix, as in torch
 HALVED = 2048  # rows from which symmetric products are computed in halves: a quarter fills a GPU
@@ -62,6 +63,9 @@ class Muon(OnePassAdamW):
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
+        """Take parameters or groups of them, with AdamW's arguments and those of torch.optim.Muon. Raises ValueError
+        for values that make no sense.
+        """
         if adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; use original or match_rms_adamw")
         if not 0 <= momentum < 1 or len(ns_coefficients) != 3:
@@ -79,17 +83,23 @@ class Muon(OnePassAdamW):
         Optimizer.__setstate__(self, state)  # Adam's looks for a count of steps in each state
 
     def apply(self, updates: Sequence[Update]) -> None:
+        """Make AdamW's updates, then Muon's of all matrices with gradients, bundle by bundle; entered by all ranks that
+        share them.
+
+        Nothing changes where the scale of gradients is not a number.
+        """
         super().apply(updates)
         scale = self.gradient_scale
         if scale is not None and bool(scale.isnan()):
             return
         begun = list[Iterator[None]]()
-        for work in self._list_work():
-            begun = _advance([work, *begun])
+        for work in self._bundle_updates():
+            begun = _advance_bundles([work, *begun])
         while begun:
-            begun = _advance(begun)
+            begun = _advance_bundles(begun)
 
-    def _list_work(self) -> Iterator[Iterator[None]]:
+    def _bundle_updates(self) -> Iterator[Iterator[None]]:
+        """Yield the update of each bundle, begun at the first `next`; all ranks have the same bundles in one order."""
         # What is left over goes to other ranks than before. Ranks of one mesh have the same matrices there, but others
         # elsewhere, as stages that share encoders.
         turns = Counter[Any]()
@@ -100,6 +110,11 @@ class Muon(OnePassAdamW):
                 turns[mesh] += len(bundle)
 
     def _update_bundle(self, bundle: Sequence[Tensor], group: dict[str, Any], turn: int) -> Iterator[None]:
+        """Update the matrices of one bundle, in place; pauses at each exchange with other ranks, which take part in
+        all.
+
+        `turn` counts the matrices of this mesh before it, by which ranks take turns in having one more than others.
+        """
         first = local_tensor(bundle[0].detach())
         dtype = torch.float64 if first.dtype == torch.float64 else torch.bfloat16
         updates = first.new_empty((len(bundle), *first.shape), dtype=dtype)
@@ -117,20 +132,27 @@ class Muon(OnePassAdamW):
         rows, columns = bundle[0].shape[-2:]
         matched = group["adjust_lr_fn"] == "match_rms_adamw"
         ratio = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1, rows / columns))
-        updates = yield from _orthogonalize_bundle(updates, _list_hops(bundle[0]), group, turn)
+        updates = yield from _orthogonalize_bundle(updates, _list_axes(bundle[0]), group, turn)
         for parameter, update in zip(bundle, updates, strict=True):
             local = local_tensor(parameter.detach())
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(update, alpha=-group["lr"] * ratio)
 
 
-def _advance(begun: Sequence[Iterator[None]]) -> list[Iterator[None]]:
-    """Advance each to its next exchange, the newest first, so that rows travel while others are multiplied."""
+def _advance_bundles(begun: Sequence[Iterator[None]]) -> list[Iterator[None]]:
+    """Advance each begun bundle to its next exchange, the newest first, so that rows travel while others are
+    multiplied.
+
+    Returns those that are not finished.
+    """
     return [work for work in begun if next(work, begun) is None]
 
 
 def _cut_bundles(group: dict[str, Any]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape and home; of those that ranks share, at least one for each rank."""
+    """Yield a group's matrices that have gradients, in bundles of one shape and home.
+
+    Of matrices that ranks share a bundle has at least one for each rank, and as many as its bound of numbers allows.
+    """
     alike = defaultdict[Any, list[Tensor]](list)
     for parameter in group["params"] if group["is_matrix"] else ():
         if parameter.grad is not None:
@@ -139,12 +161,14 @@ def _cut_bundles(group: dict[str, Any]) -> Iterator[list[Tensor]]:
     for parameters in alike.values():
         first = parameters[0]
         ranks = first.device_mesh.size() if isinstance(first, DTensor) else 1
-        count = max(ranks if _list_hops(first) else 1, BUNDLE_NUMBERS * ranks // first.numel())
+        count = max(ranks if _list_axes(first) else 1, BUNDLE_NUMBERS * ranks // first.numel())
         yield from (parameters[start : start + count] for start in range(0, len(parameters), count))
 
 
-class _Hop(NamedTuple):
-    """The ranks along an axis of a mesh, and how they cut `dim` of a parameter (None: each holds all of it)."""
+class _MeshAxis(NamedTuple):
+    """The ranks along an axis of a mesh, and how they cut `dim` of a parameter (None: each holds all of it) into
+    `sizes`.
+    """
 
     group: ProcessGroup
     rank: int
@@ -152,9 +176,12 @@ class _Hop(NamedTuple):
     sizes: list[int]
 
 
-def _list_hops(parameter: Tensor) -> list[_Hop]:
-    """Return the axes along which matrices are cut or copied, the one that cuts last first; see `local_block`."""
-    hops = list[_Hop]()
+def _list_axes(parameter: Tensor) -> list[_MeshAxis]:
+    """Return the axes along which a matrix is cut or copied, the one that cuts last first; see `local_block`.
+
+    Axes that divide experts are left out: each rank has whole matrices of its own.
+    """
+    axes = list[_MeshAxis]()
     shape = [*parameter.shape]
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     for axis in reversed(range(mesh.ndim if mesh is not None else 0)):
@@ -168,33 +195,37 @@ def _list_hops(parameter: Tensor) -> list[_Hop]:
             sizes = [max(0, min(step, shape[dim] - step * member)) for member in range(ranks)]
             shape[dim] = sizes[index]
         if ranks > 1 and (dim is None or dim >= parameter.ndim - 2):  # experts are whole matrices
-            hops.insert(0, _Hop(mesh.get_group(axis), index, dim, sizes))
-    return hops
+            axes.insert(0, _MeshAxis(mesh.get_group(axis), index, dim, sizes))
+    return axes
 
 
 def _orthogonalize_bundle(
-    bundle: Tensor, hops: Sequence[_Hop], group: dict[str, Any], turn: int
+    bundle: Tensor, axes: Sequence[_MeshAxis], group: dict[str, Any], turn: int
 ) -> Generator[None, None, Tensor]:
-    """Orthogonalize matrices of which this rank has a part (matrices, …), and return this part of the result."""
-    if not hops:
+    """Orthogonalize matrices of which this rank has a part (matrices, …), and return this part of the results.
+
+    Along the first of `axes` each rank gathers a share of the matrices whole and sends rows back; then the next. The
+    generator pauses while rows travel.
+    """
+    if not axes:
         numbers = max(1, bundle.shape[-2] * bundle.shape[-1])
         parts = bundle.reshape(-1, *bundle.shape[-2:]).split(max(1, BUNDLE_NUMBERS // numbers))
-        done = [orthogonalize(part, group["ns_coefficients"], group["ns_steps"]) for part in parts]
-        return torch.cat(done).view(bundle.shape)
-    hop, *others = hops
-    ranks = len(hop.sizes)
+        orthogonal_parts = [orthogonalize(part, group["ns_coefficients"], group["ns_steps"]) for part in parts]
+        return torch.cat(orthogonal_parts).view(bundle.shape)
+    axis, *others = axes
+    ranks = len(axis.sizes)
     shares = [len(bundle) // ranks + ((member - turn) % ranks < len(bundle) % ranks) for member in range(ranks)]
     parts = bundle.split(shares)
-    if hop.dim is None:
-        result = yield from _orthogonalize_bundle(parts[hop.rank], others, group, turn // ranks)
-        sends = [result] * ranks
+    if axis.dim is None:
+        own_share = yield from _orthogonalize_bundle(parts[axis.rank], others, group, turn // ranks)
+        sends = [own_share] * ranks
     else:
-        dim = hop.dim + 1
-        share = [shares[hop.rank], *bundle.shape[1:]]
-        shapes = [(*share[:dim], size, *share[dim + 1 :]) for size in hop.sizes]
-        whole = torch.cat((yield from exchange_tensors(parts, shapes, hop.group)), dim)
-        sends = (yield from _orthogonalize_bundle(whole, others, group, turn // ranks)).split(hop.sizes, dim)
-    return torch.cat((yield from exchange_tensors(sends, [(n, *bundle.shape[1:]) for n in shares], hop.group)))
+        dim = axis.dim + 1
+        share = [shares[axis.rank], *bundle.shape[1:]]
+        shapes = [(*share[:dim], size, *share[dim + 1 :]) for size in axis.sizes]
+        whole = torch.cat((yield from exchange_tensors(parts, shapes, axis.group)), dim)
+        sends = (yield from _orthogonalize_bundle(whole, others, group, turn // ranks)).split(axis.sizes, dim)
+    return torch.cat((yield from exchange_tensors(sends, [(n, *bundle.shape[1:]) for n in shares], axis.group)))
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
@@ -214,15 +245,18 @@ def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: in
 def _symmetric_product(
     x: Tensor, y: Tensor, onto: Tensor | None = None, beta: float = 0, alpha: float = 1
 ) -> Tensor:
-    """Compute alpha · x y + beta · onto, which is symmetric; of large ones a quarter is copied from its mirror."""
-    result = x.new_empty((*x.shape[:-1], x.shape[-2]))
-    onto = result if onto is None else onto
+    """Compute alpha · x y + beta · onto, which is symmetric, of stacks (n, rows, rows).
+
+    Of large ones a quarter is copied from its mirror.
+    """
+    product = x.new_empty((*x.shape[:-1], x.shape[-2]))
+    onto = product if onto is None else onto
     rows = x.shape[-2]
     half = rows // 2 if rows >= HALVED else rows
     blocks = [(slice(None), slice(half))] + [(slice(half, None), slice(half, None))] * (half < rows)
     for here, there in blocks:
         torch.baddbmm(
-            onto[:, here, there], x[:, here], y[..., there], beta=beta, alpha=alpha, out=result[:, here, there]
+            onto[:, here, there], x[:, here], y[..., there], beta=beta, alpha=alpha, out=product[:, here, there]
         )
-    result[:, :half, half:] = result[:, half:, :half].mT
-    return result
+    product[:, :half, half:] = product[:, half:, :half].mT
+    return product

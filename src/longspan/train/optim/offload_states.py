@@ -17,39 +17,30 @@ and the layers before it keep what they keep then. So the peak of a step grows b
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError, ModelError
-from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory, range_bytes
-from longspan.model.kinds import HOST_STORE, waits_on_host
+from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory
+from longspan.model.marks import HOST_STORE, waits_on_host
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, ParameterPart
+from longspan.train.optim.state_buckets import STATES, StateBucket, cut_buckets, sharded_state, total_state_bytes
 
-CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
 AHEAD = 16  # buckets that are launched before a gather asks for them: the bus works while the host plans a step
-_Settings = Mapping[str, Any]
-# Classes that update each number by itself, and the numbers that they keep of it under a group's settings.
-STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
-    **dict.fromkeys((OnePassAdamW, optim.Adam, optim.AdamW), lambda group: 2 + bool(group["amsgrad"])),
-    **dict.fromkeys((optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop), lambda _: 2),
-    **dict.fromkeys((optim.Adagrad, optim.ASGD), lambda _: 1),
-    optim.SGD: lambda group: int(group["momentum"] != 0),
-    optim.RMSprop: lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"]),
-}
 
 
 def offload_optimizer_states(
@@ -103,119 +94,6 @@ def offload_optimizer_states(
     return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes, hidden_in=hidden_in)
 
 
-def total_state_bytes(optimizer: Optimizer) -> int:
-    sizes = (
-        (STATES[type(optimizer)](group), local_tensor(parameter.detach()))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    )
-    return sum(states * range_bytes(local.nbytes) for states, local in sizes)
-
-
-# ---- parts of parameters
-
-
-@dataclass(frozen=True, eq=False)
-class StatePart:
-    """Numbers `start` to `stop` of a parameter's local tensor, or all of one that is not `flat`, in its own strides.
-
-    `last`: no part of this parameter follows. The gradient is kept here, for `.grad` may be dropped before its update.
-    """
-
-    parameter: nn.Parameter
-    gradient: Tensor | None
-    start: int
-    stop: int
-    flat: bool
-    last: bool
-
-    def local_view(self, local: Tensor) -> Tensor:
-        """Return this part of the parameter's local tensor, its gradient's, or that of a state; a view."""
-        return local.view(-1)[self.start : self.stop] if self.flat else local
-
-    @property
-    def numbers(self) -> Tensor:
-        return self.local_view(local_tensor(self.parameter.detach()))
-
-    def make_stand_in(self, place: Callable[[Tensor], Tensor]) -> nn.Parameter:
-        """Return a plain parameter that is updated in place of the part: its memory, and gradient, unless `place` gives
-        others for those that wait on the host.
-        """
-        assert self.gradient is not None
-        numbers = self.numbers
-        gradient = self.local_view(self.gradient)
-        if waits_on_host(self.parameter):
-            numbers = place(numbers)
-            gradient = place(gradient)
-        stand_in = nn.Parameter(numbers)
-        stand_in.grad = gradient
-        return stand_in
-
-
-@dataclass(frozen=True)
-class StateBucket:
-    """Parts of parameters of one group that are updated together, under its settings of now."""
-
-    group: dict[str, Any]
-    parts: tuple[StatePart, ...]
-    bytes: int
-
-
-def cut_buckets(
-    optimizer: Optimizer, bucket_bytes: int, places: Mapping[nn.Parameter, int], *, every: bool = False
-) -> Iterator[StateBucket]:
-    """Cut parameters with gradients, or `every` one, into buckets; only one parameter that is not flat takes more.
-
-    In each group those with the first of `places`, if they have any, come first.
-    """
-    for group in optimizer.param_groups:
-        group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        parts = list[StatePart]()
-        filled = 0
-        parameters: Any = group["params"]
-        for parameter in sorted(parameters, key=lambda p: places.get(p, 0)):
-            if parameter.grad is None and not every:
-                continue
-            tensors = STATES[type(optimizer)](group)
-            if waits_on_host(parameter):
-                tensors += 2  # itself and its gradient
-            number_bytes = tensors * parameter.dtype.itemsize
-            for part in _split_parameter(parameter, max(bucket_bytes // max(number_bytes, 1) // CUT, 1) * CUT):
-                part_bytes = number_bytes * (part.stop - part.start)
-                if parts and filled + part_bytes > bucket_bytes:
-                    yield StateBucket(group, tuple(parts), filled)
-                    parts = []
-                    filled = 0
-                parts.append(part)
-                filled += part_bytes
-        if parts:
-            yield StateBucket(group, tuple(parts), filled)
-
-
-def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
-    # A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
-    local = local_tensor(parameter.detach())
-    gradient = None if parameter.grad is None else local_tensor(parameter.grad)
-    flat = local.is_contiguous() and (gradient is None or gradient.is_contiguous())
-    for start in range(0, max(local.numel(), 1), most if flat else max(local.numel(), 1)):
-        stop = min(local.numel(), start + most) if flat else local.numel()
-        yield StatePart(parameter, gradient, start, stop, flat, last=stop == local.numel())
-
-
-def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(value, DTensor):
-        return local
-    spec = value._spec
-    assert spec.tensor_meta is not None
-    spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    # `from_local` would copy a tensor of the host to the mesh's device; FSDP2 places parameters on the host like this
-    return DTensor(local, spec, requires_grad=False)
-
-
-# ---- the optimizer
-
-
 class OffloadedStates(Optimizer):
     """An optimizer whose states are in the host's memory, made by `offload_optimizer_states`.
 
@@ -231,13 +109,17 @@ class OffloadedStates(Optimizer):
         bucket_bytes: int = STATE_BUCKET_BYTES,
         hidden_in: nn.Module | None = None,
     ) -> None:
-        self._update: _Update | None = None
+        """Take over an optimizer's groups, and move states that it has to memory of the host, which is taken here.
+
+        `bucket_bytes` and `hidden_in` as of `offload_optimizer_states`.
+        """
+        self._update: _OffloadedUpdate | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner: torch.optim.Optimizer = optimizer
         self._bucket_bytes = bucket_bytes
         self._model = hidden_in
         optimizer.param_groups = self.param_groups
-        self._copies, self._arena = _Copies(device), HostArena(device, total_state_bytes(optimizer))
+        self._copies, self._arena = _StateCopies(device), HostArena(device, total_state_bytes(optimizer))
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states = optimizer.state
         optimizer.state = defaultdict(dict)
@@ -246,6 +128,7 @@ class OffloadedStates(Optimizer):
             self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
 
     def _read_state(self) -> defaultdict[Tensor, Any]:
+        """Return the states, once the update that was begun has ended."""
         self.finish_step()
         return self.host_states
 
@@ -261,6 +144,7 @@ class OffloadedStates(Optimizer):
 
     @property
     def host_bytes(self) -> int:
+        """The bytes of the host's memory that the states take."""
         return self._arena.bytes
 
     @property
@@ -284,7 +168,7 @@ class OffloadedStates(Optimizer):
             for parameter in [p for group in with_states for p in group["params"] if p.grad is not None]:
                 self.host_states[parameter]  # takes its place: files of checkpoints have states in this order
             buckets.sort(key=lambda bucket: places[bucket.parts[0].parameter])
-        self._update = _Update(self, self._copies, buckets)
+        self._update = _OffloadedUpdate(self, self._copies, buckets)
         if hidden:
             self._update.begin(groups)
         else:
@@ -341,6 +225,7 @@ class OffloadedStates(Optimizer):
     # ---- the host's memory
 
     def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a parameter's state with its moments in the host's memory; other values stay as they are."""
         values = dict(state)
         for name, value in state.items():
             if _is_moment(value):
@@ -355,7 +240,7 @@ class OffloadedStates(Optimizer):
             place = self._arena.take_range(local.nbytes)
             self._places[parameter, name] = place, place.view_like(local)
         _, tensor = self._places[parameter, name]
-        return make_sharded_tensor(parameter.detach(), tensor)
+        return sharded_state(parameter.detach(), tensor)
 
 
 @dataclass(frozen=True)
@@ -367,14 +252,18 @@ class _Fetched:
     arrived: torch.cuda.Event | None
 
 
-class _Update:
+class _OffloadedUpdate:
     """One step of an optimizer with states on the host: its buckets, those that are launched and those that wait.
 
-    What a bucket's update needs is kept here as it was when the step was taken: gradients, settings, the scale, and
-    `before`, the states, so that all parts of a parameter start from the same count of steps.
+    What a bucket's update needs is kept here as it was when the step was taken: gradients, settings, the scale, keys of
+    random bits, and `before`, the states, so that all parts of a parameter start from the same count of steps.
+    `failure` says, after an error between two buckets, what is updated.
     """
 
-    def __init__(self, optimizer: "OffloadedStates", copies: "_Copies", buckets: Sequence[StateBucket]) -> None:
+    def __init__(
+        self, optimizer: "OffloadedStates", copies: "_StateCopies", buckets: Sequence[StateBucket]
+    ) -> None:
+        """Note what an update needs, and draw the keys of its random bits; nothing is launched yet."""
         self._optimizer = optimizer
         self._copies = copies
         self._waiting = deque(buckets)
@@ -395,8 +284,10 @@ class _Update:
     # ---- when a bucket is updated
 
     def begin(self, groups: Sequence[Any]) -> None:
-        """Let each of FSDP2's groups wait, before it is next gathered, for the updates of its parameters; and copies of
-        those on the host.
+        """Launch the first buckets on a stream of their own, and have every reader of parameters wait for its updates.
+
+        Readers are FSDP2's `groups`, before they gather, and stores of parameters on the host, before they copy: a
+        method of each is replaced until it is called once, or until the end.
         """
         self._stream = self._copies.begin_updates()
         for group in groups:
@@ -408,10 +299,14 @@ class _Update:
         self._launch_buckets(self._ahead)
 
     def finish(self) -> None:
-        """Update what waits; the current stream waits for it, and the host for the states."""
+        """Update what still waits, and restore replaced methods; the current stream waits for updates, the host for
+        states.
+
+        Raises ModelError for an update that failed before.
+        """
         if self.failure:
             raise ModelError(self.failure)
-        self._leave_replaced()
+        self._restore_methods()
         try:
             self._launch_buckets(self._total)
             self._buckets.close()
@@ -420,26 +315,33 @@ class _Update:
 
     @property
     def _ahead(self) -> int:
+        """Buckets to launch beyond those that are asked for: some of a hidden update, none of others."""
         return AHEAD if self._stream is not None else 0
 
-    def _leave_replaced(self) -> None:
+    def _restore_methods(self) -> None:
+        """Give readers of parameters their own methods back."""
         for waiter, method in self._replaced.items():
             vars(waiter).pop(method, None)
 
     def _fetch_shards(self, store: Any, parameters: Iterable[Any]) -> None:
+        """Copy shards from a store of the host once their updates have ended; stands in for the store's `fetch`."""
         parameters = [*parameters]
-        self._make_current(parameters)
+        self._wait_for_updates_of(parameters)
         type(store).fetch(store, parameters)
 
     def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
+        """Gather a group's parameters once their updates have ended; stands in for its `unshard`, once."""
         del group.unshard
-        self._make_current(group.fsdp_params)
+        self._wait_for_updates_of(group.fsdp_params)
         if self._event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
             group._wait_all_gather_streams_on_event(self._event)
         return group.unshard(*args, **keywords)
 
-    def _make_current(self, parameters: Iterable[Any]) -> None:
-        """Let the current stream wait for the updates of these; gradients of those that it waited for are free."""
+    def _wait_for_updates_of(self, parameters: Iterable[Any]) -> None:
+        """Let the current stream wait for the updates of these parameters, launching them first if need be.
+
+        The gradients of updates that it waited for are free from then on.
+        """
         last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
         count = last + 1
         self._launch_buckets(count + self._ahead)
@@ -448,7 +350,9 @@ class _Update:
         self._copies.wait_for_event(self._event)
 
     def _launch_buckets(self, count: int) -> None:
-        """Launch updates until `count` buckets are, in whatever mode the caller runs."""
+        """Launch updates until `count` buckets are, in whatever mode the caller runs; an error is noted
+        in `failure`.
+        """
         missing = max(0, min(count, self._total) - self._launched)
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
@@ -462,12 +366,12 @@ class _Update:
                     "are updated, the others are not; start again from a checkpoint"
                 )
                 error.add_note(self.failure)
-                self._leave_replaced()
+                self._restore_methods()
                 self._copies.wait_for_all()
             raise
 
     def _run_buckets(self) -> Generator[None]:
-        """Update the buckets one by one, while the next comes and the one before goes."""
+        """Update the buckets one by one, each at a `next`, while the next one comes and the one before goes."""
         fetched = self._fetch_bucket(self._waiting[0]) if self._waiting else None
         device_tensors = list[Tensor]()  # of the bucket before, until they are on the host
         try:
@@ -492,6 +396,10 @@ class _Update:
     # ---- what an update of a bucket is
 
     def _fetch_bucket(self, bucket: StateBucket) -> _Fetched:
+        """Launch the copies of a bucket's states, and of parameters that wait on the host, to the device.
+
+        Each part but the last of a parameter counts its step in a copy: the parameter's own count moves on once.
+        """
         # Each part but the last counts steps in a copy: the count of a parameter moves on once.
         states = list[dict[str, Any]]()
         pairs = list[tuple[Tensor, Tensor]]()
@@ -512,7 +420,11 @@ class _Update:
         return _Fetched(stand_ins, states, self._copies.fetch(pairs))
 
     def _update_bucket(self, bucket: StateBucket, fetched: _Fetched) -> list[dict[str, Any]]:
-        """Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels."""
+        """Let the optimizer update a bucket, whose stand-ins take the place of its groups meanwhile; return their new
+        states.
+
+        Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels.
+        """
         inner = self._optimizer.inner
         settings = inner.param_groups
         pairs = [*zip(fetched.stand_ins, bucket.parts, strict=True)]
@@ -538,7 +450,10 @@ class _Update:
     def _store_bucket(
         self, bucket: StateBucket, stand_ins: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]
     ) -> list[Tensor]:
-        """Returns the tensors to keep on the device until all are copied."""
+        """Launch the copies of new states, and of parameters that wait on the host, back to the host.
+
+        Returns the tensors that stay on the device until all are copied.
+        """
         pairs = [
             (part.numbers, stand_in.detach())
             for part, stand_in in zip(bucket.parts, stand_ins, strict=True)
@@ -556,10 +471,14 @@ class _Update:
         return [value for _, value in pairs]
 
 
-class _Copies:
-    """Copies each way on a stream of its own; the GPU's memory is taken and freed on the stream that updates."""
+class _StateCopies:
+    """Copies between host and device, each way on a stream of its own; on a CPU they are made at once.
+
+    The GPU's memory is taken and freed on the stream that updates.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        """Make the streams, on a GPU; that of hidden updates is made when it is first used."""
         self.device = device
         on_gpu = device.type == "cuda"
         self._to_device = torch.cuda.Stream(device) if on_gpu else None
@@ -578,20 +497,26 @@ class _Copies:
         """Return the event after an update on the current stream, or after what it `stored` on the host (None: now)."""
         if self._to_host is None:
             return None
-        done = torch.cuda.Event()
-        done.record(self._to_host if stored else torch.cuda.current_stream(self.device))
-        return done
+        event = torch.cuda.Event()
+        event.record(self._to_host if stored else torch.cuda.current_stream(self.device))
+        return event
 
     def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Copy pairs (on the device, on the host) to the device; return the event after which all are there (None:
+        now).
+        """
         return self._copy_pairs(pairs, self._to_device)
 
     def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy pairs (on the host, on the device) to the host; `wait_for_stores` waits for them."""
         self._copy_pairs(pairs, self._to_host)
 
     def _copy_pairs(
         self, pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None
     ) -> torch.cuda.Event | None:
-        """The second tensor of each pair into the first; returns the event after which all are copied."""
+        """Copy the second tensor of each pair into the first; return the event after which all are
+        copied (None: now).
+        """
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -604,22 +529,27 @@ class _Copies:
         return arrived
 
     def wait_for_event(self, event: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for an event; None has passed."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def wait_for_stores(self) -> None:
+        """Let the current stream wait for all copies to the host."""
         self._wait_for_stream(self._to_host)
 
     def wait_for_all(self) -> None:
+        """Let the current stream wait for all copies and hidden updates, and the host for what is copied to it."""
         for stream in (self._to_device, self._updates, self._to_host):
             self._wait_for_stream(stream)
         if self._to_host is not None:
             self._to_host.synchronize()
 
     def _wait_for_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """Let the current stream wait for what another was given (None: nothing)."""
         if stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
 def _is_moment(value: Any) -> bool:
+    """Return whether a value of a state is a moment, and no single number such as a count of steps."""
     return isinstance(value, Tensor) and value.ndim > 0

@@ -50,6 +50,7 @@ class Schedule:
 
     @property
     def decay_steps(self) -> int:
+        """The number of steps of WSD's decay."""
         return self.decay or -(-self.steps // WSD_DECAY)
 
     def lr_at(self, step: int) -> float:
@@ -59,7 +60,9 @@ class Schedule:
         return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * self._curve_height(step))
 
     def _curve_height(self, step: int) -> float:
-        """What is left of the way from the least rate to the peak; the first step of the curve is below 1."""
+        """Return the share (0 to 1) that is left of the way from the least rate to the peak; the curve's first step is
+        below 1.
+        """
         if self.shape == "constant":
             return 1.0
         start = self.steps - self.decay_steps if self.shape == "wsd" else self.warmup

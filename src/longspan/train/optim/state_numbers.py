@@ -1,6 +1,6 @@
 """How many numbers an optimizer keeps for each weight. torch is imported only for those that must be counted."""
 
-from longspan.config.defaults import DTYPE_BYTES
+from longspan.config.dtypes import DTYPE_BYTES
 from longspan.config.sections import OptimizerSection
 from longspan.plan.memory.settings import known_state_numbers
 
@@ -9,9 +9,9 @@ def optimizer_state_numbers(section: OptimizerSection, *, lora: bool = False, dt
     """Return how many numbers of state the optimizer keeps for each weight, counted on a small matrix if need be."""
     if section.class_ == "sgd" and any(argument.startswith("momentum") for argument in section.arguments):
         return 1.0
-    known = known_state_numbers(section.class_, section.moments, DTYPE_BYTES["float32" if lora else dtype])
-    if known is not None:
-        return known
+    known_numbers = known_state_numbers(section.class_, section.moments, DTYPE_BYTES["float32" if lora else dtype])
+    if known_numbers is not None:
+        return known_numbers
     import torch
 
     from longspan.model.load import torch_dtype

@@ -1,44 +1,33 @@
-"""A loss of whole documents: a function of the log-probabilities of each document of a set; and a step's own loss."""
+"""A loss of whole documents: a function of the log-probabilities of each document of a set."""
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World, on_all_ranks, raise_first_error
+from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank
-from longspan.errors import LongspanError, LossError, ModelError, plural
+from longspan.errors import LossError, plural
 from longspan.layout import Floats
-from longspan.model.kinds import adapter_of_prepared_model, is_adapted
-from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.call_rules import refuse_two_pass_dropout
+from longspan.model.seams.randomness import refuse_two_pass_dropout
 from longspan.plain_text import short_text
 from longspan.plan import Plan
-from longspan.train.loss import CrossEntropy, Head
-from longspan.train.passes import Passes, Term, default_divisor, run_passes
-from longspan.train.read_rows import WEIGHTS, LocalBatch, read_and_compare_digest, text_digest
-from longspan.train.step_inputs import StepInputs
+from longspan.train.log_probs import check_value_names
+from longspan.train.loss import Head
+from longspan.train.passes import Passes, run_passes
+from longspan.train.rows.read_rows import WEIGHTS, LocalBatch
+from longspan.train.terms.collected_log_probs import CollectedLogProbs
+from longspan.train.terms.loss_tokens import BatchTargets
 from longspan.train.terms.micro_batch_loss import (
-    MicroBatchLoss,
-    MicroBatchPasses,
     check_scalar,
     loss_with_slopes,
+    refuse_head_dropout,
 )
 from longspan.train.terms.same_on_ranks import SameOnRanks
-from longspan.train.terms.token_loss import (
-    BatchTargets,
-    CollectedLogProbs,
-    LossFunction,
-    TokenLoss,
-    check_value_names,
-)
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -101,6 +90,7 @@ class DocumentLoss:
 
 
 def _read_set(index: int, documents: Any) -> tuple[int, ...]:
+    """Return the numbers of the documents of set `index`. Raises LossError for what is no sequence of integers."""
     try:
         if any(isinstance(document, bool) for document in documents):
             raise TypeError("a bool is no number of a document")
@@ -115,7 +105,8 @@ def _read_set(index: int, documents: Any) -> tuple[int, ...]:
 def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
     """Sum the losses of some sets; return the sum and its derivative by the numbers in `sums`, (D,) or (D, L).
 
-    Derivatives are 0 for documents of no set. Raises LossError where the function gives no scalar.
+    `function` is called once for each set. Derivatives are 0 for documents of no set. Raises LossError where the
+    function gives no scalar.
     """
     total = 0.0
     coefficients = np.zeros_like(sums)
@@ -134,11 +125,13 @@ def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums:
 class DocumentPasses:
     """The sets of one step; given to its passes as `loss_fn` once `compute_coefficients_ahead` has run.
 
-    An error of the caller's function is kept in `error`, and the passes go on.
+    A set whose documents are in one micro-batch of a plan in lockstep gets its loss there; the others from a forward
+    pass before. An error of the caller's function is kept in `error`, and the passes go on: losses are 0 from then on.
+    `sums` (D, columns and also) is this rank's part of the sums of documents, for the loss's figures.
     """
 
     kind = "DocumentLoss"
-    given = "sums"
+    input_name = "sums"
 
     def __init__(
         self,
@@ -188,9 +181,11 @@ class DocumentPasses:
             refuse_head_dropout(model, self._world, "DocumentLoss")
 
     def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
-        """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks.
+        """Compute the coefficients of sets that no micro-batch holds, from a forward pass of theirs; entered by all
+        ranks.
 
-        Returns this rank's part of the loss of these sets, which one rank counts.
+        Returns this rank's part of the loss of these sets, which the first rank alone counts. Adds to `sums` what their
+        documents have there.
         """
         # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
         indices = sorted(
@@ -215,7 +210,12 @@ class DocumentPasses:
         return loss
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """Return this rank's part of the losses of sets that the micro-batch holds, with all their gradients."""
+        """Return this rank's part of the losses of sets that the micro-batch holds, with the gradients of all its
+        documents.
+
+        Derivatives of sets across micro-batches come from the pass before. Sums of documents are exchanged over slots,
+        which all enter, if the micro-batch holds a set.
+        """
         targets = BatchTargets(batch, hidden.device)
         coefficients = self._coefficients
         loss = 0.0
@@ -237,147 +237,19 @@ class DocumentPasses:
         return loss_with_slopes(loss, [slopes], self._world, hidden, targets, head, self._chunk_rows)
 
     def _compute_set_losses(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
-        """Compute the loss of sets by the caller's function, and its coefficients; an error is kept in `error`."""
+        """Return the loss of sets by the caller's function, and its coefficients (D, width); an error is kept in
+        `error`.
+
+        `sums` (D, …) are those of all ranks, of which the first `width` columns are the function's. What was computed
+        is noted for the comparison of ranks.
+        """
         numbers = sums[:, : self._width]
         if self.error is None:
             try:
-                given = numbers[:, 0] if self._width == 1 else numbers
-                loss, coefficients = sum_set_losses(self.loss.function, sets, given)
+                loss_sums = numbers[:, 0] if self._width == 1 else numbers
+                loss, coefficients = sum_set_losses(self.loss.function, sets, loss_sums)
                 self.check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
                 return loss, coefficients.reshape(numbers.shape)
             except Exception as error:  # of the caller's function
                 self.error = error
         return 0.0, np.zeros_like(numbers)
-
-
-def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
-    """Raise ModelError where dropout would make the logits of a micro-batch differ; entered by all ranks."""
-    adapter = adapter_of_prepared_model(model)
-    rate = adapter.dropout if adapter is not None else 0.0
-    if rate and world.control.any_rank(_head_is_adapted(model)):
-        raise on_all_ranks(
-            ModelError(
-                f"a {loss} makes the logits of a micro-batch twice, which dropout of the head's adapter would make "
-                f"differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
-            )
-        )
-
-
-def _head_is_adapted(model: nn.Module) -> bool:
-    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
-    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
-    return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)
-
-
-# ---- the loss and the divisor of a step
-
-
-Loss = LossFunction | DocumentLoss | MicroBatchLoss | None
-LossFn = CrossEntropy | TokenLoss | DocumentPasses | MicroBatchPasses
-
-
-class LossTerm(Term):
-    """How a step makes its loss of rows, and what it divides their sum by.
-
-    Made by all ranks together. Raises LossError on every rank where one rank's loss or divisor cannot be used,
-    CommError where ranks have different ones, or some have neither.
-    """
-
-    def __init__(self, loss: Loss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int) -> None:
-        """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
-        world = inputs.world
-        self._world = world
-        read = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
-        names = {"what": "losses, sets or divisors", "hint": _HINT}
-        self.loss_fn: LossFn
-        self.divisor: float
-        self.loss_fn, self.divisor, loss_text = read_and_compare_digest(
-            read, text_digest("a loss or a divisor"), world, _to_loss_error, **names
-        )
-        world.control.compare_digests(text_digest(loss_text), **names)
-        if inputs.backward and isinstance(self.loss_fn, DocumentPasses):
-            self.loss_fn.refuse_dropout(inputs.language_model)
-        if inputs.backward and isinstance(self.loss_fn, MicroBatchPasses):
-            refuse_head_dropout(inputs.language_model, world, "MicroBatchLoss")
-
-    def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, loss_fn=self.loss_fn, divisor=self.divisor)
-
-    def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
-        if not isinstance(self.loss_fn, DocumentPasses):
-            return 0.0
-        return self.loss_fn.compute_coefficients_ahead(passes, batches)
-
-    def raise_error(self) -> None:
-        if isinstance(self.loss_fn, CrossEntropy):  # calls no function of the caller's
-            return
-        error = None if self.loss_fn.error is None else _to_loss_error(self.loss_fn.error, self._world)
-        if self._world.control.any_rank(error is not None):
-            raise_first_error(self._world, error)
-        if isinstance(self.loss_fn, TokenLoss) or not self.loss_fn.check.differ_on_ranks(self._world):
-            return
-        raise on_all_ranks(
-            LossError(
-                f"the function of a {self.loss_fn.kind} gave other losses or derivatives on some ranks; let it depend "
-                f"on {self.loss_fn.given}, on the numbers of documents, and on values that are the same on every rank"
-            )
-        )
-
-    def sums(self) -> list[float]:
-        if not isinstance(self.loss_fn, DocumentPasses) or self.loss_fn.loss.figures is None:
-            return []
-        return self.loss_fn.sums.ravel().tolist()
-
-    def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        if not isinstance(self.loss_fn, DocumentPasses):
-            return {}
-        figures = self.loss_fn.loss.figures
-        made = {} if figures is None else figures(np.reshape(sums, self.loss_fn.sums.shape))
-        return {"forward_twice": self.loss_fn.forward_twice, "figures": made}
-
-
-_HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
-
-
-def _read_loss(
-    loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
-) -> tuple[LossFn, float, str]:
-    if loss is not None and not isinstance(loss, DocumentLoss | MicroBatchLoss) and not callable(loss):
-        kinds = "a function of (log_probs, at), a DocumentLoss, a MicroBatchLoss, or None"
-        raise LossError(f"loss is {short_text(loss)}; give {kinds}")
-    if isinstance(loss, DocumentLoss):
-        sets = loss.check_sets(plan)
-        loss_fn = DocumentPasses(loss, sets, plan, world, chunk_rows, scores)
-        default = float(max(len(sets), 1))
-    elif isinstance(loss, MicroBatchLoss):
-        loss_fn = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
-        sets = tuple(loss.also)
-        default = 1.0
-    else:
-        sets = ()
-        default = default_divisor(plan)
-        loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
-    if isinstance(loss, DocumentLoss):
-        sets = (*sets, *loss.columns, *loss.also)  # which ranks compare
-    used_divisor = default if divisor is None else check_divisor(divisor)
-    return loss_fn, used_divisor, f"{type(loss_fn).__name__} {used_divisor} {sets}"
-
-
-def check_divisor(divisor: Any) -> float:
-    number = divisor
-    if isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1:
-        number = divisor.item()
-    if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
-        raise LossError(
-            f"divisor is {short_text(divisor)}; give a positive number, the same on every rank: the number of "
-            "documents, or of targets, or of prompts"
-        )
-    return float(number)
-
-
-def _to_loss_error(error: Exception, world: World) -> LongspanError:
-    if isinstance(error, LongspanError):
-        return error
-    loss_error = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")
-    loss_error.__cause__ = error
-    return loss_error

@@ -1,4 +1,4 @@
-"""A loss of all tokens of a micro-batch's documents together, in one forward pass."""
+"""A loss of all tokens of a micro-batch's documents together, in one forward pass, whose head makes logits twice."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,17 +6,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from longspan.comm import World, to_device
-from longspan.errors import LossError
+from longspan.comm import World, on_all_ranks, to_device
+from longspan.errors import LossError, ModelError
 from longspan.layout import Floats
+from longspan.model.adapted_modules import is_adapted
+from longspan.model.marks import adapter_of_prepared_model
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plain_text import short_text
 from longspan.plan import Plan
+from longspan.train.log_probs import check_value_names
 from longspan.train.loss import Head, chunked_loss
-from longspan.train.read_rows import LocalBatch
+from longspan.train.rows.read_rows import LocalBatch
+from longspan.train.terms.loss_tokens import BatchTargets
 from longspan.train.terms.same_on_ranks import SameOnRanks
-from longspan.train.terms.token_loss import BatchTargets, check_value_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +76,10 @@ class MicroBatchPasses:
     """The loss of a step's passes under a MicroBatchLoss; an error of its function is kept in `error`."""
 
     kind = "MicroBatchLoss"
-    given = "tokens"
+    input_name = "tokens"
 
     def __init__(self, loss: MicroBatchLoss, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
+        """Check the loss for this plan, and note what its function gets. Raises LossError as `MicroBatchLoss.check`."""
         self.error: Exception | None = None
         self.check = SameOnRanks()
         self._also = loss.check(plan, scores)
@@ -106,7 +111,12 @@ class MicroBatchPasses:
     def _differentiate(
         self, documents: tuple[int, ...], lengths: tuple[int, ...], table: Floats
     ) -> tuple[float, dict[str, Floats]]:
-        """Compute the loss and its derivatives by the first value, and by entropies where they are not 0."""
+        """Compute the loss and its derivatives by the first value, and by entropies where they are not 0; each
+        (tokens,).
+
+        `table` (values, tokens) has the values of the micro-batch's documents end to end. An error is kept in `error`:
+        loss and derivatives are 0 from then on.
+        """
         slopes = {self._names[0]: np.zeros(table.shape[1])}
         if not documents or self.error is not None:
             return 0.0, slopes
@@ -137,7 +147,11 @@ def loss_with_slopes(
     head: Head,
     chunk_rows: int,
 ) -> Tensor:
-    """Return a loss that every slot has, which one counts, with these derivatives of targets (n, …) as gradient."""
+    """Return the part of one slot in a loss that every slot has computed whole, with given derivatives as gradient.
+
+    Slot 0 alone counts `loss`. `slopes` are the derivatives of this rank's targets, (n,) or (n, L) by log-probabilities
+    or scores, and if there is a second (n,) by entropies. Without gradients the head does not run.
+    """
     total = torch.tensor(loss if world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
     if not torch.is_grad_enabled():
         return total
@@ -150,9 +164,35 @@ def loss_with_slopes(
 
 
 def check_scalar(loss: Any, kind: str, documents: tuple[int, ...]) -> Tensor:
+    """Return the loss of these documents as a scalar. Raises LossError for what is no floating-point tensor of one
+    number.
+    """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.sum()
     shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise LossError(
         f"the function of a {kind} gave {shape} for documents {documents}; return a floating-point tensor of one number"
     )
+
+
+def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
+    """Raise ModelError where dropout would make the logits of a micro-batch differ; entered by all ranks.
+
+    `loss` names the kind of loss that makes logits twice.
+    """
+    adapter = adapter_of_prepared_model(model)
+    rate = adapter.dropout if adapter is not None else 0.0
+    if rate and world.control.any_rank(_head_is_adapted(model)):
+        raise on_all_ranks(
+            ModelError(
+                f"a {loss} makes the logits of a micro-batch twice, which dropout of the head's adapter would make "
+                f"differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
+            )
+        )
+
+
+def _head_is_adapted(model: nn.Module) -> bool:
+    """Return whether this rank has an output head with an adapter; of a pipeline its last stage has the head."""
+    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
+    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
+    return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)

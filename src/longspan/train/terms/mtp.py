@@ -26,7 +26,8 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.plain_text import short_text
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import LossFn, Passes, Term
-from longspan.train.read_rows import LocalBatch, text_digest
+from longspan.train.rows.agreed_reading import text_digest
+from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
 
 
@@ -56,6 +57,7 @@ class DepthsTerm(Term):
     """
 
     def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
+        """Check the depths and compare them with the other ranks."""
         _refuse_cut_depths(inputs)
         self.depths: int = _agree_on_depths(mtp, inputs.language_model, inputs.world)
         self._mtp = mtp
@@ -66,6 +68,9 @@ class DepthsTerm(Term):
         self._sums = torch.zeros(self.depths, dtype=torch.float64, device=self._world.device)
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
+        """Count the targets of each depth over all slots, by labels that last stages alone read; entered
+        by all ranks.
+        """
         reads_labels = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
         counted_batches = batches if reads_labels else ()
         local = [
@@ -76,16 +81,24 @@ class DepthsTerm(Term):
         self._targets = tuple(map(int, world.control.sum_over_stages(local, "targets of multi-token prediction")))
 
     def extend_passes(self, passes: Passes) -> Passes:
+        """Return passes whose loss has the depths' losses in its gradient; to be called after `read`, which counts
+        targets.
+        """
         mtp = self._mtp
         targets = self._targets
         divisor = passes.divisor
         # What the loss returns is divided by the step's divisor afterwards.
         shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]
-        return replace(passes, loss_fn=partial(self._measure_losses, passes.loss_fn, shares), depths=self.depths)
+        return replace(passes, loss_fn=partial(self._add_depth_losses, passes.loss_fn, shares), depths=self.depths)
 
-    def _measure_losses(
+    def _add_depth_losses(
         self, main: LossFn, shares: Sequence[float], batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
+        """Return the loss of `main`, with the depths' losses in its gradient, times `shares`, and not in its value.
+
+        `deeper` are the hidden states (T, D) of each depth. The losses are also added to the term's sums, for the
+        step's result.
+        """
         total = main(batch, hidden, head)
         for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):
             loss = self._cross_entropy(rows, states, head)
@@ -101,6 +114,7 @@ class DepthsTerm(Term):
 
 
 def count_depths_of_model(model: nn.Module) -> int:
+    """Return how many depths of multi-token prediction a prepared model has; a pipeline's stages know it all."""
     return model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
 
 
@@ -117,6 +131,11 @@ def _refuse_cut_depths(inputs: StepInputs) -> None:
 
 
 def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
+    """Check `mtp` and the model, compare both with the other ranks, and return the number of depths; entered by all
+    ranks.
+
+    Raises LossError for what is no MtpLoss, ModelError for a model without depths, or whose rows see later ones.
+    """
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
     name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name

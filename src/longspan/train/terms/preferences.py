@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.config.defaults import loss_arguments
+from longspan.config.loss_arguments import loss_arguments
 from longspan.config.sections import TrainConfig
-from longspan.data.documents import CorpusDocuments
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.layout import Floats
-from longspan.train.read_rows import WEIGHTS
+from longspan.train.rows.read_rows import WEIGHTS
 from longspan.train.terms.document_loss import DocumentLoss
 
 
@@ -79,21 +79,26 @@ class Preferences:
     def loss_of_set(self, sums: Tensor, documents: tuple[int, ...]) -> Tensor:
         """Return the loss of a pair; for KTO the mean over the answers of all documents."""
         if self.name == "kto":
-            return self._answers(sums)[0].mean()
-        return self._pairs(sums.reshape(2, -1), [*documents]).losses.sum()
+            return self._answer_losses(sums)[0].mean()
+        return self._pair_figures(sums.reshape(2, -1), [*documents]).losses.sum()
 
     def figures(self, sums: Floats) -> dict[str, float]:
-        """Return the means of all documents' figures, by sums (D, …) of their log-probabilities."""
+        """Return the means of figures over all documents, by TRL's names, of sums (D, columns) of their
+        log-probabilities.
+
+        The last column, of losses with a reference, has the sums of mean logits. A side without an answer has no
+        figures.
+        """
         table = torch.from_numpy(sums[: len(self.counts)])  # without prefixes that documents share
         if self.name == "kto":
             assert self.labels is not None
-            _, rewards, kl = self._answers(table[:, 0])
+            _, rewards, kl = self._answer_losses(table[:, 0])
             log_probs = table[::2, 0]
             others = {"kl": kl}
-            chosen, rejected = (torch.nonzero(self.labels == wanted)[:, 0] for wanted in (True, False))
+            chosen, rejected = (torch.nonzero(self.labels == is_desirable)[:, 0] for is_desirable in (True, False))
             documents_of = {"chosen": 2 * chosen, "rejected": 2 * rejected}
         else:
-            _, log_probs, rewards, others = self._pairs(table, [*range(len(table))])
+            _, log_probs, rewards, others = self._pair_figures(table, [*range(len(table))])
             chosen, rejected = (torch.arange(first, len(table), 2) for first in (0, 1))
             documents_of = {"chosen": chosen, "rejected": rejected}
             right = rewards[chosen] > rewards[rejected]
@@ -110,19 +115,25 @@ class Preferences:
                 means[f"logits/{name}"] = (table[tokens, 1].sum() / self.counts[tokens].sum()).item()
         return means
 
-    def _answers(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses of KTO's answers, their rewards, and the divergence."""
+    def _answer_losses(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the losses (n,) of KTO's answers, their rewards (n,) and the divergence, by sums (2 n,) of the
+        documents.
+        """
         assert self.labels is not None
         ratios = sums - self.reference
         beta = self.arguments["beta"]
         kl = ratios[1::2].detach().mean().clamp(min=0)
-        wanted = self.labels.double()
-        weights = self.arguments["desirable_weight"] * wanted + self.arguments["undesirable_weight"] * (1 - wanted)
-        losses = weights * (1 - torch.sigmoid(beta * (2 * wanted - 1) * (ratios[::2] - kl)))
+        desirable = self.labels.double()
+        weights = self.arguments["desirable_weight"] * desirable
+        weights = weights + self.arguments["undesirable_weight"] * (1 - desirable)
+        losses = weights * (1 - torch.sigmoid(beta * (2 * desirable - 1) * (ratios[::2] - kl)))
         return losses, beta * ratios[::2].detach(), kl
 
-    def _pairs(self, sums: Tensor, documents: list[int]) -> _Pairs:
-        """Return what the sums (2 n, …) of pairs give."""
+    def _pair_figures(self, sums: Tensor, documents: list[int]) -> _Pairs:
+        """Return what pairs give, by the sums (2 n, columns) of their documents, whose numbers are in `documents`.
+
+        Rewards and log-probabilities have no gradient; losses have one by `sums`.
+        """
         counts = self.counts[documents]
         beta = self.arguments["beta"]
         log_probs = sums[:, 0]
@@ -143,7 +154,7 @@ class Preferences:
             if alpha := self.arguments["cpo_alpha"]:
                 losses = losses + alpha * self._cross_entropy(sums[::2, 0], others)
         elif self.name == "orpo":
-            odds = chosen - rejected - _log_of_rest(chosen) + _log_of_rest(rejected)
+            odds = chosen - rejected - _log_of_complement(chosen) + _log_of_complement(rejected)
             losses = self._cross_entropy(sums[::2, 1], others) - beta * F.logsigmoid(odds)
             others |= {"log_odds_ratio": F.logsigmoid(odds), "log_odds_chosen": odds}
         else:  # with smoothing TRL's "robust"
@@ -153,12 +164,15 @@ class Preferences:
         return _Pairs(losses, log_probs.detach(), beta * ratios.detach(), others)
 
     def _cross_entropy(self, sums: Tensor, others: dict[str, Any]) -> Tensor:
-        """Return the part (n,) of pairs in the mean over the tokens of all chosen documents, times all pairs."""
+        """Return the part (n,) of pairs in the mean over the tokens of all chosen documents, times all pairs.
+
+        It is also put into `others`, under TRL's name.
+        """
         losses = -sums * (len(self.counts) / 2 / self.learnt)
         others["nll_loss"] = losses
         return losses
 
 
-def _log_of_rest(log_probs: Tensor) -> Tensor:
-    """log(1 − p) of log p, for p near 0 and near 1."""
+def _log_of_complement(log_probs: Tensor) -> Tensor:
+    """Return log(1 − p) of log p, for p near 0 and near 1."""
     return torch.where(log_probs > -0.6931471805599453, (-log_probs.expm1()).log(), (-log_probs.exp()).log1p())

@@ -16,9 +16,10 @@ class SameOnRanks:
         self._sizes = np.zeros((2, 2))
 
     def add_sums(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
-        """Add the loss of some sets, and the coefficients of all documents (D,); `inside` sets are in one micro-batch.
+        """Add the loss of some sets, and the coefficients of all documents, of any shape; `inside` sets are in one
+        micro-batch.
 
-        Coefficients are added with a weight for each document, so that swapped ones do not give the same sum.
+        Coefficients are added with a weight for each, so that swapped ones do not give the same sum.
         """
         coefficients = coefficients.ravel()
         weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0

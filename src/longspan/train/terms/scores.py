@@ -17,13 +17,16 @@ from longspan.comm import World
 from longspan.data.scored_document import LABEL
 from longspan.errors import LossError, plural
 from longspan.layout import Floats
-from longspan.model.layers import architecture_name, score_columns
+from longspan.model.kinds import score_columns
+from longspan.model.layers import architecture_name
 from longspan.plan import Plan
-from longspan.train.passes import Passes, read_batches, run_passes
-from longspan.train.read_rows import WEIGHTS
+from longspan.train.passes import Passes, read_step_batches, run_passes
+from longspan.train.rows.read_rows import WEIGHTS
 from longspan.train.step_inputs import check_step_arguments
+from longspan.train.terms.collected_log_probs import CollectedLogProbs
 from longspan.train.terms.document_loss import DocumentLoss
-from longspan.train.terms.token_loss import CollectedLogProbs, LossFunction, LossTokens
+from longspan.train.terms.loss_tokens import LossTokens
+from longspan.train.terms.token_loss import LossFunction
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 _PROBLEMS: tuple[ProblemType, ...] = ("regression", "single_label_classification", "multi_label_classification")
@@ -43,6 +46,9 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
         raise LossError(f"the problem of a loss of scores is {problem!r}; use {', '.join(_PROBLEMS)}, or None")
 
     def losses(scores: Tensor, at: LossTokens) -> Tensor:
+        """Return the weighted losses (t,) of scores (t,) or (t, L), by the problem that was asked for or that labels
+        suggest.
+        """
         count = 1 if scores.ndim == 1 else scores.shape[1]
         one = LABEL in at.values or count == 1
         chosen = problem or usual_problem(count, 1 if one else count)
@@ -76,6 +82,9 @@ def usual_problem(scores: int, labels: int) -> ProblemType:
 
 
 def _class_losses(table: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy (t,) of scores (t, L) by labels (t, 1). Raises LossError for what is no class from 0 to
+    L − 1.
+    """
     classes = labels[:, 0].long()
     if labels.shape[1] > 1 or bool(((classes != labels[:, 0]) | (classes < 0) | (classes >= table.shape[1])).any()):
         raise LossError(
@@ -86,7 +95,7 @@ def _class_losses(table: Tensor, labels: Tensor) -> Tensor:
 
 
 def configured_loss(model: nn.Module) -> LossFunction:
-    """Return the loss that a prepared model's class has for its labels."""
+    """Return the loss that a prepared model's class has for its labels, by the configuration's `problem_type`."""
     kind: Any = getattr(model, "architecture", type(model))
     if kind.__name__.endswith("ForTokenClassification") and score_columns(model) > 1:
         return score_loss("single_label_classification")  # whatever `problem_type` says
@@ -111,6 +120,7 @@ def reward_loss(
     by_pair = dict(zip(map(tuple, pairs), margins or [0.0] * len(pairs), strict=True))
 
     def loss_of_pair(scores: Tensor, documents: tuple[int, ...]) -> Tensor:
+        """Return the loss of one pair, of the scores (2,) of its chosen and its rejected document."""
         if scores.shape != (2,):
             raise LossError(f"a pair has scores of shape {tuple(scores.shape)}; use a head of one score, and pairs")
         loss = -F.logsigmoid(scores[0] - scores[1] - by_pair[documents])
@@ -149,6 +159,9 @@ def token_scores(
     """Compute the scores of all rows of a plan's documents that count, on every rank; no gradient.
 
     >>> values = token_scores(model, plan, [ScoredDocument(ids, rows="all")], world).of(0)      # (length, L)
+    >>> rewards = token_scores(model, plan, [ScoredDocument(ids, pad=pad) for ids in answers], world).sums[:, 0]
+
+    By default one row of a ScoredDocument counts, whose scores `sums` then has.
 
     The model runs in evaluation mode, under any plan of these documents; all ranks call it together, and it refuses
     what `run_step` refuses.
@@ -159,19 +172,8 @@ def token_scores(
             f"{architecture_name(inputs.language_model)} predicts tokens and has no scores; use token_log_probs, or "
             "prepare a model with a head of scores"
         )
-    batches = read_batches(inputs, ())
+    batches = read_step_batches(inputs, ())
     collected = CollectedLogProbs(plan.lengths, loss_chunk_rows, scores=columns)
     run_passes(Passes.with_terms(inputs, (), collected), batches)
     values, sums = collected.gather_tables(world)
     return TokenScores(plan.lengths, values.T, sums.T, plan.bases)
-
-
-def scores(model: nn.Module, plan: Plan, documents: Any, world: World, loss_chunk_rows: int = 0) -> Floats:
-    """Compute the scores (D, L) of a plan's documents, on every rank; no gradient.
-
-    >>> rewards = scores(model, plan, [ScoredDocument(ids, pad=pad) for ids in answers], world)[:, 0]
-
-    By default one row of a ScoredDocument counts; of several it is their sum, times their weights. Called as
-    `token_scores`.
-    """
-    return token_scores(model, plan, documents, world, loss_chunk_rows).sums

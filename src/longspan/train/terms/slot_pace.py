@@ -12,7 +12,7 @@ from longspan.data.document import NO_TARGET
 from longspan.train.device_clock import DeviceClock
 from longspan.train.loss import Head
 from longspan.train.passes import LossFn, Passes, Term
-from longspan.train.read_rows import LocalBatch
+from longspan.train.rows.read_rows import LocalBatch
 
 LEAST_LOGITS = 1 << 27  # of a micro-batch that is timed: on fewer the launches of kernels count
 
@@ -21,17 +21,17 @@ class SlotPaceTerm(Term):
     """Times the loss of a step's rows on this slot; on a GPU by events, read once the step has waited for it anyway."""
 
     def __init__(self, world: World) -> None:
+        """Begin with no time and no rows, on this rank's device."""
         self._world = world
         self._clock = DeviceClock(world.device)
         self._rows = 0
         self._seconds = 0.0
 
     def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, loss_fn=partial(self._measure_and_time, passes.loss_fn))
+        return replace(passes, loss_fn=partial(self._time_loss, passes.loss_fn))
 
-    def _measure_and_time(
-        self, measure: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
-    ) -> Tensor:
+    def _time_loss(self, measure: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
+        """Return the loss of `loss_fn`, timed where the micro-batch has enough logits for its kernels to count."""
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
             return measure(batch, hidden, head, *deeper)

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from longspan.model.kinds import is_multimodal
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
+from longspan.model.marks import is_multimodal
 from longspan.train.passes import Term
 from longspan.train.step_inputs import StepInputs
 
@@ -34,7 +34,7 @@ def step_terms(
     has_routers = hasattr(getattr(model, "config", None), "router_aux_loss_coef")
     has_routers = has_routers or (router is not None and router.any)
     if inputs.backward and getattr(model, "adapter", None) is not None:
-        from longspan.model.lora import refuse_adapter_left_out
+        from longspan.model.adapters.disable_adapter import refuse_adapter_left_out
 
         refuse_adapter_left_out(inputs.model)
     depths = list[Term]()
@@ -48,12 +48,12 @@ def step_terms(
 
         loss = configured_loss(model)
     if loss is not None or divisor is not None:
-        from longspan.train.terms.document_loss import LossTerm
+        from longspan.train.terms.loss_term import LossTerm
 
         terms.append(LossTerm(loss, divisor, inputs, chunk_rows, scores))
     terms += depths  # to the measure of the loss they add their own
     if has_routers:
-        from longspan.model.experts.moe import make_router_statistics
+        from longspan.model.experts.router import make_router_statistics
         from longspan.train.terms.routers import RoutersTerm
 
         tokens = inputs.plan.separate_tokens  # a shared row counts in each document that has it

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from longspan.errors import ModelError
-from longspan.model.frozen.formats.modules import stored_weight_of_module
+from longspan.model.frozen.formats.loaded_linears import stored_weight_of_module
 
 
 def _weight(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

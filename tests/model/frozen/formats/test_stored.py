@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from longspan import load_model
 from longspan.errors import ModelError
 from longspan.model.frozen import packed_format
-from longspan.model.frozen.formats.stored import stored_weights
+from longspan.model.frozen.formats.storage_methods import find_storage_method
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.weights.fill import find_deferred_weights
 from longspan.model.weights.hf_folder import quantization_settings
@@ -40,7 +40,7 @@ def _folder(folders: Path, case: str) -> Path:
 def test_a_folder_gives_the_weights_that_its_package_reads(folders: Path, case: str, dtype: torch.dtype) -> None:
     folder = _folder(folders, case)
     _, read, text = CASES[case]
-    stored = stored_weights(quantization_settings(folder))
+    stored = find_storage_method(quantization_settings(folder))
     assert stored is not None and stored.description == text
     exact = read(folder, dtype)
     model = load_model(folder, dtype=dtype, quantized=True)
@@ -54,7 +54,7 @@ def test_a_folder_gives_the_weights_that_its_package_reads(folders: Path, case: 
 def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) -> None:
     """By rows, experts and columns of bytes, as ranks read them; unpacked they are the weights."""
     folder = _folder(folders, case)
-    stored = stored_weights(quantization_settings(folder))
+    stored = find_storage_method(quantization_settings(folder))
     assert stored is not None
     tensors = load_file(folder / "model.safetensors")
     exact = load_model(folder, dtype="float32", quantized=True).state_dict()
@@ -266,15 +266,15 @@ def test_methods_that_are_refused(folders: Path, tmp_path: Path, case: str) -> N
 
 def test_a_configuration_says_how_weights_are_stored() -> None:
     config = Qwen3Config(quantization_config={"quant_method": "fp8"})
-    stored = stored_weights(config)
+    stored = find_storage_method(config)
     assert stored is not None and stored.description == "float8 with a scale for each weight (fp8)"
-    assert stored_weights(Qwen3Config()) is None and stored_weights({}) is None
+    assert find_storage_method(Qwen3Config()) is None and find_storage_method({}) is None
 
 
 def test_the_last_block_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the definition, as of DeepSeek's kv_a_proj (576 rows); transformers does not dequantise such a weight."""
     monkeypatch.setattr(packed_format, "_PIECE", 5 * 160)  # rows that are converted at once
-    stored = stored_weights({"quant_method": "fp8", "weight_block_size": [64, 64]})
+    stored = find_storage_method({"quant_method": "fp8", "weight_block_size": [64, 64]})
     assert stored is not None
     codes, scales = torch.randn(100, 160).to(torch.float8_e4m3fn), torch.rand(2, 3)
     weight = stored.weight("a.weight", {"a.weight": codes, "a.weight_scale_inv": scales})

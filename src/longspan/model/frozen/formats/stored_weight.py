@@ -61,6 +61,10 @@ class StoredWeight:
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
+        """Return the numbers of a part of the model's weight, float32: a slice of dim 0, and then of the others.
+
+        Only the rows (of experts) of the first slice are read and unpacked.
+        """
         first, *others = index if isinstance(index, tuple) else (index,)
         packed = self.read(None if first is ... else first)
         with torch._C.DisableTorchFunction():
@@ -71,6 +75,7 @@ class StoredWeight:
 
 
 def tensor_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor or a slice of safetensors."""
     return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
 
@@ -90,7 +95,7 @@ _NAMES = {
 }
 
 
-def _checked(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int, ...] | None = None) -> Any:
+def _checked_tensor(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int, ...] | None = None) -> Any:
     """Return a tensor of these dtypes (none: any) and this shape; ModelError for another."""
     tensor = tensors[name]
     dtype = tensor_dtype(tensor)
@@ -107,7 +112,10 @@ def _checked(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int, ...] |
 
 @dataclass(frozen=True)
 class Float8(PackedFormat):
-    """A product is rounded to `dtype`, and then to the weight's."""
+    """A row of C numbers is C codes, then the float32 scales of its blocks.
+
+    A product is rounded to `dtype`, and then to the weight's.
+    """
 
     rows: PackedRows
     dtype: torch.dtype
@@ -120,7 +128,7 @@ class Float8(PackedFormat):
         return (codes * scales).to(self.dtype)
 
 
-def float8_weight(
+def stored_float8_weight(
     name: str, tensors: Tensors, *, blocks: tuple[tuple[int, int], ...], scale_dtype: bool = False
 ) -> StoredWeight:
     """Return a weight of float8 codes and one tensor of scales, of the weight, of rows, or of blocks.
@@ -128,10 +136,10 @@ def float8_weight(
     `blocks` lists how many rows and columns may share a scale (0: all); with `scale_dtype` products have the scales'
     dtype, and float32 without.
     """
-    codes = _checked(name, tensors, "F8_E4M3")
+    codes = _checked_tensor(name, tensors, "F8_E4M3")
     (scales_name,) = tensors.keys() - {name}
     *others, rows, columns = shape = tensor_shape(codes)
-    scales = _checked(scales_name, tensors, "F32", "BF16", "F16", "F8_E8M0", "U8")
+    scales = _checked_tensor(scales_name, tensors, "F32", "BF16", "F16", "F8_E8M0", "U8")
     grid = tensor_shape(scales) if tensor_shape(scales) not in ((), (1,)) else (1, 1)
     grids: dict[tuple[int, ...], tuple[int, int]] = {
         (*others, -(-rows // (m or rows)), -(-columns // (n or columns))): (m or rows, n) for m, n in blocks
@@ -169,12 +177,12 @@ class Int8(PackedFormat):
         return packed[:, :columns].view(torch.int8) * scales * _PER_CODE
 
 
-def int8_weight(name: str, tensors: Tensors) -> StoredWeight:
+def stored_int8_weight(name: str, tensors: Tensors) -> StoredWeight:
     """Return a weight of int8 codes and its maxima, SCB."""
     prefix = name.removesuffix("weight")
-    codes = _checked(name, tensors, "I8")
+    codes = _checked_tensor(name, tensors, "I8")
     rows, columns = tensor_shape(codes)
-    scales = _checked(f"{prefix}SCB", tensors, "F32", shape=(rows,))
+    scales = _checked_tensor(f"{prefix}SCB", tensors, "F32", shape=(rows,))
     layout = tensors.get(f"{prefix}weight_format")
     if layout is not None and int(layout[...]):
         raise ModelError(
@@ -204,14 +212,14 @@ class MXFP4(PackedFormat):
         return (table[pairs.int()].unflatten(1, (-1, self.rows.block)) * scales.unsqueeze(-1)).flatten(1)
 
 
-def mxfp4_weight(name: str, tensors: Tensors) -> StoredWeight:
+def stored_mxfp4_weight(name: str, tensors: Tensors) -> StoredWeight:
     """Return experts' weights of blocks (experts, outputs, blocks, 16) and scales, which the model has transposed."""
     if name in tensors:
         raise ModelError(f"the files hold {name} and {name}_blocks, which is the same in 4 bits; keep one of them")
     block = MXFP4_ROWS.block
     experts, rows, count, _ = tensor_shape(tensors[f"{name}_blocks"])
-    codes = _checked(f"{name}_blocks", tensors, "U8", shape=(experts, rows, count, block // 2))
-    scales = _checked(f"{name}_scales", tensors, "U8", shape=(experts, rows, count))
+    codes = _checked_tensor(f"{name}_blocks", tensors, "U8", shape=(experts, rows, count, block // 2))
+    scales = _checked_tensor(f"{name}_scales", tensors, "U8", shape=(experts, rows, count))
     return StoredWeight(
         name,
         (experts, rows, count * block),
@@ -227,7 +235,7 @@ _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
+def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
     """Return a weight of codes that lie in a row, in a dtype of any size, its scales, and its state as JSON."""
     (state_name,) = (key for key in tensors if key.startswith(f"{name}{_STATE}"))
     try:
@@ -253,7 +261,7 @@ def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
             f"{name} has {size} bytes in the files, and {rows} × {columns} numbers of 4 bits are expected; the folder "
             "is damaged"
         )
-    _checked(f"{name}.absmax", tensors, shape=(rows * columns // block,))
+    _checked_tensor(f"{name}.absmax", tensors, shape=(rows * columns // block,))
 
     def read_codes(part: slice) -> Tensor:
         start, stop, _ = part.indices(rows)
@@ -267,7 +275,9 @@ def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
 
 
 def _whole_scales(name: str, tensors: Tensors, state: Mapping[str, Any]) -> Tensor:
-    """Of all blocks in float32; quantised ones are codes of values, with a maximum for each nested block."""
+    """Return the scales of all blocks in float32; quantised ones are codes of values, with a maximum for each nested
+    block.
+    """
     scales = tensors[f"{name}.absmax"][...]
     if "nested_offset" not in state:
         return scales.float()

@@ -1,0 +1,116 @@
+"""The documents of a run whose steps are planned: read as the run reads them, or estimated from bytes. No torch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.cli.plans.gpu_run import GpuRun
+from longspan.config.sections import RunConfig
+from longspan.corpus.sources.find_files import STDLIB, find_rows
+from longspan.corpus.sources.first_rows import text_sizes
+from longspan.data.manifest import SHORTEST
+from longspan.data.run_epochs import documents_line, most_step_tokens, set_epoch_steps
+from longspan.data.run_order import allow_sharing, make_step_order, order_lengths
+from longspan.data.step_order import StepOrder
+from longspan.errors import ConfigError, DataError, plural
+from longspan.model.weights.tokenizer_files import tokenizer_folder
+from longspan.resolve.facts import Facts
+from longspan.train.optim.schedule import Schedule
+
+Log = Callable[[str], None]
+BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
+
+
+@dataclass(frozen=True)
+class PlannedDocuments:
+    """A run with its number of steps, the facts of its documents, and a line that says what they are."""
+
+    run: GpuRun
+    facts: Facts
+    line: str
+
+
+@contextmanager
+def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[PlannedDocuments]:
+    """Open the documents of a run; with `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer.
+    Without it a tokenizer is trained, as the run does. Raises ConfigError and DataError as the run does.
+    """
+    config = run.config
+    if estimate and tokenizer_folder(config.data.tokenizer, config.model.source) is None:
+        texts = _estimate_texts(config, log)
+        lengths = np.concatenate(texts)
+        order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(texts)), [*map(len, texts)]))
+        documents = _describe_documents(run, order, lengths, log)
+        yield replace(documents, line=f"{documents.line}; estimated")
+        return
+    from longspan.corpus.recipe import CorpusSettings
+    from longspan.corpus.run_corpus import load_configured_tokenizer, open_or_build_corpus
+
+    engine = load_configured_tokenizer(config)
+    with TemporaryDirectory(prefix="longspan-plan-") as folder:
+        settings = CorpusSettings.for_run(config)
+        corpus = open_or_build_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
+        order = make_step_order(config, corpus)
+        allow_sharing(config, order, corpus, log)
+        rows = corpus.image_share
+        lengths = np.asarray(corpus.lengths)
+        yield _describe_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
+
+
+def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
+    """Estimate the tokens of the documents of each text as its bytes / BYTES_PER_TOKEN, and log that.
+
+    Texts are cut and left out as in the run; a piece of one token has no target, and is left out. Raises ConfigError
+    for several sources, DataError for no text.
+    """
+    data = config.data
+    if data.sources:
+        raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
+    files = tuple(find_rows(data.path or STDLIB, data.split))
+    sizes = text_sizes(files, data.max_text_bytes)
+    limit = data.max_document_tokens
+    tokens = (size // BYTES_PER_TOKEN for size in sizes)
+    cut = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in tokens)
+    texts = [*filter(None, ([n for n in text if n >= SHORTEST] for text in cut))]
+    if not texts:
+        raise DataError(f"--data {data.path!r} holds no text")
+    log(
+        f"tokens are estimated as bytes / {BYTES_PER_TOKEN} of {plural(len(texts), 'text')}: neither data.tokenizer "
+        "nor the model's folder has a tokenizer (--data.tokenizer FOLDER counts them)"
+    )
+    return texts
+
+
+def _describe_documents(
+    run: GpuRun,
+    order: StepOrder,
+    lengths: npt.NDArray[Any],
+    log: Log,
+    *,
+    target_share: float = 1.0,
+    rows_of_token: float = 0.0,
+) -> PlannedDocuments:
+    """Return a run with the steps that its epochs take, and the facts of its documents, of these `lengths`.
+
+    `target_share` is that of tokens which are targets, `rows_of_token` the mean rows of images for a token.
+    """
+    config = set_epoch_steps(run.config, order, log)
+    Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
+    run = replace(run, config=config)
+    held_out = set(order.evaluation)
+    facts = run.facts(
+        order.lengths_of_step,
+        config.train.steps,
+        targets_of_step=order.targets_of_step,
+        documents_to_share=order.documents_to_share,
+        longest=max(n for i, n in enumerate(lengths.tolist()) if i not in held_out),
+        target_share=target_share,
+        image_rows=rows_of_token * most_step_tokens(config, order) if rows_of_token else 0.0,
+    )
+    return PlannedDocuments(run, facts, documents_line(config, order))

@@ -1,0 +1,78 @@
+"""Signals that ranks of a run receive: to stop, or to save; what each rank does with them, and what all of them hear.
+
+How they reach the ranks is in `launch/stop_signals.py`.
+"""
+
+import signal
+import time
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
+
+from longspan.comm.world import World
+from longspan.launch.launcher_watch import launcher_is_gone
+from longspan.launch.stop_signals import SAME_PRESS, Interrupted, signals_that_stop
+
+LAUNCHER_END = "the end of its launcher"  # in place of a signal's name
+
+
+class StopSignal:
+    """While open, remembers the name of the first signal that stops instead of letting it end the process.
+
+    >>> with StopSignal(save_on=["SIGUSR1"]) as stop:
+    ...     while not stop.received:
+    ...         work()
+
+    These are SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, without those of `save_on`, which ask for a save:
+    `save_asked` is the name of the last one until `forget_save_request`. A second one that stops, more than a second
+    later, raises Interrupted. Open it in the main thread.
+    """
+
+    def __init__(self, save_on: Collection[str] = ()) -> None:
+        self.received = self.save_asked = ""
+        self._save_on = {signal.Signals[name] for name in save_on}
+        self._received_at = self._save_at = -SAME_PRESS  # so long ago that the next signal is another press
+        self._old_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        numbers = self._save_on | set(signals_that_stop())
+        self._old_handlers = {number: signal.signal(number, self._remember_signal) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+
+    def stop_reason(self) -> str:
+        """Return why this rank would stop work that takes long, in words; "" where no signal to stop has come."""
+        if not self.received:
+            return ""
+        return "its launcher is gone" if self.received == LAUNCHER_END else f"{self.received} was received"
+
+    def forget_save_request(self) -> None:
+        """Forget the signals that asked for a save until now, as that save is under way."""
+        self.save_asked = ""
+
+    def _remember_signal(self, number: int, _: FrameType | None) -> None:
+        """Note a signal, as its handler. One press of Ctrl-C may arrive twice; a second press to stop raises
+        Interrupted.
+        """
+        now = time.monotonic()
+        name = signal.Signals(number).name
+        if number == signal.SIGTERM and launcher_is_gone():  # this process sent it to itself
+            name = LAUNCHER_END
+        if number in self._save_on:
+            if now - self._save_at > SAME_PRESS:
+                self.save_asked: str = name
+                self._save_at = now
+        elif not self.received:
+            self.received: str = name
+            self._received_at = now
+        elif now - self._received_at > SAME_PRESS:
+            raise Interrupted(number)
+
+
+def signal_of_any_rank(world: World, name: str) -> str:
+    """Return the signal of this `name` (as `stop.received`) that any rank received, else ""; entered by all ranks."""
+    first = world.control.first_object(name or None, "gather of host values")
+    return "" if first is None else first[1]

@@ -1,0 +1,233 @@
+"""Builds a folder of documents: files are read in order, encoded by several processes, and written.
+
+Rows do not stay in memory. How rows become documents is in `document_encoder.py`; which files and encodings there are
+is in `recipe.py`.
+"""
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from longspan.corpus.document_encoder import Encoded, FileChunk, Notes
+from longspan.corpus.encoding_processes import encode_batches
+from longspan.corpus.mismatched_answers import MismatchedAnswers
+from longspan.corpus.recipe import Recipe
+from longspan.data.array_files import GrowingArray, GrowingCodes
+from longspan.data.image_table import ImageWriter
+from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFiles
+from longspan.errors import DataError, plural
+from longspan.plain_text import LogLine, bytes_text
+
+BATCH_BYTES = 1 << 20  # of rows that are encoded together
+_LONG_BYTES = 16 << 20
+_NEWS_SECONDS = 5.0
+
+
+def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
+    """Write the documents of a recipe to a folder, which is created; progress is logged.
+
+    Raises DataError for a bad row that is not left out, if no row gives a document, and for files that changed.
+    """
+    folder.mkdir(parents=True)
+    progress = _Progress(recipe, log)
+    with closing(_Writer(folder, recipe)) as writer:
+        for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), recipe.processes):
+            writer.write_rows(encoded)
+            progress.log_batch(batch, writer)
+        log(progress.progress_text(writer, progress.ends[-1]))
+    manifest = writer.finish_manifest()
+    _check_unchanged(recipe)
+    if not manifest.documents:
+        raise DataError(_no_documents_text(recipe, manifest))
+    SourceFiles.write(folder, recipe.sources)
+    (folder / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
+
+
+class _Writer:
+    """Writes the files of a folder of documents from their beginnings to their ends."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        """Open the files that documents of this recipe need, without a value in them."""
+        self._recipe = recipe
+        self._folder = folder
+        columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8", "hashes": "<i8"}
+        if len(recipe.encodings) > 1:
+            columns["source_of"] = "<i2"
+        if recipe.records_texts:
+            columns["texts"] = "<i4"
+        preference = recipe.settings.preference
+        self._mismatched = None
+        if preference == "kto":
+            self._mismatched = MismatchedAnswers(recipe.settings.data.max_document_tokens)
+        if recipe.settings.num_labels or preference in ("orpo", "kto"):
+            columns["labels"] = "<f8"
+        self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
+        self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
+        self._tokens = (folder / "tokens.bin").open("wb")
+        self._codes: GrowingCodes | None = None  # until not every token is its own label
+        self._images = ImageWriter(folder) if recipe.has_images else None
+        self._notes = Notes()
+        # written so far
+        self.tokens = 0
+        self._texts = 0
+
+    def close(self) -> None:
+        for column in self._columns.values():
+            column.close()
+        if self._codes is not None:
+            self._codes.close(self.tokens)
+        for file in (self._tokens, self._images):
+            if file is not None:
+                file.close()
+
+    def write_rows(self, encoded: Encoded) -> None:
+        """Append the documents of a batch to all files. Raises DataError if labels of rows have different sizes."""
+        if self._mismatched is not None:
+            encoded = self._mismatched.follow_documents(encoded)
+        # A text is a row: a file and a position there.
+        begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
+        values = {  # of all columns that a corpus can have; this one may lack some
+            "lengths": encoded.lengths,
+            "origins": encoded.files,
+            "targets": encoded.targets,
+            "source_of": self._source_of_file[encoded.files],
+            "offsets": self.tokens + np.cumsum(encoded.lengths) - encoded.lengths,
+            "texts": self._texts + np.cumsum(begins) - 1,
+            "hashes": encoded.hashes,
+            "labels": np.array(encoded.numbers),
+        }
+        if self._images is not None:  # before the columns grow: `images` count documents from 0 in these rows
+            self._images.append(encoded.images, self._columns["lengths"].count)
+        for name, column in self._columns.items():
+            column.append(values[name])
+        self._tokens.write(encoded.ids.data)
+        if encoded.codes is not None:
+            self._codes = self._codes or GrowingCodes(self._folder / "codes.bin")
+            self._codes.write(encoded.codes, self.tokens)
+        self.tokens += len(encoded.ids)
+        self._texts = int(values["texts"][-1]) + 1 if len(encoded.lengths) else self._texts
+        self._notes.add_notes(encoded.notes)
+        if len(sizes := self._notes.sizes) > 1:
+            places = " and ".join(f"{where} {plural(size, 'number')}" for size, where in sizes.items())
+            raise DataError(f"labels of documents are of several kinds: {places}; give as many in each row")
+
+    def finish_manifest(self) -> Manifest:
+        """Return the manifest of all that was written, once the files are closed.
+
+        Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text.
+        """
+        if self._codes is None and "labels" not in self._columns:
+            (self._folder / "targets.npy").unlink()
+        if self._texts == self._columns["lengths"].count:
+            (self._folder / "texts.npy").unlink(missing_ok=True)
+        notes = self._notes
+        encoding = self._recipe.encodings[0]  # all sources have one tokenizer and settings
+        return Manifest(
+            tokenizer_size=encoding.tokenizer.size,
+            dtype=self._recipe.encoder.dtype,
+            kinds=tuple(encoding.kind for encoding in self._recipe.encodings),
+            columns=encoding.settings.columns,
+            codes="" if self._codes is None else self._codes.dtype,
+            rows=notes.rows,
+            documents=self._columns["lengths"].count,
+            tokens=self.tokens,
+            images=0 if self._images is None else self._images.count,
+            labels=next(iter(notes.sizes), 0),
+            preference=self._recipe.settings.preference,
+            pad_id=next((i for i in (encoding.tokenizer.pad, encoding.tokenizer.end) if i is not None), -1),
+            largest_id=notes.largest[0],
+            largest_at=notes.largest[1],
+            skipped=tuple(notes.skipped),
+            unseen=dict(notes.unseen.most_common()),
+            unread=dict(notes.unread.most_common()),
+            bad=tuple(notes.bad),
+            ends=notes.ends,
+            left_out=LeftOut(**notes.left_out),
+        )
+
+
+class _Progress:
+    """Logs the progress of a build every few seconds."""
+
+    def __init__(self, recipe: Recipe, log: LogLine) -> None:
+        self._log = log
+        self.ends: list[int] = [*accumulate((source.bytes for source in recipe.sources), initial=0)]  # of files
+        self._start_time = self._last_log_time = time.monotonic()
+
+    def log_batch(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
+        """Log the progress after this batch, unless a line was logged in the last `_NEWS_SECONDS`.
+
+        A chunk's `end` counts the bytes read of its own file.
+        """
+        bytes_read = self.ends[batch[-1].file] + batch[-1].chunk.end
+        if time.monotonic() - self._last_log_time > _NEWS_SECONDS:
+            self._last_log_time = time.monotonic()
+            seconds = self._last_log_time - self._start_time
+            seconds_left = seconds * (self.ends[-1] - bytes_read) / max(bytes_read, 1)
+            left_text = f"{seconds_left:.0f} s" if seconds_left < 100 else f"{seconds_left / 60:.0f} min"
+            self._log(f"{self.progress_text(writer, bytes_read)}, about {left_text} left")
+
+    def progress_text(self, writer: _Writer, bytes_read: int) -> str:
+        """Say how many bytes of the sources are read, how many tokens they gave, and how fast."""
+        seconds = max(time.monotonic() - self._start_time, 1e-3)
+        return (
+            f"tokenized {bytes_text(bytes_read)} of {bytes_text(self.ends[-1])}: "
+            f"{plural(writer.tokens, 'token')}, {writer.tokens / seconds:,.0f} a second"
+        )
+
+
+def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
+    """Yield the chunks of all files in order, about BATCH_BYTES of rows at a time.
+
+    A chunk without rows only shows progress, so its batch is yielded at once.
+    """
+    batch = list[FileChunk]()
+    size = 0
+    for number, file in enumerate(recipe.files):
+        for chunk in file.read_chunks(recipe.settings.data.max_text_bytes):
+            batch.append(FileChunk(file.source, number, chunk))
+            size += len(chunk.data)
+            if len(chunk.data) > _LONG_BYTES:
+                log(
+                    f"tokenizing {len(chunk.data) / 1e6:,.0f} MB of {chunk.name} in one piece, which takes a while and "
+                    "memory: its rows are long"
+                )
+            if size >= BATCH_BYTES or not chunk.data:
+                yield batch
+                batch = []
+                size = 0
+    if batch:
+        yield batch
+
+
+def _check_unchanged(recipe: Recipe) -> None:
+    """Raise DataError if a source file has another size or time now than when its sum was taken."""
+    for file, source in zip(recipe.files, recipe.sources, strict=True):
+        stat = file.path.stat()
+        if (stat.st_size, stat.st_mtime_ns) != (source.bytes, source.modified_ns):
+            raise DataError(f"{file.name} of the corpus ({file.path}) changed while it was read; start again")
+
+
+def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
+    """Say why not one row of the sources gave a document: files that are not UTF-8, or rows that were all left out."""
+    path = " and ".join(f"{key} {path!r}" for key, path in recipe.settings.source_paths())
+    skipped = len(manifest.skipped)
+    left_out = manifest.left_out
+    rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
+    if skipped == len(recipe.files):
+        name = recipe.files[0].path.name
+        return (
+            f"{path} is not UTF-8 ({plural(skipped, 'file')}); iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > "
+            f"{shlex.quote(f'utf8-{name}')} converts a text, if it is Latin-1, and so for other encodings"
+        )
+    return (
+        f"{path} is empty: of {plural(len(recipe.files), 'file')} {skipped} {'is' if skipped == 1 else 'are'} "
+        f"not UTF-8, and the rest holds no text of {SHORTEST} tokens or more"
+        f"{rows if left_out.masked_rows or left_out.bad_rows else ''}; give text"
+    )

@@ -1,0 +1,293 @@
+"""Infers the turns of an assistant from the rendering of a conversation, for templates that do not mark them.
+
+Turns are located in the rendering of the whole conversation, as templates write a turn differently once others follow
+it. A span begins after the prompt that inference writes there, and ends after the token that ends the turn. Texts
+that the template leaves out are no targets. No span contains a text of another message.
+"""
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from longspan.corpus.rows.chats.marks import Render, locate_ends, locate_start
+from longspan.corpus.rows.chats.turn_tokens import TurnTokens
+from longspan.corpus.rows.message_texts import THOUGHTS, Field, texts_of_messages
+from longspan.corpus.rows.sample import Unseen
+from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
+from longspan.corpus.rows.values import RowError, short_repr
+
+_HEAD = 64  # characters that are compared first
+_MOST_WORK = 1 << 32  # characters that are compared in all
+_CONTEXT = 16  # characters at the end of a question by which its end is recognized
+
+
+class TurnSpans(NamedTuple):
+    """Spans (start, stop) of a rendering in characters, and counts of the assistant's texts that are not in it."""
+
+    spans: tuple[tuple[int, int], ...]
+    unseen: Unseen = Unseen()
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The texts of one message that are in the rendering, ordered by their ends there."""
+
+    message: int
+    fields: tuple[Field, ...]
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A rendering, the turns in it, and the places where texts end in it, with the messages of these texts."""
+
+    messages: Sequence[Message]
+    text: str
+    template: ChatTemplate
+    tools: Sequence[Any] | None
+    turns: tuple[_Turn, ...]
+    ends: tuple[tuple[int, int], ...]
+
+    def render(self, messages: Sequence[Message]) -> str:
+        return self.template.render(messages, self.tools).text
+
+    def turn_before(self, turn: _Turn) -> _Turn:
+        """The last earlier turn that the template also writes before this one; an empty turn without one."""
+        earlier = [t for t in self.turns if t.message < turn.message and t.ends[-1] <= turn.ends[0]]
+        return earlier[-1] if earlier else _Turn(-1, (), (0,))
+
+    def messages_in(self, start: int, stop: int) -> set[int]:
+        """Return the numbers of the messages of which a text ends behind `start` and not behind `stop`."""
+        # The number len(messages) is above every message's, so that all texts that end at a place count.
+        first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
+        return {message for _, message in self.ends[first:last]}
+
+    def messages_around(self, start: int, stop: int) -> range:
+        """Return the numbers from the last message with a text that ends up to `start` to the first with one
+        behind `stop`.
+        """
+        before, behind = (bisect_right(self.ends, (at, len(self.messages))) for at in (start, stop))
+        first = self.ends[before - 1][1] if before else 0
+        last = self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1
+        return range(first, last + 1)
+
+
+def find_assistant_spans(
+    messages: Sequence[Message],
+    text: str,
+    template: ChatTemplate,
+    tools: Sequence[Any] | None,
+    tokens: TurnTokens,
+    learnt: Collection[int],
+    first: int,
+) -> TurnSpans:
+    """Find the spans of the `learnt` messages of an assistant in the rendering `text`, and count what it lacks.
+
+    Of messages before number `first` nothing is counted that is not an assistant's. Raises RowError for a turn whose
+    begin or end cannot be told.
+    """
+    fields = texts_of_messages(messages)
+    conversation, ends = _locate_turns(fields, messages, text, template, tools)
+    unseen = _count_unrendered(conversation, fields, ends, learnt, first)
+    turns = [turn for turn in conversation.turns if turn.message in learnt]
+    return TurnSpans(tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens)), unseen)
+
+
+def marked_spans(
+    messages: Sequence[Message],
+    rendered: Rendered,
+    template: ChatTemplate,
+    tools: Sequence[Any] | None,
+    learnt: Collection[int],
+    first: int,
+) -> TurnSpans:
+    """Return the template's own marks of the `learnt` messages as spans, and count what the rendering lacks.
+
+    A mark without a text belongs to the assistant's messages between the texts next to it.
+    """
+    answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
+    all_learnt = answers == set(learnt)
+    fields = texts_of_messages(messages)  # then no mark is another message's
+    if all_learnt and all(field.added or str(field.value).strip() in rendered.text for field in fields):
+        conversation = _Conversation(messages, rendered.text, template, tools, (), ())
+        return TurnSpans(
+            rendered.marks, _count_unrendered(conversation, fields, [(0,)] * len(fields), learnt, first)
+        )
+    try:
+        conversation, ends = _locate_turns(fields, messages, rendered.text, template, tools)
+    except RowError:
+        if all_learnt:  # the marks are all that is needed
+            return TurnSpans(rendered.marks)
+        raise
+    unseen = _count_unrendered(conversation, fields, ends, learnt, first)
+    if all_learnt:
+        return TurnSpans(rendered.marks, unseen)
+    spans = list[tuple[int, int]]()
+    for start, stop in rendered.marks:
+        owners = conversation.messages_in(start, stop)
+        owners = owners or answers.intersection(conversation.messages_around(start, stop))
+        if owners.issubset(learnt):  # also a mark that is no message's
+            spans.append((start, stop))
+        elif not owners.isdisjoint(learnt):
+            names = ", ".join(f"messages[{i}]" for i in sorted(owners))
+            raise RowError(
+                f"its chat template marks {names} as one with {{% generation %}}, and not all of them are to be "
+                "learnt; mark each of them for itself"
+            )
+    return TurnSpans(tuple(spans), unseen)
+
+
+def _count_unrendered(
+    conversation: _Conversation,
+    fields: Sequence[Field],
+    ends: Sequence[tuple[int, ...]],
+    learnt: Collection[int],
+    first: int,
+) -> Unseen:
+    """Count what a rendering lacks; `ends` has the places of each of the `fields` in it.
+
+    These are thoughts of learnt messages (left out whole, or cut off an answer) and their other texts; learnt messages
+    without a text; and from message number `first` on the messages of all other roles, and tools that it does not name.
+    """
+    messages = conversation.messages
+    turns = [turn for turn in conversation.turns if turn.message in learnt]
+    absent = [field for field, places in zip(fields, ends, strict=True) if not places and not field.blank]
+    lacking = [field for field in absent if field.message in learnt]
+    thoughts = sum(field.path[0] in THOUGHTS for field in lacking)
+    cut_thoughts = sum(bool(_shortened_thought(conversation, turn)) for turn in turns)
+    blank = len(set(learnt) - {field.message for field in fields})
+    roles = {field.message: messages[field.message]["role"] for field in absent if field.message >= first}
+    others = [f"{role} message" for role in roles.values() if role != "assistant"]
+    names = [str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()]
+    if names and not first and not any(name in conversation.text for name in names):
+        others.append("tool list")
+    return Unseen(thoughts + cut_thoughts, len(lacking) - thoughts, blank, tuple(others))
+
+
+def _shortened_thought(conversation: _Conversation, turn: _Turn) -> str:
+    """Return the thought inside an answer ("<think>…</think>") that the template cuts off; "" if it writes it, or there
+    is none.
+    """
+    contents = [field.value for field in turn.fields if field.path[0] == "content" and "</think>" in field.value]
+    before, _, answer = contents[0].strip().partition("</think>") if contents else ("", "", "")
+    thought = before.rpartition("<think>")[-1].strip()
+    written = conversation.text[conversation.turn_before(turn).ends[-1] : turn.ends[-1]]
+    return "" if thought in written.removesuffix(answer.strip()) else thought
+
+
+def _locate_turns(
+    fields: Sequence[Field],
+    messages: Sequence[Message],
+    text: str,
+    template: ChatTemplate,
+    tools: Sequence[Any] | None,
+) -> tuple[_Conversation, list[tuple[int, ...]]]:
+    """Locate the turns of a rendering; also return where each field's text ends, which may be several places."""
+    render: Render = lambda changed: template.render(changed, tools).text  # noqa: E731
+    ends = locate_ends(fields, messages, text, render)
+    turns = list[_Turn]()
+    for message in range(len(messages)):  # of a text that is rendered several times the last end counts
+        pairs = [(at[-1], field) for field, at in zip(fields, ends, strict=True) if field.message == message and at]
+        pairs.sort(key=lambda pair: pair[0])
+        if pairs:
+            turns.append(_Turn(message, tuple(field for _, field in pairs), tuple(end for end, _ in pairs)))
+    places = sorted(
+        (end, field.message) for field, field_ends in zip(fields, ends, strict=True) for end in field_ends
+    )
+    return _Conversation(messages, text, template, tools, tuple(turns), tuple(places)), ends
+
+
+def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
+    """Yield the span of a turn, or several where tokens inside the turn end generation. Raises RowError if it
+    has none.
+    """
+    name = f"messages[{turn.message}]"
+    start = _find_answer_start(conversation, turn, tokens)
+    later = (t.ends[0] for t in conversation.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1])
+    end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], next(later, len(conversation.text)), name)
+    if start is None:
+        thought = _shortened_thought(conversation, turn)
+        hint = (
+            f"the template leaves out its thought {short_repr(thought)}: give the answer alone, or "
+            if thought
+            else ""
+        )
+        raise RowError(
+            f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
+            f"word is in the text; {hint}mark it in the template with {{% generation %}}"
+        )
+    if intruders := conversation.messages_in(start, end) - {turn.message}:
+        raise RowError(
+            f"its chat template writes messages[{min(intruders)}] into {name}, so that it would be learnt as what the "
+            "assistant says; give its texts and its calls as messages of their own"
+        )
+    for token in tokens.any_token.finditer(conversation.text, start, end):
+        if token.group() in tokens.ends and token.end() < end:
+            yield start, token.end()
+            if (start := _skip_prompt(conversation.text, token.end(), tokens)) is None:
+                raise RowError(
+                    f"its chat template writes {name} as two turns; give its texts as messages of their own"
+                )
+    yield start, end
+
+
+def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
+    """Return the end of the answer's prompt that begins at `at`, or behind the blanks there; None without a prompt."""
+    while text[at : at + 1].isspace():
+        at += 1
+    return next((at + len(prompt) for prompt in tokens.prompts if text.startswith(prompt, at)), None)
+
+
+def _find_answer_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
+    """Find where an answer begins: behind its prompt, else behind its question, else at its first word; None:
+    nowhere.
+    """
+    text = conversation.text
+    turn_before = conversation.turn_before(turn)
+    first_field = turn.fields[0]
+    first_text = first_field.value.strip() if isinstance(first_field.value, str) else ""
+    begin = turn.ends[0] - len(first_text) if text[: turn.ends[0]].endswith(first_text) else turn.ends[0]
+    for prompt in tokens.prompts:
+        if (at := text.rfind(prompt, turn_before.ends[-1], begin)) >= 0:
+            return at + len(prompt)
+    if (start := _find_start_after_question(conversation, turn, turn_before)) is not None:
+        return start
+    is_call = first_field.path[0] == "tool_calls"  # the text of a call does not begin with its arguments
+    return None if is_call else locate_start(first_field, conversation.messages, text, conversation.render)
+
+
+def _find_start_after_question(conversation: _Conversation, turn: _Turn, turn_before: _Turn) -> int | None:
+    """Find where an answer begins: after its question, and what the template writes between the two.
+
+    The end of the prompt for the answer is looked for from the last words of the question on. None if the prompt is
+    refused, or has nothing in common with what is behind these words.
+    """
+    try:
+        prompt = conversation.template.render(
+            conversation.messages[: turn.message], conversation.tools, prompt=True
+        )
+    except RowError:  # a conversation that begins with the assistant
+        return None
+    text = conversation.text
+    end = turn_before.ends[-1]
+    last_words = str(turn_before.fields[-1].value).rstrip()[-_CONTEXT:] if turn_before.fields else ""
+    begin = end - len(last_words) if last_words and text[:end].endswith(last_words) else end
+    length = longest_overlap(prompt.text, text[begin : turn.ends[0]])
+    return begin + length if length > end - begin else None
+
+
+def longest_overlap(text: str, other: str) -> int:
+    """Return how many characters, at most, both end `text` and begin `other`; both may be long.
+
+    After _MOST_WORK characters were compared in vain, only overlaps of up to _HEAD characters are looked for.
+    """
+    head = other[:_HEAD]
+    work = _MOST_WORK
+    at = text.find(head, max(0, len(text) - len(other))) if len(other) >= _HEAD else -1
+    while at >= 0 and work > 0:  # only texts that repeat themselves have many places
+        if other.startswith(text[at:]):
+            return len(text) - at
+        work -= len(text) - at
+        at = text.find(head, at + 1)
+    return next((n for n in range(min(_HEAD, len(text), len(other)), 0, -1) if text.endswith(other[:n])), 0)

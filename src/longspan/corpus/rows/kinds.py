@@ -1,0 +1,243 @@
+"""Kinds of rows: which keys each has, and checks that a row is of one kind without keys that nothing reads."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from longspan.corpus.rows.sample import Row
+from longspan.corpus.rows.values import RowError, has_value, strings_with_places
+from longspan.data.manifest import PAIRS
+from longspan.errors import DataError
+
+Kind = Literal[
+    "text", "messages", "prompt+completion", "input_ids", "conversations", "instruction+output", "chosen+rejected"
+]
+CHATS: tuple[Kind, ...] = ("messages", "conversations", "instruction+output")  # the last two are read as messages
+KEYS: dict[Kind, tuple[str, ...]] = {
+    "text": ("text",),
+    "messages": ("messages",),
+    "prompt+completion": ("prompt", "completion"),
+    "input_ids": ("input_ids",),
+    "conversations": ("conversations",),
+    "instruction+output": ("instruction", "output"),
+    PAIRS: ("chosen", "rejected"),
+}
+# Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
+MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
+_BESIDE: dict[Kind, tuple[str, ...]] = {
+    "instruction+output": ("input",),
+    "input_ids": ("attention_mask", "seq_lengths", "position_ids"),
+    PAIRS: ("prompt", "margin"),
+}
+MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}  # beside those of any kind
+COLUMNS = (  # that are read, with any row
+    *(key for keys in KEYS.values() for key in keys),
+    *("input", "label", "margin", "labels", *MASKS, "attention_mask", "tools", "chat_template_kwargs"),
+    *(key for keys in MEDIA_KEYS.values() for key in keys),
+)
+KIND_TEXTS: dict[str, str] = {
+    "text": "text",
+    "messages": "messages (chat)",
+    "prompt+completion": "prompt and completion",
+    "input_ids": "input_ids (tokens)",
+    "conversations": "conversations (chat, as ShareGPT has it)",
+    "instruction+output": "instruction and output (chat, as Alpaca has it)",
+    PAIRS: "chosen and rejected (pairs)",
+}
+_OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift replaces by the words and boxes of `objects`
+_HINTS = {
+    "chosen": "; the other answer of a pair is called rejected",
+    "rejected": "; the other answer of a pair is called chosen",
+    "instruction": "; its answer is called output",
+}
+_KEYS_TEXT = "text, messages, prompt and completion, input_ids, conversations, instruction and output, "
+_KEYS_TEXT += "or chosen and rejected"
+_COLUMNS = '; data.rename_columns gives columns other names, as ["prompt=question", "completion=answer"]'
+# Keys of a row that may hold tools, and what the JSON of their schemas has, perhaps inside of strings.
+_OF_TOOLS = re.compile(r"(?i).*(tool|func|plugin).*|(.*_)?apis?(_.*)?")
+_SCHEMA = re.compile(r'\\*"(name|function|description|parameters|input_?schema)\\*"\s*:', re.IGNORECASE)
+# rows of text, of input_ids, and any others; a message of a chat
+Place = Literal["text", "tokens", "chat", "message"]
+
+
+class _RefusedKeys(NamedTuple):
+    """Keys (a pattern) by which other trainers act, where they would stand, and why nothing is done here."""
+
+    places: tuple[Place, ...]
+    keys: str
+    why: str
+
+
+# The only table of such keys. Beside text only masks are refused: all of a text is learnt, and a label or a weight may
+# be a column for something else.
+_REFUSED_KEYS = (
+    _RefusedKeys(
+        ("text", "tokens", "chat"), r".*masks?", f"masks are read beside input_ids alone, as {', '.join(MASKS)}"
+    ),
+    _RefusedKeys(
+        ("tokens", "chat"),
+        r"labels?|kto_tag",
+        "a label of a document, label, is learnt by a model that scores (model.num_labels) and stands in no pair, and "
+        "labels of tokens stand beside input_ids of a language model, as labels",
+    ),
+    _RefusedKeys(
+        ("tokens", "chat"),
+        r"(chosen|rejected)(_.*)?",
+        "pairs are rows with chosen and rejected alone, perhaps with prompt",
+    ),
+    _RefusedKeys(
+        ("tokens", "chat"),
+        r"(loss_|sample_)?weights?|loss_scale",
+        "rows have no weights; give a source a weight (data.sources)",
+    ),
+    _RefusedKeys(
+        ("chat",), r"system(_prompt|_message)?|history", "write it as the first messages, or into the prompt"
+    ),
+    _RefusedKeys(
+        ("chat",), r"functions?|function_calls?|tool", "give schemas as tools, and calls as tool_calls of a message"
+    ),
+    _RefusedKeys(
+        ("chat",),
+        r"enable_thinking|thinking(_.*)?|reasoning_(effort|budget|mode)|documents|chat_template|response_format",
+        "the template of the tokenizer's folder writes conversations, and what it takes stands in chat_template_kwargs",
+    ),
+    _RefusedKeys(
+        ("message",),
+        r".*masks?|masked|train(ing)?_detail|loss_.*|.*_weight|eo[tm]",
+        "say with weight 0 that the whole message is no target, or give input_ids with labels",
+    ),
+    _RefusedKeys(("message",), r"function_call", 'give it as tool_calls: [{"function": …}]'),
+    _RefusedKeys(
+        ("message",), r"reasoning_details|thoughts?|thinking_blocks", "give a thought as reasoning_content"
+    ),
+)
+
+
+def common_kind(rows: Sequence[Row]) -> Kind:
+    """Return the kind that all of these rows have. Raises DataError for rows of several kinds, and as
+    `row_kind` does.
+    """
+    kind = row_kind(rows[0])
+    first = rows[0]
+    for row in rows[1:]:
+        if (other := row_kind(row)) != kind:
+            raise DataError(
+                f"{row.where} holds {KIND_TEXTS[other]}, and {first.where} holds {KIND_TEXTS[kind]}; rows of one "
+                "source must be of one kind: give each kind a source of its own"
+            )
+    return kind
+
+
+def row_kind(row: Row) -> Kind:
+    """Return the kind of a row by its keys. Raises DataError for one of no kind, or of several."""
+    kinds = _kinds_in(row.values)
+    if len(kinds) > 1:
+        raise DataError(f"{row.where} {_several_kinds_text(kinds)}")
+    if not kinds:
+        hint = next((hint for key, hint in _HINTS.items() if key in row.values), _COLUMNS)
+        raise DataError(f"{row.where}: needs {_KEYS_TEXT}; found keys {sorted(row.values)}{hint}")
+    return kinds[0]
+
+
+def check_objects(values: Mapping[str, Any]) -> None:
+    """Raise RowError for texts that name words or boxes (ms-swift's `objects`), which are not inserted."""
+    keys = ("messages", "prompt", "completion") if values.get("objects") else ()
+    named_texts = (named_text for key in keys for named_text in strings_with_places(values.get(key), key))
+    for path, text in named_texts:
+        if name := next((name for name in _OF_OBJECTS if name in text), None):
+            raise RowError(
+                f'{path} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
+                "into the text as the model takes them"
+            )
+
+
+def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -> None:
+    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
+    if len(kinds := _kinds_in(values)) > 1:
+        raise RowError(_several_kinds_text(kinds))
+    chat = is_chat(values, kind)
+    readable = readable_keys(kind, scored, chat, media=True)
+    places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
+    for key, why in refused_keys(values, places.get(kind, "chat")):
+        if key not in readable:
+            raise RowError(f'"{key}" stands beside {KIND_TEXTS[kind]}, and is not read: {why}; leave the key out')
+    for key in values if chat and not values.get("tools") else ():
+        if (
+            key not in readable
+            and _OF_TOOLS.fullmatch(key)
+            and _SCHEMA.search(json.dumps(values[key], default=str))
+        ):
+            raise RowError(
+                f'"{key}" stands beside {KIND_TEXTS[kind]}, and holds tools, which are read as tools: '
+                f'data.rename_columns = ["tools={key}"] renames it, and ["{key}="] leaves it out'
+            )
+
+
+@cache
+def readable_keys(kind: Kind, scored: bool, chat: bool, media: bool) -> frozenset[str]:
+    """Return the keys that are read of a row of a kind.
+
+    `scored`: its label too, `chat`: what a conversation has beside messages, `media`: images and videos.
+    """
+    keys = [*KEYS[kind], *_BESIDE.get(kind, ())]
+    keys += ["tools", "chat_template_kwargs"] if chat else []
+    keys += ["labels", *MASKS] if kind == "input_ids" and not scored else []
+    keys += ["label"] if scored and kind != PAIRS else []
+    return frozenset(keys + [key for names in MEDIA_KEYS.values() for key in names] * media)
+
+
+def is_chat(values: Mapping[str, Any], kind: Kind) -> bool:
+    """Return whether a row is a conversation; prompts with completions and pairs are where one of their texts is a
+    list.
+    """
+    of_strings = kind in ("prompt+completion", PAIRS)  # or of messages
+    return kind in CHATS or (
+        of_strings and any(isinstance(values.get(key), list) for key in ("prompt", *KEYS[kind]))
+    )
+
+
+def refused_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a row or message that are refused in such a place, with why; not one without a value, as []."""
+    rules = [rule for rule in _REFUSED_KEYS if place in rule.places]
+    for key, value in values.items():
+        if has_value(value):
+            yield from ((key, rule.why) for rule in rules if re.fullmatch(rule.keys, key))
+
+
+def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
+    """List the kinds of which a row has every key, with a value."""
+    return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
+
+
+def _several_kinds_text(kinds: Sequence[Kind]) -> str:
+    """Say that a row is of these kinds, and what to do."""
+    kind_texts = " and also ".join(KIND_TEXTS[kind] for kind in kinds)
+    return f"holds {kind_texts}; a row is of one kind: leave the others out, as data.rename_columns does"
+
+
+def has_media_keys(values: Mapping[str, Any]) -> bool:
+    """Return whether a row has a key of images, videos or audio, with or without a value."""
+    return any(key in values for keys in MEDIA_KEYS.values() for key in keys)
+
+
+def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
+    """Return the first of "images", "videos" and "audios" of which a row has a value, under this key or its singular.
+
+    None if there is no such value. With `lists` only values that are lists count.
+    """
+    entries = ((keys[0], values.get(key)) for keys in MEDIA_KEYS.values() for key in keys)
+    return next((list_key for list_key, value in entries if value and (isinstance(value, list) or not lists)), None)
+
+
+def rename_columns(row: Row, columns: Sequence[str]) -> Row:
+    """Give columns of a row the names that are read here, by entries OURS=THEIRS; with OURS= the column is left out."""
+    if not columns:
+        return row
+    pairs = [(ours, theirs) for ours, _, theirs in (column.partition("=") for column in columns)]
+    gone = {name for pair in pairs for name in pair}
+    values = {key: value for key, value in row.values.items() if key not in gone}
+    return row._replace(
+        values=values | {ours: row.values[theirs] for ours, theirs in pairs if theirs in row.values}
+    )

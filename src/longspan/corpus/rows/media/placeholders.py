@@ -1,0 +1,233 @@
+"""Puts the placeholders of a row's images and videos into its text, and finds their places among its token ids."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.corpus.images.image_file import ImageFile, VideoFile
+from longspan.corpus.images.processor import Grid, Processor, load_processor
+from longspan.corpus.images.stock_processor import processor_digest
+from longspan.corpus.images.video_processor import VideoProcessor
+from longspan.corpus.rows.media.row_media import (
+    PARTS,
+    RowMedia,
+    check_media_counts,
+    kinds_named,
+    media_name_pattern,
+)
+from longspan.corpus.rows.sample import Sample
+from longspan.corpus.rows.template import ChatTemplate
+from longspan.corpus.rows.values import RowError, check_strings, require_string
+from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
+from longspan.data.document import NO_TARGET
+from longspan.data.image_table import SampleImage, join_paths, join_stamps
+from longspan.errors import DataError, plural
+
+# Part of the digest of placeholders: it changes with the rules by which texts name images.
+_RULES = "images are named by parts, else by texts of rows with a key for them"
+_WORDS = ("Zq0before", "Zq1behind")
+
+
+class Shown(NamedTuple):
+    """An image or a video in a text: its name for messages, its file or frames, and what the processor makes of it.
+
+    `text` is what the processor writes for it, `grid` the grid of its patches (None: it is not cut into a grid).
+    """
+
+    name: str
+    file: ImageFile | VideoFile
+    text: str
+    grid: Grid | None
+
+
+class Expanded(NamedTuple):
+    """A text with placeholders for its media, these in their order, and spans (start, stop) of characters."""
+
+    text: str
+    shown: tuple[Shown, ...]
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """Makes placeholders of the images of rows, with the processor in the tokenizer's folder and its chat template.
+
+    Every method raises RowError if something is wrong with a row.
+    """
+
+    tokenizer: TextTokenizer
+    template: ChatTemplate | None
+
+    @property
+    def processor(self) -> Processor:
+        """The processor of the tokenizer's folder, loaded once a process."""
+        assert self.tokenizer.folder is not None
+        return load_processor(self.tokenizer.folder.absolute())
+
+    @property
+    def digest(self) -> tuple[str, ...]:
+        """What decides placeholders: the rules of names, the settings of the processor, and the template."""
+        assert self.tokenizer.folder is not None
+        return _RULES, processor_digest(self.tokenizer.folder), *([self.template.plain] if self.template else ())
+
+    @cached_property
+    def marks(self) -> dict[str, str]:
+        """What is written into a text in place of `<image>` and of `<video>`, by kind, before it is expanded."""
+        return {
+            kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(videos=True).items()
+        }
+
+    def _template_mark(self, kind: str, token: str) -> str:
+        """Return what the chat template writes for a part of this kind: all that stands between words around the part.
+
+        The processor's `token` alone if there is no template, or if the template does not write the token exactly once.
+        """
+        if self.template is None:
+            return token
+        part_before, part_after = ({"type": "text", "text": word} for word in _WORDS)
+        try:
+            content = [part_before, PARTS[kind], part_after]
+            text = self.template.render([{"role": "user", "content": content}], None).text
+        except RowError:
+            return token
+        between = text.split(_WORDS[0])[-1].split(_WORDS[1])[0]
+        return between if between.count(token) == 1 else token
+
+    def _processor_tokens(self, *, videos: bool) -> dict[str, str]:
+        """Return the processor's texts of an image and, with `videos`, of a video, by kind; no video where it
+        has none.
+        """
+        tokens = {"image": self.processor.token}
+        if videos:
+            with suppress(DataError):
+                tokens["video"] = self.processor.videos.token
+        return tokens
+
+    def expand_placeholders(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
+        """Replace placeholders in a text, one for each file in order, by what the processor writes for these.
+
+        `spans` of the text, in characters, move by as many as the placeholders before them grow.
+        """
+        tokens = self._processor_tokens(videos=bool(media.videos))
+        if media.videos:
+            _ = self._videos  # raises RowError if videos cannot be processed
+        pattern = re.compile("|".join(re.escape(token) for token in tokens.values()))
+        placeholders = pattern.findall(text)
+        pieces = pattern.split(text)
+        kinds = [kind for token in placeholders for kind in tokens if tokens[kind] == token]
+        for kind, files in (("image", media.images), ("video", media.videos)):
+            if kinds.count(kind) != len(files):
+                raise RowError(
+                    f"its chat template writes {plural(kinds.count(kind), 'placeholder')} {tokens[kind]} for "
+                    f"{plural(len(files), kind)}; mend the template of {self.tokenizer.folder}"
+                )
+        files = {"image": enumerate(media.images), "video": enumerate(media.videos)}
+        shown = tuple(self._process_size(kind, next(files[kind]), len(media.images)) for kind in kinds)
+        sizes = [len(token) for token in placeholders]
+        # Where each placeholder begins in the text, and by how much those before it have grown.
+        starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum(sizes) - sizes
+        grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(shown, sizes, strict=True))])
+        moved_spans = tuple(
+            (int(start + grown_before[(starts < start).sum()]), int(stop + grown_before[(starts < stop).sum()]))
+            for start, stop in spans
+        )
+        shown_texts = (*(medium.text for medium in shown), "")  # no placeholder follows the last piece
+        expanded_text = "".join(piece + shown_text for piece, shown_text in zip(pieces, shown_texts, strict=True))
+        return Expanded(expanded_text, shown, moved_spans)
+
+    def add_images(self, sample: Sample, expanded: Expanded) -> Sample:
+        """Return a sample of an expanded text with its images; placeholders are no targets."""
+        placed = list[SampleImage]()
+        labels = sample.ids if sample.labels is None else sample.labels
+        for kind in ("image", "video"):
+            shown = [medium for medium in expanded.shown if isinstance(medium.file, VideoFile) == (kind == "video")]
+            if kind == "image" or shown:  # a folder may lack a processor of videos, which only videos need
+                placeholder = self.processor.placeholder if kind == "image" else self._videos.placeholder
+                placed += self._place_images(sample.ids, kind, placeholder, shown)
+                labels = np.where(sample.ids == placeholder, NO_TARGET, labels)
+        return sample._replace(labels=labels, images=tuple(sorted(placed)))
+
+    def text_sample(self, values: Mapping[str, Any], media: RowMedia) -> Sample:
+        """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
+        text = require_string(values.get("text"), "text")
+        pattern = media_name_pattern(values)
+        special = pattern_of_any(self.tokenizer.special_names)
+        check_media_counts(kinds_named(text, pattern), media, "its text")
+        if media.videos:
+            _ = self._videos  # raises RowError if videos cannot be processed
+        # What stands between names of media is tokenized with the placeholders, so it must name no special token.
+        for i, piece in enumerate(pattern.split(text)):
+            check_strings(piece, f"its text (piece {i + 1})", special)
+        expanded = self.expand_placeholders(
+            pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media
+        )
+        ids = self.tokenizer.set_parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
+        return self.add_images(Sample(self.tokenizer.surround(ids)), expanded)
+
+    @property
+    def _videos(self) -> VideoProcessor:
+        """The processor of videos. Raises RowError if the folder has none that is supported."""
+        try:
+            return self.processor.videos
+        except DataError as error:
+            raise RowError(str(error)) from error
+
+    def _place_images(
+        self, ids: npt.NDArray[np.int64], kind: str, placeholder: int, shown: Sequence[Shown]
+    ) -> Iterator[SampleImage]:
+        """Yield images, or groups of frames, with the places of their placeholders in a text's ids (n,)."""
+        places = np.flatnonzero(ids == placeholder)
+        engine = self.tokenizer.set_parsing(True).engine
+        counts = [engine.encode(m.text, add_special_tokens=False).ids.count(placeholder) for m in shown]
+        if len(places) != sum(counts) or not all(counts):
+            raise RowError(
+                f"{plural(len(places), 'placeholder')} (token id {placeholder}) for "
+                f"{plural(len(shown), kind)} of {sum(counts)} rows ({counts[:8]}); the processor and the "
+                f"tokenizer of {self.tokenizer.folder} must agree, and its texts hold none of their own"
+            )
+        parts = np.split(places, np.cumsum(counts)[:-1]) if counts else []
+        for number, (medium_places, medium) in enumerate(zip(parts, shown, strict=True)):
+            if isinstance(medium.file, VideoFile):
+                yield from self._frame_groups(number, medium_places, medium.file, medium.grid or (0, 0, 0))
+            else:
+                at = int(medium_places[0]), int(medium_places[-1]) + 1, len(medium_places)
+                stamp = medium.file.stamp()
+                grid = medium.grid or (0, 0, 0)
+                yield SampleImage(*at, grid, number, medium.file.path, *stamp, among=len(shown))
+
+    def _frame_groups(
+        self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
+    ) -> Iterator[SampleImage]:
+        """Yield a video's groups of frames; each has an equal share of its placeholders, at these places (n,)."""
+        size = self._videos.frames_per_group
+        groups, height, width = grid  # of patches
+        if len(places) % groups:
+            raise RowError(
+                f"videos[{number}] has {plural(len(places), 'placeholder')} for {groups} groups of frames; the "
+                f"processor of {self.tokenizer.folder} must write as many for each"
+            )
+        for group, group_places in enumerate(np.split(places, groups)):
+            frames = video.frames[group * size : (group + 1) * size]
+            at = int(group_places[0]), int(group_places[-1]) + 1, len(group_places), (1, height, width), number
+            path = join_paths([frame.path for frame in frames])
+            stamp = join_stamps(frame.stamp() for frame in frames)
+            yield SampleImage(*at, path, *stamp, frame=group * size, seconds=video.interval * size)
+
+    def _process_size(self, kind: str, numbered_file: tuple[int, ImageFile | VideoFile], images: int) -> Shown:
+        """Ask the processor what it writes for a file; `images` is how many the row has."""
+        number, file = numbered_file
+        name = f"{kind}s[{number}]"
+        try:
+            if isinstance(file, VideoFile):
+                grid = self._videos.patch_grid(len(file.frames), file.size())
+                return Shown(name, file, self._videos.video_text(grid, file.times), grid)
+            size = file.size()
+            return Shown(name, file, self.processor.image_text(size, images), self.processor.patch_grid(size))
+        except DataError as error:
+            raise RowError(f"{name}: {error}") from error

@@ -1,0 +1,292 @@
+"""The corpus of a run: its source files, whether it changed, and the folder of its documents. One rank calls this.
+
+Documents are built in `build_documents.py`, once for all runs with the same files and settings.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, fields, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from longspan.comm import World
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
+from longspan.config.local_folders import absolute_path
+from longspan.config.renamed import upgraded_tables
+from longspan.config.sections import DataConfig, RunConfig
+from longspan.corpus.build_documents import build_documents
+from longspan.corpus.cache import Cache, cache_error, cache_folder
+from longspan.corpus.for_model import fit_to_model
+from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
+from longspan.corpus.recipe import CorpusSettings, Recipe, make_recipe
+from longspan.corpus.sources.file_sums import FileSums, file_differences
+from longspan.corpus.sources.first_rows import texts_for_tokenizer
+from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
+from longspan.data.corpus_documents import Corpus
+from longspan.data.image_table import ImageTable
+from longspan.data.manifest import FILE, Record, read_record
+from longspan.errors import DataError
+from longspan.files import name_file_in_errors, write_atomically
+from longspan.model import PRESETS
+from longspan.model.weights.tokenizer_files import tokenizer_folder
+from longspan.plain_text import LogLine
+
+
+def open_or_build_corpus(
+    settings: CorpusSettings, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
+) -> Corpus:
+    """Return the corpus of a run; documents that are not in the cache are built, and without a `tokenizer` one is
+    trained.
+
+    Raises DataError for sources that are missing, empty or unreadable and, if the run is `resumed`, for sources or
+    settings that changed since it began: the order of its documents would be another one.
+    """
+    corpus = _CorpusOfRun(settings, run_dir, log).open_or_build(tokenizer, resumed=resumed)
+    for line in left_out_lines(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
+        log(line)
+    return corpus
+
+
+class _CorpusOfRun:
+    """The recorded corpus of a run, compared with its settings and files now."""
+
+    def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
+        """Find the source files, and take and save their sums; a file is not read again if the record or the cache has
+        its path, size and time.
+        """
+        self._settings = settings
+        self._run_dir = run_dir
+        self._log = log
+        self._folder = run_dir / settings.folder
+        self._old_record = read_record(self._folder)
+        self._files = settings.find_source_files(run_dir)
+        folder = cache_folder()
+        try:
+            self._cache = Cache(folder)
+        except OSError as error:
+            log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
+            self._cache = Cache((run_dir / "cache").absolute())
+        old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
+        # one file of sums for all sources together
+        all_paths = Path(" ".join(path for _, path in settings.source_paths())).absolute()
+        name = hashlib.sha256(str(all_paths).encode()).hexdigest()[:32]
+        sums = FileSums(self._cache.folder / "files" / f"{name}.jsonl", old_sources or ())
+        self._sources = sums.sums_of_files(self._files, log)
+        sums.save_sums(self._sources)
+
+    def open_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
+        """Return the corpus, built again if it changed; that of a resumed run must not change.
+
+        Nothing is built if settings, files and key (which covers the tokenizer) are as recorded and no file is damaged.
+        A resumed run whose documents are lost or damaged builds them again under the same key, so that rows become the
+        same tokens.
+        """
+        if resumed and self._old_record is None:
+            raise DataError(
+                f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"
+            )
+        recorded = self._old_record
+        changes = list[str]()
+        if recorded is not None:
+            changes = self._compare_settings(recorded, tokenizer) + self._compare_files(recorded)
+        if resumed and changes:
+            raise DataError(_changes_text(self._run_dir, changes))
+        if changes:
+            self._log(f"the corpus changed ({changes[0]}): building it again")
+        if tokenizer is None:
+            tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
+        recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
+        if recorded is not None and recorded.key == recipe.key and not changes:
+            if _documents_are_whole(self._folder / recorded.documents):
+                return Corpus(self._folder)
+        elif resumed:
+            raise DataError(_changes_text(self._run_dir, ["its rows become other tokens than they did"]))
+        return self._build_corpus(recipe, tokenizer)
+
+    def _compare_settings(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
+        """Describe settings and tokenizer that are other ones than recorded, one phrase each; `tokenizer` None:
+        trained.
+
+        A key that the record lacks, as of another version, counts with its default.
+
+        """
+        values = self._settings.deciding_values()
+        changes = list[str]()
+        defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
+        old_values = upgraded_tables({"data": recorded.asked}).get("data", {})
+        for key in old_values.keys() | values.keys():
+            old_value = absolute_path(old_values.get(key, defaults.get(key)))
+            new_value = values.get(key)
+            if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
+                prefix = self._settings.prefix if key in ("path", "split", "max_document_tokens") else "data."
+                prefix = {"num_labels": "model.", "preference": "train.loss: "}.get(key, prefix)
+                changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
+        if tokenizer is not None and tokenizer.digest != recorded.tokenizer_digest:
+            changes.append("the tokenizer is another one")
+        elif tokenizer is not None and recorded.around != _surrounding_tokens(tokenizer):
+            changes.append(
+                f"a text stood in {' '.join(recorded.around)} and stands in {' '.join(_surrounding_tokens(tokenizer))}"
+            )
+        # A tokenizer that is trained on few texts may have fewer entries than data.vocab_size, but not more.
+        if tokenizer is None and (size := self._settings.data.vocab_size) < recorded.tokenizer_size:
+            changes.append(f"data.vocab_size is {size}, the tokenizer has {recorded.tokenizer_size} entries")
+        return sorted(changes)
+
+    def _compare_files(self, recorded: Record) -> list[str]:
+        """Describe source files, or else images, that are other ones than recorded, one phrase each.
+
+        Of images there are three at most, as messages name no more. Lost documents are built again, images too.
+        """
+        old_sources = recorded.sources(self._folder)
+        documents = self._folder / recorded.documents
+        changes = [] if old_sources is None else file_differences(old_sources, self._sources)
+        images = ImageTable.open_in_folder(documents) if documents.is_dir() and not changes else None
+        return changes if images is None else list(islice(images.describe_changes(), 3))
+
+    def _load_or_train_tokenizer(self, *, changed: bool) -> TextTokenizer:
+        """Return the tokenizer in the run's folder; train one on the source files, and write it there, if there is none
+        or the corpus `changed`.
+        """
+        if self._old_record is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
+            return load_tokenizer(self._run_dir)
+        data = self._settings.data
+        paths = ", ".join(path for _, path in self._settings.source_paths())
+        self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
+        trained = train_tokenizer(texts_for_tokenizer(self._files, data.max_text_bytes), data.vocab_size)
+        # Read again as later starts read it: beside the model's config.json, by whose class it may split otherwise.
+        trained.save_pretrained(self._run_dir)
+        return replace(load_tokenizer(self._run_dir), folder=None)
+
+    def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
+        """Build the recipe's documents, unless the cache has them, and record them in the run's folder.
+
+        The tokenizer's files are written there too.
+        """
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
+        tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
+        if tokenizer.folder is not None:  # one that was trained here has been read from here
+            _check_saved_tokenizer(tokenizer, self._run_dir)
+        for line in row_lines(recipe):
+            self._log(line)
+        build = partial(build_documents, recipe, log=self._log)
+        try:
+            documents, built = self._cache.open_or_build_documents(
+                recipe.key, _documents_are_whole, build, self._log
+            )
+        except OSError as error:
+            raise cache_error(self._cache.folder, error) from error
+        self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (XDG_CACHE_HOME)")
+        record = Record(
+            documents=str(documents),
+            key=recipe.key,
+            asked=self._settings.deciding_values(),
+            tokenizer_digest=tokenizer.digest,
+            tokenizer_size=tokenizer.size,
+            around=_surrounding_tokens(tokenizer),
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._folder / FILE, json.dumps(asdict(record), indent=1))
+        return Corpus(self._folder)
+
+
+def _documents_are_whole(folder: Path) -> bool:
+    """Return whether a folder of documents opens, and every file of an image is as it was when they were built."""
+    try:
+        Corpus(folder)
+        if (images := ImageTable.open_in_folder(folder)) is not None:
+            return next(images.describe_changes(), None) is None
+    except (DataError, OSError, KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
+    """Raise DataError if the tokenizer gives other ids once it is read from the run's folder, as its models have it:
+    transformers chooses a tokenizer's class by the config.json beside it too.
+    """
+    saved = load_tokenizer(run_dir)
+    if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):
+        raise DataError(
+            f"tokenizer {tokenizer.folder} gives other ids beside the config.json of the run's model: "
+            f"transformers reads it there with the class {saved.kind}, and in its own folder with {tokenizer.kind}; "
+            "name a tokenizer of the model's kind with data.tokenizer"
+        )
+
+
+def _surrounding_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    """Return the tokens before a text, "…" for the text, and the tokens after it, as records have them."""
+    return (*tokenizer.opening, "…", *tokenizer.closing)
+
+
+def _changes_text(run_dir: Path, changes: list[str]) -> str:
+    """Write the error for a corpus that changed, with the first three changes."""
+    more_text = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return (
+        f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more_text}; "
+        f"restore it, or set run.dir to a new folder"
+    )
+
+
+def open_corpus_on_all_ranks(
+    config: RunConfig, world: World, model: PreTrainedConfig, *, resumed: bool, log: LogLine
+) -> Corpus:
+    """Build the corpus in the run's folder on the first rank, if necessary, and open it on all for this model.
+
+    Raises DataError on every rank, before anything is read, for a tokenizer with more ids than the embedding has rows.
+    """
+    directory = Path(config.run.dir)
+
+    def write_corpus() -> None:
+        tokenizer = load_configured_tokenizer(config)
+        preset = PRESETS.get(config.model.preset_name)
+        # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
+        if tokenizer is None or preset is None or preset.embedding_rows:
+            size = config.data.vocab_size if tokenizer is None else tokenizer.own_size
+            trained = "trained on the corpus (data.vocab_size)"
+            name = config.data.tokenizer or (trained if tokenizer is None else config.model.source)
+            rows = model.get_text_config().vocab_size
+            source = config.model.source or config.model.preset_name
+            check_vocabulary(size, rows, tokenizer=name, model=source)
+        directory.mkdir(parents=True, exist_ok=True)
+        # a resumed run keeps the one that it began with
+        if not (resumed and (directory / "config.json").is_file()):
+            model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
+        with name_file_in_errors(directory / "corpus"):
+            settings = CorpusSettings.for_run(config)
+            corpus = open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=resumed, log=log)
+        log(f"corpus: {corpus_line(corpus, [path for _, path in settings.source_paths()])}")
+
+    run_on_first_rank(world, write_corpus, DataError)
+    return run_on_every_rank(
+        world, lambda: fit_to_model(open_shared_corpus(directory / "corpus"), model, directory), DataError
+    )
+
+
+def load_configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
+    """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained."""
+    template = config.data.chat_template
+    if (folder := tokenizer_folder(config.data.tokenizer, config.model.source)) is not None:
+        return replace(load_tokenizer(folder), template_file=Path(template).expanduser() if template else None)
+    if template:
+        raise DataError(
+            f"data.chat_template is {template!r}, and a tokenizer trained on the corpus has no tokens of chats; "
+            "name the folder of a chat model's with data.tokenizer"
+        )
+    if config.model.path:
+        raise DataError(
+            f"the model in {config.model.path} has no tokenizer.json, and its weights know the ids of its own "
+            "tokenizer alone; put the files of its tokenizer there, or name their folder with data.tokenizer"
+        )
+    return None
+
+
+def open_shared_corpus(folder: Path) -> Corpus:
+    """Open a corpus of a run, on every rank. Raises DataError if it is missing on this host."""
+    try:
+        return Corpus(folder)
+    except DataError as error:
+        raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error

@@ -1,0 +1,103 @@
+"""Sizes, times and SHA-256 sums of source files, by which a corpus tells that they changed."""
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from stat import S_ISREG
+
+from longspan.corpus.sources.find_files import CorpusFile
+from longspan.data.manifest import SourceFile
+from longspan.errors import DataError
+from longspan.files import write_atomically
+from longspan.plain_text import LogLine
+
+_SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of its time
+_NEWS_SECONDS = 5.0  # between two lines of progress
+
+
+class FileSums:
+    """SHA-256 sums of files that were read before: of `earlier` source files, and those that `file` has a line for.
+
+    A sum is used again for a file with the same path, size and time.
+    """
+
+    def __init__(self, file: Path | None = None, earlier: Iterable[SourceFile] = ()) -> None:
+        self._file = file
+        self._sums = {source.path: source for source in earlier}
+        if file is not None:
+            with suppress(OSError, ValueError, TypeError):  # without its sums the files are read again
+                lines = file.read_text(encoding="utf-8").splitlines()
+                self._sums |= {source.path: source for source in (SourceFile(**json.loads(line)) for line in lines)}
+
+    def sums_of_files(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
+        """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
+        last_log_time = time.monotonic()
+        sources = list[SourceFile]()
+        for file in files:
+            sources.append(self._sum_of_file(file))
+            if time.monotonic() - last_log_time > _NEWS_SECONDS:
+                last_log_time = time.monotonic()
+                log(f"read {len(sources):,} files to see what they hold")
+        return sources
+
+    def _sum_of_file(self, file: CorpusFile) -> SourceFile:
+        """Return size, time and sum of a file, which is read unless its sum is known."""
+        path = str(file.path.absolute())
+        try:
+            stat = file.path.stat()
+            path.encode()  # raises for a path that JSON could not keep
+            if not S_ISREG(stat.st_mode):
+                raise DataError(
+                    f"{file.name} of the corpus ({file.path}) is no regular file; give one, or leave it out"
+                )
+            earlier = self._sums.get(path)
+            if earlier is not None and (earlier.bytes, earlier.modified_ns) == (stat.st_size, stat.st_mtime_ns):
+                return SourceFile(file.name, earlier.bytes, earlier.modified_ns, earlier.sha256, path)
+            with file.path.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            return SourceFile(file.name, stat.st_size, stat.st_mtime_ns, digest, path)
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the path {path!r} of a file of the corpus is not UTF-8; give it another name"
+            ) from error
+        except OSError as error:
+            raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
+
+    def save_sums(self, sources: Iterable[SourceFile]) -> None:
+        """Write the sums of these files for later starts, if one is new; one just written may change again."""
+        if self._file is None:
+            return
+        settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
+        settled = [source for source in sources if source.modified_ns < settled_before_ns]
+        if any(self._sums.get(source.path) != source for source in settled):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in settled))
+
+
+def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
+    """Describe how the files of a corpus differ from those that it was built from, one phrase per file."""
+    old_files, new_files = _index_by_name(before), _index_by_name(now)
+    changes = [f"{name} is gone" for name, _ in old_files.keys() - new_files.keys()]
+    changes += [f"{name} is new" for name, _ in new_files.keys() - old_files.keys()]
+    for key in old_files.keys() & new_files.keys():
+        old_file, new_file = old_files[key], new_files[key]
+        if old_file.bytes != new_file.bytes:
+            changes.append(f"{old_file.name} had {old_file.bytes} bytes and has {new_file.bytes}")
+        elif old_file.sha256 != new_file.sha256:
+            changes.append(f"{old_file.name} has other contents")
+    return sorted(changes)
+
+
+def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], SourceFile]:
+    """Return the files by name and the number of files of this name before, as files of two sources may share one."""
+    by_name = dict[tuple[str, int], SourceFile]()
+    counts = Counter[str]()
+    for source in sources:
+        by_name[source.name, counts[source.name]] = source
+        counts[source.name] += 1
+    return by_name

@@ -1,0 +1,240 @@
+"""Finds the source files of a corpus: a file, the files of a folder, or the standard library of the running Python.
+
+Files are in the order of their names, so that equal files give an equal corpus. Symbolic links are followed.
+"""
+
+import os
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+from longspan.config.sections import MAX_TEXT_BYTES
+from longspan.corpus.sources.row_chunks import RowChunk, count_rows, slice_chunks
+from longspan.corpus.sources.row_files import SUFFIXES, ZSTD, import_reader, row_file
+from longspan.corpus.sources.splits import (
+    SAVED_SPLITS,
+    SplitPart,
+    check_one_configuration,
+    find_splits,
+    read_split_parts,
+)
+from longspan.errors import DataError, plural
+from longspan.files import read_json
+from longspan.hub import find_local_path
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """A file to read: the number of its source, its name in the corpus, its path, and which rows (None: all)."""
+
+    source: int
+    name: str
+    path: Path
+    rows: tuple[int, int] | None = None  # the first, and the one after the last
+
+    def read_chunks(self, most_bytes: int) -> Iterator[RowChunk]:
+        """Yield the chunks of the rows that are taken; a row of more than `most_bytes` (0: any) is a bad one."""
+        chunks = row_file(self.name, self.path, most_bytes).read_chunks()
+        return chunks if self.rows is None else slice_chunks(chunks, *self.rows)
+
+
+STDLIB = "stdlib"
+_KINDS = " ".join(SUFFIXES)
+_TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # files of many rows
+_ROWS = (*_TABLES, ".txt")  # files that may be splits; a train.py beside a test.py is code
+_NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|copying)([-._ ].*)?")
+_STATE = "state.json"  # which save_to_disk of the package datasets writes
+# Not prose that a person wrote: tests, other people's packages, tables that scripts generated.
+_NOT_STDLIB = {
+    "site-packages",
+    "dist-packages",
+    "lib-dynload",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
+
+
+def find_files(
+    path: str, *, split: str = "", leave_out: Sequence[Path] = (), key: str = "data.path"
+) -> dict[str, Path]:
+    """Find the files of a corpus by name, sorted, of a `split` if it is given. Folders to `leave_out` are not searched.
+
+    Messages name `key`. Raises DataError for a path that does not exist, a file of another kind, a folder without files
+    to read, of several configurations, or of several splits of which none is given, and a file whose reader is not
+    installed.
+    """
+    root = find_root(path, key=key)
+    walked = {root.name: root}
+    if not root.is_file():
+        walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
+    names = _names_to_read(walked)
+    if tables := [name for name in names if name.endswith(_TABLES)]:
+        check_one_configuration(root, tables, path, key)
+    names = _names_of_split(root, names, split, path, key)
+    if not names:
+        raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
+    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
+    if table is not None:
+        import_reader("pyarrow.parquet", table)  # before a file is read
+    return {name: walked[name] for name in names}
+
+
+def _names_of_split(root: Path, names: list[str], split: str, path: str, key: str) -> list[str]:
+    """Return those of the `names` that are of a split, sorted; all for "".
+
+    Raises DataError for a split that is not there, and for several splits where none is asked for.
+    """
+    split_key = f"{key.removesuffix('path')}split"
+    rows = [name for name in names if name.endswith(_ROWS)]
+    if split:
+        splits = find_splits(root, rows or names)
+        by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
+        if absent := [name for name, of_part in by_part.items() if not of_part]:
+            raise DataError(
+                f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts_text}"
+            )
+        return sorted({name for of_part in by_part.values() for name in of_part})
+    if rows and (splits := find_splits(root, rows)).are_mixed:
+        reason = "as it says itself" if splits.is_declared else "by the names of its files"
+        raise DataError(
+            f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts_text}; give one "
+            f'with {split_key}, as {split_key} = "train" ("train[:100]" for some rows, "train+test" for two)'
+        )
+    return names
+
+
+def find_rows(
+    path: str, split: str, *, leave_out: Sequence[Path] = (), key: str = "data.path"
+) -> Iterator[CorpusFile]:
+    """Yield the files of the parts of a split, in order, each with the rows that are taken; numbers count from 0.
+
+    Files are read to count their rows where a part takes some. Raises DataError as `find_files` does, and for no row.
+    """
+    for part in read_split_parts(split, f"{key.removesuffix('path')}split") if split else [SplitPart("")]:
+        paths = find_files(path, split=part.name, leave_out=leave_out, key=key)
+        files = [CorpusFile(0, name, file) for name, file in paths.items()]
+        if not part.start and not part.stop:
+            yield from files
+            continue
+        counts = [sum(map(count_rows, file.read_chunks(MAX_TEXT_BYTES))) for file in files]
+        first, stop = part.bounds(sum(counts))
+        if first >= stop:
+            raise DataError(f"{key} {path!r}: {split!r} takes no row of {sum(counts):,} in {part.name}")
+        for file, before, count in zip(files, accumulate(counts, initial=0), counts, strict=False):
+            rows = max(first - before, 0), min(stop - before, count)
+            if rows[0] < rows[1]:
+                yield replace(file, rows=rows)
+
+
+def find_root(path: str, *, key: str = "data.path") -> Path:
+    """Find the folder or file of a corpus. Raises DataError if it does not exist or is a file of another kind."""
+    root = (
+        Path(sysconfig.get_path("stdlib"))
+        if path == STDLIB
+        else Path(find_local_path(path, key, "dataset")).expanduser()
+    )
+    if not root.exists():
+        raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_KINDS}")
+    if root.is_file() and not root.name.endswith(SUFFIXES):
+        raise DataError(f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_KINDS}, in small letters")
+    return root
+
+
+def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
+    """Count the files of a folder that are not read, by the endings of their names, the most frequent first.
+
+    In the standard library only modules are meant to be read, so that nothing is counted there.
+    """
+    root = find_root(path)
+    if path == STDLIB or not root.is_dir():
+        return {}
+    walked = dict(_walk_sources(root, stdlib=False, leave_out=leave_out))
+    walked.pop(SAVED_SPLITS, None)
+    others = (walked[name] for name in walked.keys() - set(_names_to_read(walked)))
+    return dict(Counter(file.suffix or file.name for file in sorted(others)).most_common())
+
+
+def _names_to_read(names: Iterable[str]) -> list[str]:
+    """Return the names of files that can be read, sorted, without those that describe a data set (README.md) beside
+    files of rows.
+    """
+    readable = sorted(name for name in names if name.endswith(SUFFIXES))
+    has_rows = any(name.endswith(_TABLES) for name in readable)
+    return [name for name in readable if not (has_rows and _NOTICE.fullmatch(name.rpartition("/")[-1].lower()))]
+
+
+def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a folder that may be sources, with their names in it; hidden ones are none.
+
+    In a saved data set only files of rows count. In Python's standard library only modules do, except the one that
+    describes the build of this Python, which differs between machines.
+    """
+    skipped_names = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
+    skipped_folders = {folder.resolve() for folder in leave_out}
+
+    def is_left_out(path: Path) -> bool:
+        return path.name in skipped_names or path.name[0] == "." or path.resolve() in skipped_folders
+
+    for directory, names in _walk_folders(root, is_left_out):
+        for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
+            is_module = name.endswith(".py") and not name.startswith("_sysconfigdata")
+            if is_module if stdlib else name[0] != ".":
+                yield (directory / name).relative_to(root).as_posix(), directory / name
+
+
+def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder under `root` once, with the names of its files, but for those that are left out.
+
+    A folder is known by its device and inode, as links may form a circle; links to folders are followed last.
+    """
+    entered = set[tuple[int, int]]()
+    roots = [root]
+    for walk_root in roots:  # links that are met on the way are appended
+        for folder, subfolders, names in os.walk(walk_root, onerror=_raise_unreadable):
+            directory = Path(folder)
+            stat = Path(folder).stat()
+            identity = (stat.st_dev, stat.st_ino)
+            if identity in entered:
+                subfolders.clear()  # os.walk enters only folders that are left in this list
+                continue
+            entered.add(identity)
+            inside = [name for name in subfolders if not is_left_out(directory / name)]
+            links = [name for name in inside if (directory / name).is_symlink()]
+            roots += [directory / name for name in sorted(links)]
+            subfolders[:] = [name for name in inside if name not in links]
+            yield directory, names
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise DataError(f"cannot list the folder {error.filename} of the corpus: {error.strerror}") from error
+
+
+def _files_with_rows(state: Path, names: list[str]) -> list[str]:
+    """Return the names of the files with rows in a folder with this file `state`; all `names` if it is not of datasets.
+
+    `save_to_disk` of datasets lists them there: `map`, `shuffle` and `select` may leave others. Raises DataError for a
+    selection of rows by indices, and for a listed file that is gone.
+    """
+    try:
+        settings = read_json(state)
+        parts = [str(part["filename"]) for part in settings["_data_files"]]
+    except (ValueError, KeyError, TypeError):
+        return names
+    if settings.get("_indices_data_files"):
+        raise DataError(
+            f"{state.parent} holds a selection of rows, as datasets before 2.0 saved it; load it and save it again: "
+            "datasets.load_from_disk(…).flatten_indices().save_to_disk(…)"
+        )
+    if absent := [part for part in parts if Path(part).name != part or not (state.parent / part).is_file()]:
+        raise DataError(
+            f"{state} names {plural(len(parts), 'file')}, of which {len(absent)} are not in its folder: "
+            f"{', '.join(absent[:3])}; save the data set again"
+        )
+    return parts

@@ -1,0 +1,332 @@
+"""Documents in files: a rank reads only the rows that it uses, and no array of the corpus's size is in memory.
+
+A folder of documents has `lengths.npy`, `origins.npy` (the file of each), `corpus.json`, `sources.jsonl`, and
+`tokens.bin` with `offsets.npy`. `targets.npy` and `codes.bin` exist only if some tokens are no targets, `texts.npy`
+(the number of each document's row) only if a row gave several documents, `labels.npy` only if a model scores them,
+and `hashes.npy` (of the row's tokens) if this version of longspan made it.
+`longspan.corpus` builds it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.data.array_files import map_array
+from longspan.data.document import NO_TARGET
+from longspan.data.image_table import ImageTable
+from longspan.data.label_codes import NOTHING, decode_labels
+from longspan.data.manifest import FILE, PAIRS, Manifest, SourceFiles, read_record
+from longspan.data.scored_document import label_columns
+from longspan.errors import DataError
+from longspan.layout import Integers
+
+_TAIL = 64  # tokens that are read at a time, until one is not padding
+
+
+class Corpus:
+    """The documents of a corpus folder; `corpus[d]` is a lazy view of document d.
+
+    >>> corpus = Corpus(Path("runs/first/corpus"))  # doctest: +SKIP
+    >>> corpus[3][np.array([0, 1, 2])]  # reads three rows, and no more  # doctest: +SKIP
+    array([ 12, 907,   4])
+
+    Mapped arrays say of each document its tokens (`lengths`), `targets` (None: all but the first of each), the row that
+    it is a part of (`texts`; None: each is one), a hash of that row's tokens (`hashes`; None: an earlier version made
+    the folder) and the number of its table [[data.sources]] (`source_of`). Of
+    documents that a model scores there are `labels` (D, L), or margins of pairs (D, 1), and the token `pad`: the last
+    other one has the score. Of preferences `numbers` (D,) are labels (kto) or where the answer of a pair's first
+    document begins (orpo), and `reference` (D,) the log-probabilities of answers by the reference model, NaN where they
+    are not known. `unit` is how many documents stay in one step: 2 of preferences. `rows_read` counts the rows that
+    were read in this process. Raises DataError if the folder is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open a folder of documents, or the one that the record in a run's folder names."""
+        record = read_record(folder)
+        documents_folder = folder if record is None else folder / record.documents
+        if record is not None and not documents_folder.is_dir():
+            raise DataError(
+                f"{folder} is not a corpus: its documents are not in {documents_folder} any more; start its run again, "
+                "which makes them anew, with XDG_CACHE_HOME on storage that all its machines share"
+            )
+        try:
+            self.documents_folder: Path = documents_folder  # shared by runs
+            self._open_arrays(documents_folder)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, DataError):  # which is a ValueError too
+                raise
+            raise DataError(
+                f"{documents_folder} is not a corpus: {error}; remove it and it is built again"
+            ) from error
+        self.folder: Path = folder
+        self.rows_read = 0
+        self.pad = -1  # no token: the last has the score
+        self.reference: npt.NDArray[np.float64] | None = None
+        # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
+        self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
+
+    def _open_arrays(self, folder: Path) -> None:
+        """Map all arrays of a folder of documents, as the class describes them; set once, by `__init__`.
+
+        Without `source_of.npy` all documents are of source 0. Raises DataError or ValueError for a damaged folder.
+        """
+        self.manifest: Manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
+        self.sources: SourceFiles = SourceFiles(folder)
+        self._origins = map_array(folder / "origins.npy")
+        self.lengths: npt.NDArray[Any] = map_array(folder / "lengths.npy")
+        paths = (folder / f"{name}.npy" for name in ("source_of", "targets", "texts", "hashes"))
+        arrays = (map_array(path) if path.is_file() else None for path in paths)
+        source_of, self.targets, self.texts, self.hashes = arrays
+        labels = folder / "labels.npy"
+        columns = self.manifest.labels
+        table = map_array(labels).reshape(-1, columns) if columns else None
+        preference = self.manifest.preference
+        self.labels: npt.NDArray[Any] | None = None if preference else table
+        self.numbers: npt.NDArray[Any] | None = table[:, 0] if table is not None and preference else None
+        self.unit = 2 if preference or PAIRS in self.manifest.kinds else 1
+        self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair
+        zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
+        self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
+        self.images: ImageTable | None = ImageTable.open_in_folder(folder)
+        self._offsets = map_array(folder / "offsets.npy")
+        self._tokens = np.memmap(folder / "tokens.bin", dtype=self.manifest.dtype, mode="r")
+        codes = self.manifest.codes
+        self._codes = np.memmap(folder / "codes.bin", dtype=codes, mode="r") if codes else None
+        for name, array in (("tokens.bin", self._tokens), ("codes.bin", self._codes)):
+            if array is not None and len(array) != self.manifest.tokens:
+                raise DataError(
+                    f"{folder} is damaged: {name} has {len(array)} tokens, corpus.json wants {self.manifest.tokens}; "
+                    "remove the folder and it is built again"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the folder again."""
+        return Corpus, (self.folder,), {"pad": self.pad}  # by which the row of a score is found
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, document: int) -> "CorpusDocument":
+        """Return document `document`, of the class that says what of it is predicted; nothing is read."""
+        if not 0 <= document < len(self):
+            raise IndexError(f"document {document} of a corpus of {len(self)}")
+        kind = CorpusDocument if self.targets is None else LabelledCorpusDocument
+        kind = kind if self.labels is None else ScoredCorpusDocument
+        kind = WholeCorpusDocument if self.manifest.preference == "orpo" else kind
+        return kind(self, int(document), int(self.lengths[document]))
+
+    @property
+    def target_share(self) -> float:
+        """The share of tokens that are predicted."""
+        tokens = max(1, int(self.lengths.sum()))
+        return 1.0 if self.targets is None else min(1.0, float(self.targets.sum()) / tokens)
+
+    @property
+    def image_share(self) -> float:
+        """The share of tokens that are rows of images."""
+        return float(self.images.column("rows").sum()) / float(self.lengths.sum()) if self.images else 0.0
+
+    def select(self, documents: Sequence[int]) -> "CorpusDocuments":
+        """Return these documents, numbered from 0 as in a plan of their lengths."""
+        return self.selects(self, tuple(documents))
+
+    def count_contained(self, documents: "CorpusDocuments", leave_out: Sequence[int]) -> int | None:
+        """Count the documents whose rows are rows of this corpus too, token for token; None: it is not known.
+
+        `leave_out` are documents of this corpus that do not count.
+        """
+        if self.hashes is None or documents.corpus.hashes is None:
+            return None
+        hashes = documents.corpus.hashes[[*documents.ids]]
+        return int(np.isin(hashes, np.delete(self.hashes, [*leave_out])).sum())
+
+    def origin(self, document: int) -> str:
+        """Return the name of the source file of a document."""
+        return self.sources[int(self._origins[document])].name
+
+    def file_of(self, document: int) -> int:
+        """Return the number of the source file of a document."""
+        return int(self._origins[document])
+
+    def tokens_of(self, document: int) -> npt.NDArray[Any]:
+        """Return the token ids of a document, as they are stored: none is read until it is looked at."""
+        return self._view_of_document(self._tokens, document)
+
+    def count_rows_before_targets(self, document: int) -> int:
+        """Count the rows of a document before the one that predicts its first target; without any, all but one."""
+        if self._codes is None:
+            return 0
+        is_target = self._view_of_document(self._codes, document)[1:] != NOTHING
+        return int(is_target.argmax()) if is_target.any() else len(is_target)
+
+    def _view_of_document(self, values: Any, document: int) -> npt.NDArray[Any]:
+        """Return the part of an array of all tokens that is this document's, as a view."""
+        start = int(self._offsets[document])
+        return values[start : start + int(self.lengths[document])]
+
+    def read(self, document: int, positions: Integers) -> Integers:
+        """Read the token ids of a document at these positions."""
+        self.rows_read += len(positions)
+        return self._read_stored(self._tokens, document, positions)
+
+    def read_labels(self, document: int, positions: Integers) -> Integers:
+        """Read the labels of a document at these positions: token ids, −100 for none."""
+        ids = self._read_stored(self._tokens, document, positions)
+        if self._codes is None:
+            return ids
+        return decode_labels(ids, self._read_stored(self._codes, document, positions))
+
+    def _read_stored(self, values: Any, document: int, positions: Integers) -> Integers:
+        """Read an array of all tokens at positions of a document. Raises DataError if they lie outside of the array."""
+        start = int(self._offsets[document])
+        if len(positions) and not 0 <= start <= start + int(positions.max()) < len(values):
+            raise DataError(
+                f"the corpus is damaged: document {document} begins at token {start} and has {int(positions.max()) + 1}"
+                f" tokens or more, and {len(values)} are stored; remove its folder, and it is built again"
+            )
+        return values[positions + start].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class CorpusDocument:
+    """A lazy view of one document: indexed by an array of positions, it reads the tokens there.
+
+    A `part` begins at token `start` of the document, and continues the `parent` of its step; it may read tokens `ahead`
+    of its own.
+    """
+
+    corpus: Corpus
+    number: int
+    length: int
+    start: int = 0
+    parent: int = -1
+    ahead: int = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, positions: Any) -> Integers:
+        """Read the token ids at these positions of the part."""
+        return self.corpus.read(self.number, self._positions_in_whole(positions))
+
+    @property
+    def ids(self) -> npt.NDArray[Any]:
+        """The token ids (length,), read as far as they are looked at."""
+        return self.corpus.tokens_of(self.number)[self.start : self.start + self.length]
+
+    def part(self, start: int, stop: int, parent: int = -1, ahead: int = 0) -> Self:
+        """Return tokens `start` to `stop` as a document that continues `parent`, as `Document.part` does."""
+        return replace(self, start=self.start + start, length=stop - start, parent=parent, ahead=ahead)
+
+    def _positions_in_whole(self, positions: Any) -> Integers:
+        """Return positions of this part as positions of the whole document. Raises IndexError for others."""
+        rows = np.asarray(positions, dtype=np.int64)
+        if rows.size and not (rows.min() >= 0 and rows.max() < self.length + self.ahead):
+            raise IndexError(f"positions {rows.min()} to {rows.max()} of a document of {self.length} tokens")
+        return rows + self.start
+
+
+@dataclass(frozen=True)
+class LabelledCorpusDocument(CorpusDocument):
+    """A document of a corpus in which not every token is a target (`Labelled` in `document.py`)."""
+
+    @property
+    def targets(self) -> int:
+        """How many tokens are predicted: all of the document's in the part that ends it; prefixes have none."""
+        assert self.corpus.targets is not None
+        ends = self.start + self.length == self.corpus.lengths[self.number]
+        return int(self.corpus.targets[self.number]) if ends else 0
+
+    @property
+    def shareable_rows(self) -> int:
+        """The rows of the whole document that other documents may have too: they predict nothing."""
+        return self.corpus.count_rows_before_targets(self.number)
+
+    def labels(self, positions: Integers) -> Integers:
+        """Read the token id to predict at each of these positions, −100 for none."""
+        return self.corpus.read_labels(self.number, self._positions_in_whole(positions))
+
+
+@dataclass(frozen=True)
+class ScoredCorpusDocument(LabelledCorpusDocument):
+    """A document of which a model scores the last token that is not padding, by its label or in a pair."""
+
+    makes_scores = True
+
+    def labels(self, positions: Integers) -> Integers:
+        """Return 0 at the position that has the score, −100 elsewhere."""
+        return np.where(self._positions_in_whole(positions) == self.shareable_rows, 0, NO_TARGET)
+
+    def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
+        """Return the document's label, the same at each of these positions; of pairs nothing."""
+        assert self.corpus.labels is not None
+        table = np.repeat(self.corpus.labels[[self.number]], len(positions), axis=0)
+        return label_columns(table) if self.corpus.unit == 1 else {}
+
+    @property
+    def shareable_rows(self) -> int:
+        """The rows before the one that has the score, which is that of the last token but padding."""
+        ids = self.corpus.tokens_of(self.number)
+        for stop in range(len(ids), 0, -_TAIL):  # as `ScoredDocument` chooses it
+            first = max(stop - _TAIL, 0)
+            if len(others := np.flatnonzero(ids[first:stop] != self.corpus.pad)):
+                return first + int(others[-1])
+        return 0
+
+
+@dataclass(frozen=True)
+class WholeCorpusDocument(LabelledCorpusDocument):
+    """A document of a pair of which the prompt may be predicted too; `answer` is 1 at the tokens of its answer."""
+
+    def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
+        """Return 1 at the answer's positions and 0 before; a rejected document is predicted nowhere else."""
+        assert self.corpus.numbers is not None
+        start = 0 if self.number % 2 else self.corpus.numbers[self.number]
+        return {"answer": (positions >= start).astype(np.float64)}
+
+
+@dataclass(frozen=True)
+class CorpusDocuments(Sequence[CorpusDocument]):
+    """Some documents of a corpus, in the order of a plan's lengths."""
+
+    corpus: Corpus
+    ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> CorpusDocument:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.corpus[self.ids[index]]
+
+    def __iter__(self) -> Iterator[CorpusDocument]:
+        return (self.corpus[d] for d in self.ids)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens of each of these documents."""
+        return tuple(self.corpus.lengths[list(self.ids)].tolist())
+
+    @property
+    def targets(self) -> int | None:
+        """How many tokens of these documents are predicted; None if all but the first of each are."""
+        targets = self.corpus.targets
+        return None if targets is None else int(targets[list(self.ids)].sum())
+
+    @property
+    def margins(self) -> tuple[float, ...] | None:
+        """The margins of these documents if they are pairs (chosen, rejected, chosen, …), one a pair; else None."""
+        labels = self.corpus.labels
+        return None if labels is None or self.corpus.unit == 1 else tuple(labels[list(self.ids[::2]), 0].tolist())
+
+    def origin(self, document: int) -> str:
+        """Return the name of the source file of number `document` of these."""
+        return self.corpus.origin(self.ids[document])
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The name of each document's source file."""
+        return tuple(self.corpus.origin(document) for document in self.ids)

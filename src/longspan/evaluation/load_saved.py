@@ -1,0 +1,123 @@
+"""Saved weights found and checked, and a prepared model loaded with them."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from longspan.checkpoint.base import check_base_weights_unchanged
+from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
+from longspan.checkpoint.files import checkpoints_root, read_state
+from longspan.checkpoint.storage import read_metadata
+from longspan.comm import World
+from longspan.comm.all_ranks import (
+    LogLine,
+    run_on_every_rank,
+    run_on_first_rank,
+    silence_warnings_of_other_ranks,
+)
+from longspan.config.sections import RunConfig
+from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
+from longspan.errors import CheckpointError, DataError, ModelError
+from longspan.evaluation.request import Subject
+from longspan.model import load_model
+from longspan.model.load import check_folder_weights
+from longspan.model.multimodal.multimodal_model import are_multimodal
+from longspan.model.weights.hf_folder import read_configuration
+from longspan.model.weights.tokenizer_files import vocabulary_files
+from longspan.train.run_model.load import load_run_model, make_model_without_weights
+from longspan.train.run_model.prepare import AnyModel, prepare_run_model
+
+
+@dataclass(frozen=True)
+class CheckedWeights:
+    """Weights that are there: of this checkpoint (None: of the folder), with this configuration and tokenizer."""
+
+    subject: Subject
+    checkpoint: Path | None
+    configuration: PreTrainedConfig
+    tokenizer: TextTokenizer
+
+
+def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
+    """Find the weights of a subject, their configuration and their tokenizer (or that of the folder `tokenizer`).
+
+    Entered by all ranks, which raise the same errors. No weight is read.
+    """
+    weights = subject.weights
+    checkpoint = subject.weights.checkpoint
+    if weights.run_dir is None:
+        run_on_every_rank(world, lambda: check_folder_weights(weights.path), ModelError)
+    elif checkpoint is not None:
+        check_checkpoint(checkpoint, world)
+    else:
+        checkpoint = find_checkpoint(checkpoints_root(weights.run_dir, subject.config.checkpoint.dir), world, log)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
+            )
+    run_on_first_rank(world, lambda: check_base_weights_unchanged(subject.folder, subject.config), ModelError)
+    configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
+    loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
+    return CheckedWeights(subject, checkpoint, configuration, loaded)
+
+
+def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:
+    """Return the tokenizer of a subject, or of another folder. Raises DataError without one, or for a larger
+    vocabulary.
+    """
+    folder = Path(tokenizer_folder) if tokenizer_folder else subject.folder
+    if not vocabulary_files(folder):
+        raise DataError(
+            f"no tokenizer.json in {folder}; name the folder of the model's tokenizer with --tokenizer, or put its "
+            "files there"
+        )
+    tokenizer = load_tokenizer(folder).set_parsing(subject.config.data.parse_special_tokens)
+    rows = configuration.get_text_config().vocab_size
+    check_vocabulary(tokenizer.own_size, rows, tokenizer=str(folder), model=str(subject.weights.path))
+    return tokenizer
+
+
+def load_saved_model(
+    checked: CheckedWeights,
+    config: RunConfig,
+    configuration: PreTrainedConfig,
+    world: World,
+    *,
+    images: bool = False,
+) -> tuple[AnyModel, int]:
+    """Load the prepared model with the weights; return the model, and the steps that trained it (0 for a folder).
+
+    `configuration` is the model's, with positions that may have been scaled. Entered by all ranks.
+    """
+    checkpoint = checked.checkpoint
+    if checkpoint is None:
+        load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=True)
+        with silence_warnings_of_other_ranks(world):
+            model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
+        return prepare_run_model(config, world, model, training=False, images=images), 0
+
+    def has_encoders() -> bool:
+        """Return whether the checkpoint has weights of encoders, by their names; CheckpointError if the documents need
+        some.
+        """
+        names = [name for name in read_metadata(checkpoint).state_dict_metadata if name.startswith("model.")]
+        weights = [name.removeprefix("model.") for name in names]
+        encoders = are_multimodal(weights) or any(name.startswith("encoders.") for name in weights)
+        if images and not encoders:
+            raise CheckpointError(
+                f"the documents have images, and checkpoint {checkpoint} is of a language model alone, trained without "
+                "any; evaluate it on text, or its base model's folder on these documents"
+            )
+        return encoders
+
+    encoders = run_on_first_rank(world, has_encoders, CheckpointError)
+    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
+    load = load_run_model if adapts else make_model_without_weights
+    model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=encoders), ModelError)
+    prepared = prepare_run_model(config, world, model, training=False, images=encoders)
+    if not adapts or config.lora.rank:  # without its adapter a model is the base model, which `prepare` has read
+        load_checkpoint(checkpoint, prepared, None, world)
+    return prepared, int(state["step"])

@@ -1,0 +1,168 @@
+"""An evaluation run in portions of micro-batches, between which ranks agree whether to go on.
+
+So an evaluation can be stopped, and a rank reads only a portion's rows of a large set at a time.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from longspan.comm import World, raise_first_error
+from longspan.comm.device import unused_bytes
+from longspan.errors import EvaluationStopped, LongspanError, PlanError, plural
+from longspan.evaluation.gather_once import gather_once, gathered_bytes
+from longspan.evaluation.metrics import EvaluationOptions
+from longspan.evaluation.row_sums import RowSums, Totals
+from longspan.model.kinds import score_columns
+from longspan.plan import MicroBatch, Plan
+from longspan.train.passes import Passes, run_passes
+from longspan.train.rows.agreed_reading import reading_error
+from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, read_micro_batches
+from longspan.train.step_inputs import StepInputs
+from longspan.train.terms.step_terms import encoder_terms
+
+if TYPE_CHECKING:
+    from longspan.train.terms.document_loss import DocumentLoss
+    from longspan.train.terms.token_loss import LossFunction
+
+
+PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
+SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones
+GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters may take until an evaluation ends
+
+
+def _score_loss(model: nn.Module, loss: "DocumentLoss | None") -> "LossFunction | None":
+    """Return the loss of rows of a model that makes scores: its class's, or for a loss of sets the
+    scores; else None.
+    """
+    if not score_columns(model):
+        return None
+    if loss is not None:  # of the sums of scores
+        return lambda scores, at: scores * at[WEIGHTS]
+    from longspan.train.terms.scores import configured_loss
+
+    return configured_loss(model)
+
+
+class Portions:
+    """Runs one evaluation a portion of its micro-batches at a time.
+
+    `started` is when the evaluation began, by `time.perf_counter`. `gathered`, bytes of parameters that stay gathered
+    until the end (0: none), is known once the first portion has been read.
+    """
+
+    def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
+        """Take the checked inputs; nothing is read and no rank waits yet."""
+        self.inputs: StepInputs = inputs
+        self.options: EvaluationOptions = options
+        self.started: float = started
+        self.plan: Plan = inputs.plan
+        self.world: World = inputs.world
+        self.items = inputs.documents.items
+        self.sums: RowSums = RowSums(
+            self.plan.path_lengths, options, self.world, _score_loss(inputs.language_model, options.loss)
+        )
+        self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
+        self.long = self.any_long = False  # whether the last portion took long, here and on any rank
+        self.gathered = 0  # bytes of parameters that stay gathered until the end
+        self.terms = encoder_terms(inputs)
+        self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure)
+
+    def evaluate_all(self) -> Totals:
+        """Run all portions and return their sums over all ranks, which enter together.
+
+        Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later. Raises
+        EvaluationStopped or an error of a metric on every rank.
+        """
+        # One micro-batch where something may end it early; a pipeline, which each portion fills, begins large.
+        size = 1 if self.options.stopped is not None and self.world.home.pp == 1 else self.largest
+        done = 0
+        count = len(self.plan.micro_batches)
+        with ExitStack() as stack:
+            while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
+                portion = self.plan.micro_batches[done : done + size]
+                batches = self._read_agreed_batches(portion, done)
+                if self.gathered and not done:
+                    stack.enter_context(gather_once(self.inputs.language_model))
+                started = time.perf_counter()
+                run_passes(self.passes, batches)
+                self.sums.collect_measured_sums()
+                self.long: bool = time.perf_counter() - started >= SHORT_SECONDS
+                size = size if self.any_long else min(2 * size, self.largest)
+                done += max(len(portion), 1)
+                if self.options.progress is not None:
+                    self.options.progress(min(done, count), count)
+        totals = self.sums.sum_over_ranks()
+        if totals.failures:
+            raise_first_error(self.world, self.sums.error)
+        return totals
+
+    def _read_agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
+        """Read this rank's rows of a portion, of which `done` micro-batches come before; all ranks raise the error of
+        any.
+
+        The first portion also decides whether parameters stay gathered, and makes the plan's communicators.
+        """
+        batches = list[LocalBatch]()
+        error = self._end_reason(done)
+        try:
+            if error is None:
+                batches = read_micro_batches(self.inputs, portion)
+                for term in self.terms:
+                    term.read_portion(portion)
+        except PlanError as failure:  # items that fit no slot of their encoder
+            error = failure
+        except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
+            error = reading_error(failure, self.world)
+        if self._agree_on_end(error is not None, first=not done):
+            raise_first_error(self.world, error)
+        if not done:
+            self.passes: Passes = replace(self.passes, frees_parameters=not self.gathered)
+            self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
+        return batches
+
+    def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
+        """Return whether any rank ends here; entered by all ranks.
+
+        The first portion also compares items and plan, and sets `gathered` where all ranks have room; later ones set
+        `any_long`, whether the last one took long anywhere.
+        """
+        if first:
+            if self.items is not None:
+                self.world.control.compare_digests(self.items.digest(), what="lists of items")
+            room = self._gathering_bytes()
+            any_ended, no_room = self.world.control.compare_digests(self.plan.digest(), ended, not room)
+            self.gathered: int = 0 if no_room else room
+            return any_ended
+        self.any_long: bool
+        any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
+        return any_ended
+
+    def _gathering_bytes(self) -> int:
+        """Return the bytes of parameters that may stay gathered on this rank until the end; 0 where it has no room or
+        no use.
+        """
+        world = self.world
+        plan = self.plan
+        if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
+            return 0
+        room = int(unused_bytes(world.device, len(world.home.ranks)) * GATHERED_SHARE)
+        size = gathered_bytes(self.inputs.language_model)
+        return size if size <= room else 0
+
+    def _end_reason(self, done: int) -> LongspanError | None:
+        """Return why this rank ends before the next portion: it was stopped, or a metric failed. None to go on."""
+        options = self.options
+        if options.stopped is not None and (reason := options.stopped()):
+            seconds = time.perf_counter() - self.started
+            count = plural(len(self.plan.micro_batches), "micro-batch", "es")
+            name = f" of {options.name}" if options.name else ""
+            return EvaluationStopped(
+                f"the evaluation{name} after step {options.step} was stopped after {done:,} of {count} "
+                f"({seconds:.1f} s): {reason}; nothing of it is recorded, and the model is as it was"
+            )
+        return self.sums.error

@@ -1,0 +1,234 @@
+"""Sums of an evaluation over rows that have a target: measured in its passes, added up over ranks, cut into buckets."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.comm import World
+from longspan.data.scored_document import LABEL
+from longspan.errors import EvaluationError, LongspanError
+from longspan.evaluation.metrics import EvaluationOptions, Mean, TargetTokens, check_columns, check_sum_and_count
+from longspan.layout import Floats, Integers
+from longspan.train.log_probs import cut_into_chunks, row_scores, target_log_probs
+from longspan.train.loss import rows_per_chunk
+from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
+from longspan.train.terms.loss_tokens import BatchTargets
+from longspan.train.terms.token_loss import LossFunction
+
+
+class Bucket(NamedTuple):
+    """The loss of rows at positions `first` to `last`, or of documents of `first` to `last` tokens."""
+
+    first: int
+    last: int
+    loss: Mean
+    documents: int
+
+
+FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
+
+
+class _MeasuredRows(NamedTuple):
+    """Rows of a micro-batch that have a target: documents and positions (n,) on the host, the others on the device."""
+
+    documents: Integers
+    positions: Integers
+    losses: list[Tensor]
+    hits: list[Tensor]
+    columns: list[Tensor]  # (2 M, n) values and counts of metrics of documents
+
+
+class RowSums:
+    """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        options: EvaluationOptions,
+        world: World,
+        score_loss: LossFunction | None,
+    ) -> None:
+        """`score_loss` is the loss of a model whose rows have scores."""
+        # of a user's metric: the passes go on, so that no rank leaves the others in a collective
+        self.error: EvaluationError | None = None
+        self._options = options
+        self._world = world
+        self._score_loss = score_loss
+        self._edges = bucket_edges(max(lengths, default=1))
+        self._measured_rows: list[_MeasuredRows] = []
+        self._losses: Floats = np.zeros(len(lengths))  # of each document
+        self._positions: Floats = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
+        self._bytes = self._hits = self._rows = 0  # of targets: bytes of text, right predictions, number
+        self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=world.device)
+        self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
+
+    def measure(self, batch: LocalBatch, hidden: Tensor, head: Any) -> Tensor:
+        """Measure a micro-batch's hidden states (T, D), from which `head` makes logits; return the sum of their losses.
+
+        What was measured stays on the device until `collect_measured_sums`. An error of a metric is kept in `error`.
+        """
+        targets = BatchTargets(batch, hidden.device)
+        count = len(targets.documents)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        if not count:
+            head(hidden[:1])  # its parameters are gathered by all slots together
+            return total
+        measured = _MeasuredRows(targets.documents, targets.path_positions, [], [], [])
+        size = self._options.loss_chunk_rows or rows_per_chunk(
+            getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
+        )
+        for part in cut_into_chunks(count, size):
+            chunk = self._measure_rows(targets, part, head(hidden.index_select(0, targets.targets.rows[part])))
+            measured.losses.append(chunk.losses)
+            measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
+            measured.columns.append(self._add_metrics(chunk))
+            total += chunk.losses.sum()
+        self._measured_rows.append(measured)
+        self._rows += count
+        if (token_bytes := self._options.token_bytes) is not None:
+            self._bytes += int(token_bytes[batch.labels[target_rows(batch)]].sum())
+        return total
+
+    def _measure_rows(self, targets: BatchTargets, part: slice, logits: Tensor) -> TargetTokens:
+        """Return some targets with their losses; of a model of scores `targets` are the labels of rows as classes.
+
+        Both are 0 after an error of labels, which is kept in `error`.
+        """
+        if self._score_loss is None:
+            at = targets.loss_rows(part, torch.float64)
+            losses = -target_log_probs(logits, at.target).double() * at[WEIGHTS]
+            return TargetTokens(at.document, at.position, at.target, losses, logits, at.values)
+        scores = row_scores(logits)[0]
+        at = targets.loss_rows(part, scores.dtype)
+        losses = logits.new_zeros(len(logits), dtype=torch.float64)
+        classes = torch.zeros_like(at.target)
+        if self.error is None:
+            try:
+                losses = self._score_loss(scores, at).double()
+                classes = at.values[LABEL].long() if LABEL in at.values else classes
+            except LongspanError as error:
+                self.error = EvaluationError(f"the loss failed on rank {self._world.rank}: {error}")
+        return TargetTokens(at.document, at.position, classes, losses, logits, at.values)
+
+    def _add_metrics(self, rows: TargetTokens) -> Tensor:
+        """Add metrics of rows to their sums; return columns (2 M, n) of metrics of documents, 0 after an error."""
+        count = len(rows.losses)
+        metrics = self._options.document_metrics
+        columns = rows.losses.new_zeros(len(metrics), 2, count)
+        name = ""
+        if self.error is not None:
+            return columns.flatten(0, 1)
+        try:
+            for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
+                for i, value in enumerate(check_sum_and_count(name, metric(rows))):
+                    sums[i] += value
+            for column, (name, metric) in zip(columns, metrics.items(), strict=True):
+                column.copy_(check_columns(name, metric(rows), count))
+        except EvaluationError as error:
+            self.error = error
+        except Exception as error:  # of the user's function
+            self.error = EvaluationError(
+                f"the metric {name!r} failed on rank {self._world.rank}: {type(error).__name__}: {error}"
+            )
+            self.error.__cause__ = error
+        return columns.flatten(0, 1)
+
+    def collect_measured_sums(self) -> None:
+        """Bring what was measured to the host and add it up there, in the order in which it was measured."""
+        for measured in self._measured_rows:
+            losses = torch.cat(measured.losses).cpu().numpy()
+            self._hits += int(torch.cat(measured.hits).sum())
+            np.add.at(self._losses, measured.documents, losses)
+            columns = torch.cat(measured.columns, -1).cpu().numpy()
+            for sums, column in zip(self._document_metrics.reshape(-1, len(self._losses)), columns, strict=True):
+                np.add.at(sums, measured.documents, column)
+            bucket = np.searchsorted(self._edges, measured.positions, side="right") - 1
+            np.add.at(self._positions[0], bucket, losses)
+            self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
+        self._measured_rows.clear()
+
+    def sum_over_ranks(self) -> "Totals":
+        """Sum over all ranks; every rank gets the sums, and learns whether a metric failed on one."""
+        world = self._world
+        counts_here = world.coordinates.tp == 0  # all tensor-parallel ranks of a slot have the same sums
+        numbers = [float(self._rows), float(self._hits), float(self._bytes)]
+        metrics = self._metrics.cpu().numpy()
+        document_metrics = self._document_metrics
+        parts = [
+            self._losses,
+            self._positions.ravel(),
+            metrics.ravel(),
+            document_metrics.ravel(),
+            np.array(numbers),
+        ]
+        flat = np.concatenate([*(part * counts_here for part in parts), [float(self.error is not None)]])
+        flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")
+        documents, positions, metrics, document_metrics, numbers, failures = np.split(
+            flat, np.cumsum([part.size for part in parts])
+        )
+        return Totals(
+            documents=documents,
+            positions=positions.reshape(2, -1),
+            edges=self._edges,
+            metrics=metrics.reshape(-1, 2),
+            document_metrics=document_metrics.reshape(self._document_metrics.shape),
+            rows=int(numbers[0]),
+            hits=int(numbers[1]),
+            bytes=int(numbers[2]),
+            failures=int(failures[0]),
+        )
+
+
+class Totals(NamedTuple):
+    """Sums over all ranks: losses of documents (D,), losses and rows of buckets of positions (2, B), metrics (M, 2),
+    and metrics of documents (M, 2, D)."""
+
+    documents: Floats
+    positions: Floats
+    edges: Integers
+    metrics: Floats
+    document_metrics: Floats
+    rows: int
+    hits: int
+    bytes: int
+    failures: int
+
+    def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
+        """Return losses by bucket of positions; `documents` of a bucket have a target in it or behind it."""
+        targets = np.asarray(lengths) - 1  # of each document: the rows at positions 0 to targets - 1 predict them
+        documents_reaching = [int((targets > edge).sum()) for edge in self.edges.tolist()]
+        loss, rows = self.positions
+        return _make_buckets(
+            self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], documents_reaching
+        )
+
+    def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
+        """Return losses by bucket of documents' lengths; `targets` are those of each document."""
+        bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
+        size = len(self.edges)
+        losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
+        rows = np.bincount(bucket, weights=np.asarray(targets), minlength=size).tolist()
+        counts = np.bincount(bucket, minlength=size).tolist()
+        return _make_buckets(self.edges, [Mean(*pair) for pair in zip(losses, rows, strict=True)], counts)
+
+
+def bucket_edges(longest: int) -> Integers:
+    """Return where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
+    doublings = max(0, math.ceil(math.log2(max(longest, 1) / FIRST_EDGE)) + 1)
+    return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
+
+
+def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
+    """Return buckets that begin at `edges`, with their losses and numbers of documents; those without documents are
+    left out.
+
+    The last bucket ends at twice its start, or at FIRST_EDGE if it is the only one.
+    """
+    starts = edges.tolist()
+    lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
+    buckets = (Bucket(*values) for values in zip(starts, lasts, losses, documents, strict=True))
+    return tuple(bucket for bucket in buckets if bucket.documents)

@@ -1,0 +1,128 @@
+"""Results of `longspan eval`: evaluations by set and degree, and how two models differ. No torch here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from longspan.config.sections import RunConfig
+from longspan.evaluation.fit_layout import HOME, Change
+from longspan.evaluation.request import SavedWeights
+from longspan.evaluation.result import Evaluation
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """The evaluation of one set at one degree, and where its documents came from."""
+
+    evaluation: Evaluation
+    sources: tuple[str, ...]
+
+    @property
+    def comm_types(self) -> list[str]:
+        """The types by which groups of more than one slot shared documents; a group may have one for each layer."""
+        groups = [group for group in self.evaluation.plan.groups if group.degree > 1]
+        types = [group.cp_comm_type for group in groups]
+        return sorted({name for names in types for name in ((names,) if isinstance(names, str) else names)})
+
+
+@dataclass(frozen=True)
+class SubjectResult:
+    """The evaluations of one subject's weights, set by set and within a set degree by degree."""
+
+    weights: SavedWeights
+    config: RunConfig  # under which they were evaluated
+    sets: tuple[SetResult, ...]
+    changes: tuple[Change, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Return the result as JSON has it."""
+        return {
+            "target": self.weights.title,
+            "kind": self.weights.kind,
+            "parallel": {key: getattr(self.config.parallel, key) for key in HOME},
+            "changes": [change._asdict() for change in self.changes],
+            "evaluations": [result.evaluation.row() | {"cp_comm_type": result.comm_types} for result in self.sets],
+        }
+
+
+def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, Any]:
+    """Return the JSON of `longspan eval`: all of the first subject, its only evaluation at the top too.
+
+    Under "compare" is the second subject, with differences by set.
+    """
+    first, *others = results
+    record = first.record() | {"world": ranks}
+    if len(first.sets) == 1:
+        record = first.sets[0].evaluation.row() | record
+    for other in others:
+        record["compare"] = other.record() | {
+            "differences": [asdict(row) for row in differences_by_set(first, other)]
+        }
+    return record
+
+
+def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
+    """Return one JSON object for each document of each set, degree and subject."""
+    return [
+        {"target": subject.weights.title, "set": set_result.evaluation.name, "cp": set_result.evaluation.cp, **row}
+        for subject in results
+        for set_result in subject.sets
+        for row in set_result.evaluation.document_rows(set_result.sources)
+    ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The other model's mean loss minus the first's, over all tokens of the same documents; `lower` documents fell."""
+
+    name: str
+    first: float
+    other: float
+    difference: float
+    standard_error: float | None
+    documents: int
+    lower: int
+    by_length: tuple[tuple[int, int, float, float, int], ...] = ()  # tokens from, to, first, other, documents
+
+    def rows(self) -> list[tuple[str, float, float, int]]:
+        """Both losses and the number of documents: of all, and of those of each length, which the text names."""
+        lengths = [(f"{first:,} to {last:,}", a, b, count) for first, last, a, b, count in self.by_length]
+        return [("all", self.first, self.other, self.documents), *lengths]
+
+
+def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Difference]:
+    """Return how the other's losses differ from the first's, for each set and degree."""
+    return [_difference_of_set(*pair) for pair in zip(first.sets, other.sets, strict=True)]
+
+
+def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
+    """Return the difference of mean losses over the same documents, with its standard error.
+
+    The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count.
+    """
+    evaluation = first.evaluation
+    losses = evaluation.document_losses, other.evaluation.document_losses, evaluation.document_lengths
+    rows = [(a.sum, b.sum, a.count, length) for a, b, length in zip(*losses, strict=True) if a.count]
+    sums, counts, lengths = np.split(np.array(rows).reshape(-1, 4), [2, 3], axis=1)  # (D, 2), (D, 1), (D, 1)
+    means = sums.sum(0) / counts.sum()
+    n = len(counts)
+    residuals = np.diff(sums - means * counts)
+    by_length = list[tuple[int, int, float, float, int]]()
+    for bucket in evaluation.by_length:
+        inside = ((bucket.first <= lengths) & (lengths <= bucket.last))[:, 0]
+        if inside.any():
+            bucket_means = (sums[inside].sum(0) / counts[inside].sum()).tolist()
+            by_length.append((bucket.first, bucket.last, *bucket_means, int(inside.sum())))
+    return Difference(
+        name=evaluation.name,
+        first=float(means[0]),
+        other=float(means[1]),
+        difference=float(means[1] - means[0]),
+        standard_error=None if n < 2 else float(math.sqrt((residuals**2).sum() * n / (n - 1)) / counts.sum()),
+        documents=n,
+        lower=int((sums[:, 1] < sums[:, 0]).sum()),
+        by_length=tuple(by_length),
+    )

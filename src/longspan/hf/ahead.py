@@ -1,0 +1,163 @@
+"""Steps that run ahead of the Trainer's loss: batches made early, guessed coefficients, and whether a guess held."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from longspan.data.batch_documents import BatchDocuments
+from longspan.data.document import NO_TARGET, Document
+from longspan.hf.batch_entries import IGNORED, document_entries, read_documents_of_batch, write_counts
+from longspan.layout import Floats
+from longspan.plan import Plan
+from longspan.train import TokenLogProbs
+
+
+class OffsetValues(NamedTuple):
+    """Values of tokens of documents that are numbered from `first` on in a longer list."""
+
+    values: TokenLogProbs
+    first: int
+
+    def token_value(self, name: str, document: int) -> Floats:
+        """Return "log_probs" or another value of a document's tokens (length,), by its number among these documents."""
+        number = self.first + document
+        return self.values.of(number) if name == "log_probs" else self.values.value(name, number)
+
+
+class AheadBatch(NamedTuple):
+    """A batch whose step ran already, with guessed coefficients: entries, documents, and values of their tokens."""
+
+    entries: Mapping[str, Any]  # by `document_entries`
+    rows: BatchDocuments
+    values: OffsetValues
+    versions: tuple[int, ...]  # of the entries, by `write_counts`
+
+    def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:
+        """Return whether a call has these very tensors and no others: its rows need no second reading."""
+        entries = document_entries(batch)
+        if any(x is not None for name, x in batch.items() if name not in entries and name not in IGNORED):
+            return False  # reading refuses other entries, such as images
+        return entries.keys() == self.entries.keys() and all(self.entries[name] is x for name, x in entries.items())
+
+    def matches(self, batch: Mapping[str, Any]) -> bool:
+        """Return whether a call is one of this batch, into which nothing was written since the step ran.
+
+        Other tensors count as the same batch if all that decide its documents are equal.
+        """
+        if write_counts(self.entries) != self.versions:
+            return False
+        if self.has_same_tensors(batch):
+            return True
+        if (entries := document_entries(batch)).keys() != self.entries.keys():
+            return False
+        pairs = [(torch.as_tensor(x), torch.as_tensor(entries[name])) for name, x in self.entries.items()]
+        return all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
+
+
+class BatchesAhead:
+    """The batches of a data loader, some of which are made before they are asked for.
+
+    Accelerate's loader asks for one batch more than the Trainer got, to know which is the last. An error of the loader
+    is raised where its batch is asked for.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._newest = None
+        self._ready = deque[Any]()  # made ahead, and not asked for yet; the last may be the loader's error
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch, one that was made ahead if there is one, or raise the loader's error that was kept for
+        it.
+        """
+        batch = self._ready.popleft() if self._ready else next(self._batches)
+        if isinstance(batch, Exception):
+            raise batch
+        self._newest = batch
+        return batch
+
+    def make_next_batches(self, count: int) -> list[Any]:
+        """Make what the next step of `count` batches will ask for; return the step's batches, as many as there are.
+
+        Accelerate's loader holds back the newest batch, the step's first: the step asks for the others and for the one
+        that is held back next. An error of the loader is kept until its batch is asked for.
+        """
+        while len(self._ready) < count and not (self._ready and isinstance(self._ready[-1], Exception)):
+            try:
+                self._ready.append(next(self._batches))
+            except Exception as error:
+                self._ready.append(error)
+        coming = [self._newest, *islice(self._ready, count - 1)]
+        return [batch for batch in coming if not isinstance(batch, Exception)]
+
+
+@dataclass(frozen=True, eq=False)
+class ComingStep:
+    """The documents of a step whose loss is the mean cross entropy, with their coefficients, and their plan, which is
+    of `shared`: what `share_prefixes` makes of them.
+
+    `rows` are those of each batch; its documents with targets begin at `firsts` in `documents`.
+    """
+
+    batches: Sequence[Any]
+    rows: Sequence[BatchDocuments]
+    documents: list[Document]
+    shared: Sequence[Document]
+    firsts: Sequence[int]
+    digest: str
+    plan: Plan
+    versions: Sequence[tuple[int, ...]]  # of each batch as it was read
+
+    def has_batches(self, batches: Sequence[Any]) -> bool:
+        """Return whether these are the step's batches, into which nothing was written since they were read."""
+        return len(batches) == len(self.batches) and all(
+            batch is batch_read and write_counts(document_entries(batch)) == versions
+            for batch, batch_read, versions in zip(batches, self.batches, self.versions, strict=True)
+        )
+
+
+def read_step_documents(
+    batches: Sequence[Any], items: float | None
+) -> tuple[list[BatchDocuments], list[Document], list[int]]:
+    """Return the rows of each batch of a step, its documents with targets, and where those of each batch begin.
+
+    Each document brings its guessed coefficient: −1 / `items`, the targets of all batches, or −1 / (targets of the
+    batch × batches) for None.
+    """
+    all_rows = list[BatchDocuments]()
+    documents = list[Document]()
+    firsts = list[int]()
+    for batch in batches:
+        all_rows.append(read_documents_of_batch(document_entries(batch)))
+        scored = [document for document in all_rows[-1].documents if document.targets]
+        divisor = items or max(1, sum(document.targets for document in scored)) * len(batches)
+        firsts.append(len(documents))
+        documents += [document.with_values(coefficient=-1.0 / divisor) for document in scored]
+    return all_rows, documents, firsts
+
+
+def coefficients_agree(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
+    """Return whether the coefficients that a loss left are those of a guess, up to rounding in the loss's dtype.
+
+    Coefficients of tokens that are no targets, such as the first of a document, are not compared.
+    """
+    if len(documents) != len(guessed):
+        return False
+    bound = 4 * torch.finfo(dtype).eps
+    for document, guess in zip(documents, guessed, strict=True):
+        if len(document) != len(guess):
+            return False
+        positions = np.flatnonzero(document.labels() != NO_TARGET)
+        positions = positions[positions > 0]
+        slopes, guesses = (d.token_values(positions)["coefficient"] for d in (document, guess))
+        if not np.allclose(slopes, guesses, rtol=bound, atol=0):
+            return False
+    return True

@@ -1,0 +1,100 @@
+"""References of TRL's trainers: models, and the adapter that training began with."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ConfigError, ModelError
+from longspan.hf.one_process import StockTrainer
+from longspan.model.adapters.adapter import adapter_parameters
+from longspan.model.weights.local_tensors import local_tensor
+
+REFERENCE = "ref"  # TRL's name of the copy of a trained adapter that it keeps for the reference
+
+
+def clear_device_map(args: Any) -> None:
+    """Have TRL load models without a device_map: it sees one process, and would spread a model over all GPUs.
+
+    Raises ConfigError for a device_map of the user's.
+    """
+    if not hasattr(args, "model_init_kwargs"):
+        return
+    keywords = dict(args.model_init_kwargs or {})
+    if keywords.get("device_map") is not None:
+        raise ConfigError(
+            f"args.model_init_kwargs has device_map {keywords['device_map']!r}: a longspan trainer places parameters "
+            "itself; leave it out"
+        )
+    args.model_init_kwargs = {**keywords, "device_map": None}
+
+
+class PreferencesPart(StockTrainer):
+    """What a Trainer's reference model may be."""
+
+    def _refuse_reference(self) -> None:
+        """Raise ModelError or ConfigError for several adapters, or a reference model that longspan cannot prepare."""
+        names = [name for name in getattr(self.model, "peft_config", ()) if name != REFERENCE]
+        if len(names) > 1:
+            raise ModelError(
+                f"the model has {len(names)} adapters ({', '.join(names)}), and a longspan trainer runs one, which it "
+                "trains; keep one: model.delete_adapter(name)"
+            )
+        reference = getattr(self, "ref_model", None)
+        if reference is not None and not isinstance(getattr(reference, "inner_model", reference), PreTrainedModel):
+            raise ModelError(
+                f"ref_model is {type(reference).__name__}: a longspan trainer prepares models of transformers; merge "
+                "an adapter into it first (ref_model.merge_and_unload())"
+            )
+        if getattr(reference, "hf_device_map", None):
+            raise ConfigError(
+                "ref_model was loaded with a device_map, and a longspan trainer places parameters itself; load it "
+                "without device_map"
+            )
+
+
+def take_reference_adapter(model: Any) -> Any:
+    """Remove TRL's copy of a model's adapter, before `prepare`; return its configuration, or None without a copy.
+
+    An only adapter of this name is no copy, but the one that is trained.
+    """
+    configs = getattr(model, "peft_config", {})
+    if REFERENCE not in configs or len(configs) == 1:
+        return None
+    config = configs[REFERENCE]
+    model.delete_adapter(REFERENCE)
+    return config
+
+
+class ReferenceAdapter:
+    """The adapter that training began with, in place of TRL's copy: the trained one has its values for a while.
+
+    Made after `prepare`, of the values that the adapter has then; it takes over `set_adapter` of the PeftModel. TRL
+    finds the copy's `config` in `peft_config`, and calls `set_adapter("ref")` for the reference.
+    """
+
+    def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
+        """Take the place of TRL's copy, whose `config` it was, on a PeftModel whose model has been prepared."""
+        (self._trained,) = peft_model.peft_config
+        self._active_adapter = self._trained
+        self._refuse = peft_model.set_adapter  # `prepare` made it refuse all but the trained adapter
+        self._parameters = [parameter for _, parameter in adapter_parameters(prepared)]
+        # of the inactive one
+        self._other_values = [local_tensor(parameter).clone() for parameter in self._parameters]
+        peft_model.base_model.peft_config = {**peft_model.peft_config, REFERENCE: config}
+        peft_model.set_adapter = self.set_adapter
+
+    @torch.no_grad()
+    def set_adapter(self, name: str, *args: Any, **keywords: Any) -> None:
+        """Exchange the values of the trained adapter and of the reference's; `prepare` refuses other names."""
+        if name not in (self._trained, REFERENCE):
+            self._refuse(name, *args, **keywords)
+        if name == self._active_adapter:
+            return
+        self._active_adapter = name
+        for parameter, other_values in zip(self._parameters, self._other_values, strict=True):
+            values = local_tensor(parameter)
+            earlier_values = values.clone()
+            values.copy_(other_values)
+            other_values.copy_(earlier_values)

@@ -1,0 +1,94 @@
+"""An adapter's files, as stock peft reads them: tensors under peft's names, and the modules that are trained whole."""
+
+import copy
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from longspan.errors import ModelError
+from longspan.model.adapters.adapter import Adapter
+from longspan.model.layers import (
+    MTP,
+)
+from longspan.model.mtp.trained_depths import select_mtp_weights
+
+
+def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:
+    """Return the names of the largest modules, inside the one named `inside`, all of whose parameters are `trained`.
+
+    Lists of modules, which peft does not take, are not among them. ModelError for a module trained in part.
+    """
+    modules = tuple(
+        _iterate_trained_modules(model.get_submodule(inside), f"{inside}." if inside else "", set(trained))
+    )
+    if outside := sorted(
+        name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))
+    ):
+        raise ModelError(
+            f"{', '.join(outside[:3])}: peft saves whole modules beside an adapter, and not all of this one is "
+            "trained; train all of it or nothing, or keep it by save_checkpoint(folder, model, …)"
+        )
+    return modules
+
+
+def _iterate_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
+    """Yield the outermost modules in which all parameters are `trained`; names begin with `prefix`."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        parameters = dict(child.named_parameters())
+        is_trained = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)
+        if is_trained and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield path
+        else:
+            yield from _iterate_trained_modules(child, f"{path}.", trained)
+
+
+def entries_inside_modules(modules: Collection[str], entries: Any) -> dict[str, Any]:
+    """Select the entries, by names of weights and buffers, that lie inside these modules; none for no modules."""
+    inside = tuple(f"{module}." for module in modules)
+    return {name: value for name, value in entries.items() if name.startswith(inside)} if inside else {}
+
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def write_adapter(
+    folder: Path,
+    adapter: Adapter,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Any = None,
+    modules: Sequence[str] = (),
+) -> None:
+    """Write an adapter's whole tensors, named as in a prepared model, its configuration, and the tokenizer's files.
+
+    `modules` are whole modules among the tensors, which peft loads in place of the base model's.
+    """
+    stock = {name_in_peft_files(name, adapter.name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
+    config = copy.copy(adapter.config)
+    config.inference_mode = True
+    if whole_modules := [*modules, *([MTP] if select_mtp_weights(tensors) else [])]:
+        config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole_modules))]
+    for key in ("target_modules", "target_parameters"):
+        if isinstance(names := getattr(config, key, None), set):
+            setattr(config, key, sorted(names))  # in one order, so that equal adapters have equal files
+    config.save_pretrained(str(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def name_in_peft_files(name: str, adapter: str) -> str:
+    """Return the name of an adapter's tensor in peft's files, where names lack the name `adapter`.
+
+    DoRA's magnitudes, a module each in the model, are plain parameters in files.
+
+    >>> name_in_peft_files("model.layers.0.mlp.up_proj.lora_A.default.weight", "default")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    bare = name.replace(f".modules_to_save.{adapter}.", ".")
+    bare = re.sub(rf"\.lora_magnitude_vector\.{re.escape(adapter)}\.weight$", ".lora_magnitude_vector", bare)
+    return "base_model.model." + re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", bare)

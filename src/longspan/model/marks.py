@@ -1,0 +1,108 @@
+"""What `prepare` has made of a model, told by the attributes that features leave on models, modules and parameters.
+
+So the file of a feature that is off is not imported to learn that it is off.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+
+from longspan.comm import World
+
+
+def adapter_of_prepared_model(model: nn.Module) -> Any:
+    """Return the Adapter of a prepared model; None if it has none."""
+    return getattr(model, "adapter", None)
+
+
+def is_pipeline(model: nn.Module) -> bool:
+    """Return whether a model is a PipelineModel: this rank's stages of one."""
+    return getattr(type(model), "holds_stages", False)
+
+
+def is_multimodal(model: nn.Module) -> bool:
+    """Return whether a model is a MultimodalModel: a language model with encoders."""
+    return getattr(type(model), "holds_encoders", False)
+
+
+def find_language_model(model: Any) -> nn.Module:
+    """Find the language model of a MultimodalModel; any other model is its own."""
+    return model.language_model if is_multimodal(model) else model
+
+
+def modules_and_worlds(model: Any, world: World) -> list[tuple[nn.Module, World]]:
+    """List (module, its world) of each part of a model with a layout of its own: the language model, then encoders.
+
+    `world` is the language model's.
+    """
+    if not is_multimodal(model):
+        return [(model, world)]
+    encoders = [(encoder.module, encoder.world) for encoder in model.encoder_settings.values()]
+    return [(model.language_model, world), *encoders]
+
+
+IS_COMPILED = "is_compiled_layer"  # an attribute of decoder layers
+
+FLOAT8_WEIGHTS = "float8_weights"  # an attribute of modules: Float8Weight by name of a parameter
+
+
+def find_float8_weight(module: nn.Module, name: str) -> Any:
+    """Return the Float8Weight of a module's weight; None if the module does not compute with it in float8."""
+    return vars(module).get(FLOAT8_WEIGHTS, {}).get(name)
+
+
+def keep_float8_weights(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context that makes a model's weights in float8 once for all passes inside; they must not change there.
+
+    A null context for a model without any.
+    """
+    if not any(FLOAT8_WEIGHTS in vars(module) for module in model.modules()):
+        return nullcontext()
+    return import_module("longspan.model.float8.products").keep_quantised_weights(model)
+
+
+PACKED_WEIGHTS = "packed_weights"  # an attribute of modules: PackedWeight by name of a parameter
+
+
+def find_packed_weight(module: nn.Module, name: str) -> Any:
+    """Return the PackedWeight of a module's frozen weight in 4 or 8 bits; None if the weight is whole."""
+    return vars(module).get(PACKED_WEIGHTS, {}).get(name)
+
+
+def packed_weights(model: nn.Module) -> dict[str, Any]:
+    """Return the PackedWeights inside a model, by the qualified names of their parameters."""
+    return {
+        f"{path}.{name}": record
+        for path, module in model.named_modules()
+        for name, record in vars(module).get(PACKED_WEIGHTS, {}).items()
+    }
+
+
+HOST_STORE = "host_store"  # an attribute of parameters, and of prepared models
+_NORM = "norm_on_device"  # an attribute of gradients
+
+
+def waits_on_host(parameter: nn.Parameter) -> bool:
+    """Return whether this rank's part of a parameter, and its gradient's, lie in the host's memory between steps."""
+    return HOST_STORE in vars(parameter)
+
+
+def has_weights_on_host(model: nn.Module) -> bool:
+    """Return whether weights of a prepared model wait on the host."""
+    return HOST_STORE in vars(model)
+
+
+def record_norm_on_device(gradient: Any, norm: Tensor) -> None:
+    """Leave on a gradient (DTensor) in the host's memory the 2-norm of this rank's part, a tensor on the device.
+
+    `norm_on_device` returns it as long as nothing has written to the gradient since.
+    """
+    vars(gradient)[_NORM] = norm, (gradient._version, gradient._local_tensor._version)
+
+
+def norm_on_device(gradient: Any) -> Tensor | None:
+    """Return the norm of `record_norm_on_device`; None without one, or if the gradient or its part here was changed."""
+    norm, versions = vars(gradient).get(_NORM, (None, None))
+    return norm if norm is not None and versions == (gradient._version, gradient._local_tensor._version) else None

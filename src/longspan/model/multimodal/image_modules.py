@@ -1,0 +1,76 @@
+"""The tower and projector of a vision-language model: whether a model has them, and which of them is trained."""
+
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter
+from longspan.model.exactness.image_trial import reasons_against_images
+from longspan.model.layers import base_model, is_in_projector, reads_other_modalities, towers_beside_text_model
+from longspan.model.multimodal.prepare_encoder import encoder_blocks
+from longspan.model.seams.doctor_hint import doctor_hint
+from longspan.model.vision.image_tokens import image_tokens
+from longspan.plan.items.encoder_shape import Trained
+from longspan.plan.shape.families import find_family
+
+
+def refuse_model_without_images(model: nn.Module) -> None:
+    """Raise ModelError, before anything is changed, for a model that has no parts for images."""
+    name = type(model).__name__
+    if (
+        not isinstance(model, PreTrainedModel)
+        or not reads_other_modalities(model)
+        or not towers_beside_text_model(model)
+    ):
+        raise ModelError(
+            f"{name} has no tower and projector for images beside a text model, and encoder= gives them a home; "
+            "use prepare without encoder=, or MultimodalModel with an encoder of your own (docs/bridge.md)"
+        )
+    if reasons := reasons_against_images(model.config):
+        kind = model.config.model_type
+        raise ModelError(
+            f"{name} ({kind}) cannot be given images: {find_family(kind).no_images or '; '.join(reasons)}; use prepare "
+            f"without encoder= for text alone{doctor_hint(model)}"
+        )
+    embedding: Any = model.get_input_embeddings()
+    placeholder = image_tokens(model.config).placeholder
+    rows = embedding.weight.shape[0]
+    if placeholder >= rows:
+        raise ModelError(
+            f"{type(model).__name__}: placeholders of images are token id {placeholder}, and its embedding has {rows} "
+            "rows; set image_token_id in config.json to an id of the vocabulary, as the tokenizer of its folder has it"
+        )
+
+
+def freeze_image_modules(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
+    """Choose what of a whole vision-language model's tower and projector is trained, and freeze the other parameters.
+
+    A projector is known by its name; adapters stay. ModelError for "projector" where no parameter is one's.
+    """
+    refuse_model_without_images(model)
+    base = base_model(model)
+    towers = towers_beside_text_model(model)
+    children = {name: module for name, module in base.named_children() if module in towers}
+    image_parameters = {
+        f"{child}.{p}": x for child, module in children.items() for p, x in module.named_parameters()
+    }
+    image_parameters = {name: x for name, x in image_parameters.items() if not belongs_to_adapter(name)}
+    # rows between those of images: trained with the projector
+    separators = dict(base.named_parameters(recurse=False))
+    projector = {name for name in image_parameters if is_in_projector(name.rpartition(".")[0])} | {*separators}
+    image_parameters |= separators
+    if trained == "projector" and not projector:
+        raise ModelError(
+            f"{type(model).__name__} has no module called projector, merger or connector; train all or none of it"
+        )
+    for name, parameter in image_parameters.items():
+        parameter.requires_grad_(trained == "all" or (trained == "projector" and name in projector))
+
+
+def find_trained_part(encoder: nn.Module) -> Trained:
+    """Return which part of a tower and projector is trained ("all" if any block is), before or after sharding."""
+    if any(p.requires_grad for block in encoder_blocks(encoder).values() for p in block.parameters()):
+        return "all"
+    return "projector" if any(p.requires_grad for p in encoder.parameters()) else "none"

@@ -1,0 +1,146 @@
+"""A model from images and text to text as two modules, its encoder and its language model, and joined under two homes.
+
+The encoder is what stands next to the text model in the base model; no weight is copied or renamed. A Layout as its
+home is opened as a World next to the language model's and left with it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.adapters.adapter import find_adapter
+from longspan.model.adapters.adapter_rules import check_encoder_adapter
+from longspan.model.adapters.disable_adapter import redirect_peft_model
+from longspan.model.layers import base_model
+from longspan.model.multimodal.image_cost import image_cost
+from longspan.model.multimodal.image_modules import refuse_model_without_images
+from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel, check_encoder_home
+from longspan.model.multimodal.prepare_encoder import prepare_encoder
+from longspan.model.options import PrepareOptions
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.replaced_parameters import name_parameters
+from longspan.model.vision.image_encoder import ImageEncoder, pack_attention, split_off_image_encoder
+from longspan.model.weights.fill import DeferredWeights, find_deferred_weights
+from longspan.plan.cost.cost import Cost
+from longspan.plan.shape.families import find_family
+
+
+@contextmanager
+def take_apart_or_undo(model: nn.Module) -> Iterator[ImageEncoder]:
+    """Take a model's tower and projector from it, and yield them as one encoder; the model has them no more.
+
+    After an error in the `with` block the model is put together again. ModelError for a model without them.
+    """
+    refuse_model_without_images(model)
+    assert isinstance(model, PreTrainedModel)
+    base = base_model(model)
+    modules = dict(base._modules)
+    parameters = dict(base._parameters)
+    try:
+        yield split_off_image_encoder(model)
+    except BaseException:
+        base._modules.clear()
+        base._modules.update(modules)
+        base._parameters.update(parameters)
+        raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderHome:
+    """Where the tower and projector of a vision-language model run, and how images are dealt out to it.
+
+    `home` is over the language model's ranks. The others are those of `Encoder` and of `prepare_encoder`; without a
+    `cost`, images are priced by the model's vision configuration.
+    """
+
+    home: Layout
+    max_rows_per_slot: int | None = None
+    recompute: bool = False
+    cost: Cost | None = None
+    shard_parameters: bool = True
+    activation_checkpointing: bool | str = False
+    compute_dtype: Any = None
+    tp_plan: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@contextmanager
+def take_encoder_apart(
+    model: nn.Module, world: World, encoder: object, options: PrepareOptions
+) -> Iterator[Callable[[Any], MultimodalModel]]:
+    """Take a model's tower and projector from it while its language model is prepared inside.
+
+    Yields the function that prepares them too, under the home `encoder`, and joins both. After an error the model is
+    put together again. Raises ModelError for a model without them, and for what they cannot have.
+    """
+    if isinstance(encoder, Layout):
+        encoder = EncoderHome(
+            home=encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype
+        )
+    elif not isinstance(encoder, EncoderHome):
+        raise ModelError(
+            f"encoder is a {type(encoder).__name__}; give a Layout over the language model's ranks, or "
+            "EncoderHome(home=…) with settings"
+        )
+    whole = unwrap_peft_model(model)
+    weights = find_deferred_weights(whole)
+    adapter = find_adapter(whole)
+    name_parameters(whole)
+    check_encoder_home(IMAGE, encoder.home, world)
+    with take_apart_or_undo(whole) as image_encoder:
+        if adapter is not None:
+            check_encoder_adapter(image_encoder, adapter, encoder.home.tp)
+
+        def join(language_model: Any) -> MultimodalModel:
+            language_model.adapter = adapter  # also if only the encoder has one
+            prepared = _prepare_and_join_encoder(image_encoder, language_model, world, encoder, weights)
+            redirect_peft_model(model, prepared)
+            return prepared
+
+        yield join
+
+
+def _prepare_and_join_encoder(
+    image_encoder: ImageEncoder,
+    language_model: PreTrainedModel | PipelineModel,
+    world: World,
+    settings: EncoderHome,
+    weights: DeferredWeights | None,
+) -> MultimodalModel:
+    """Open the encoder's world, fill and prepare the encoder there, and join it with the prepared language model.
+
+    `weights` are what the whole model is filled with, None if it has its weights.
+    """
+    encoder_world = world.open_inner(settings.home)
+    if weights is not None:
+        DeferredWeights(image_encoder, weights.source).fill_weights([image_encoder], encoder_world)
+    recomputed_passes = int(settings.recompute) + int(bool(settings.activation_checkpointing))
+    cost = settings.cost or image_cost(
+        language_model.config, image_encoder, again=recomputed_passes, gpu=world.device.type == "cuda"
+    )
+    pack_attention(image_encoder)
+    module: nn.Module = prepare_encoder(
+        image_encoder,
+        encoder_world,
+        shard_parameters=settings.shard_parameters,
+        activation_checkpointing=settings.activation_checkpointing,
+        compute_dtype=settings.compute_dtype,
+        tp_plan=settings.tp_plan,
+    )
+    encoder = Encoder(
+        module=module,
+        world=encoder_world,
+        max_rows_per_slot=settings.max_rows_per_slot,
+        recompute=settings.recompute,
+        cost=cost,
+        deep_layers=image_encoder.deep_layers,
+        in_spans=find_family(language_model.config.model_type).images_see_each_other,
+    )
+    return MultimodalModel({IMAGE: encoder}, language_model, world)

@@ -1,0 +1,1 @@
+"""Prepared models to folders that stock transformers loads, and such folders into prepared models."""

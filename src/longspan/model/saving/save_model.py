@@ -1,0 +1,187 @@
+"""A prepared model to a folder that stock transformers loads, or its adapter to one that stock peft loads.
+
+Training checkpoints, with optimizer state, and encoders of one's own are not saved here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from longspan.comm import World, result_or_first_error
+from longspan.comm.all_ranks import is_first_rank
+from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter, unwrap_peft_model
+from longspan.model.adapters.adapter import Adapter
+from longspan.model.adapters.adapter_files import (
+    entries_inside_modules,
+    largest_trained_modules,
+    write_adapter,
+)
+from longspan.model.load import torch_dtype
+from longspan.model.marks import adapter_of_prepared_model, find_language_model
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.saving.stock_model import empty_stock_model
+from longspan.model.saving.whole_weights import WholeWeights, _find_savable_encoders, _models_of_stages, _whole
+from longspan.model.seams.call_rules import refuse_unprepared_model
+from longspan.model.weights.hf_folder import no_progress_bars
+from longspan.model.weights.tied_names import tied_names
+from longspan.model.weights.write import (
+    OF_ADAPTER,
+    OF_MODEL,
+    WeightWriter,
+    make_partial_folder,
+    replace_files,
+    weight_unit,
+)
+
+
+def save_model(
+    model: PreTrainedModel | PipelineModel | MultimodalModel,
+    folder: str | Path,
+    world: World,
+    tokenizer: Any = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+) -> None:
+    """Write the full weights to a folder that stock transformers loads; all ranks call it together.
+
+    The home's first rank, sent a decoder layer at a time, writes safetensors, configuration and tokenizer next to
+    `folder`; once all are written they replace the files of an older model or adapter, and other files stay. `dtype` is
+    that of the files, the parameters' own by default. With an adapter it alone is written, as stock peft loads it, with
+    what is trained of an encoder as its `modules_to_save`; a vision-language model is written whole. Raises ModelError
+    on every rank where writing failed, CommError where a rank is lost.
+    """
+    encoders = _find_savable_encoders(model)
+    target = Path(folder)
+    language_model: Any = find_language_model(model)
+    inside: Any = unwrap_peft_model(language_model)
+    if inside is not language_model:  # a PeftModel: the parameters of the model inside have other names
+        refuse_unprepared_model(inside)
+    file_dtype = None if dtype is None else torch_dtype(dtype)
+    with world.watch.name_collectives(
+        f"writing of {target}", world.home.ranks
+    ):  # for DTensor's gathers, which name nothing
+        adapter = adapter_of_prepared_model(inside)
+        if adapter is None:
+            _save_weights(inside, encoders, target, world, tokenizer, file_dtype)
+        else:
+            _save_adapter(inside, adapter, encoders, target, world, tokenizer, file_dtype)
+
+
+def _save_weights(
+    model: PreTrainedModel | PipelineModel,
+    encoders: Sequence[Encoder],
+    target: Path,
+    world: World,
+    tokenizer: Any,
+    file_dtype: torch.dtype | None,
+) -> None:
+    """Write all weights; every rank gathers a unit of weights (a layer) after another.
+
+    All learn at once if the first cannot write.
+    """
+    writer: Any = _on_first_rank(world, target, lambda: _begin_files(model, target, file_dtype))
+    for unit in _gathered_units(model, [encoder.module.state_dict() for encoder in encoders], world):
+        _on_first_rank(world, target, partial(WeightWriter.write_unit, writer, unit))
+
+    def finish_files() -> None:
+        writer.finish()
+        write_all_but_weights(writer.empty, writer.folder, tokenizer)
+        replace_files(writer.folder, target, OF_MODEL)
+
+    _on_first_rank(world, target, finish_files)
+
+
+def _on_first_rank(world: World, target: Path, work: Callable[[], object]) -> object:
+    """Return what the work on the first rank gives, None elsewhere; all ranks raise its error."""
+    return result_or_first_error(
+        world,
+        lambda: work() if is_first_rank(world) else None,
+        lambda error: ModelError(f"the model could not be saved to {target}: {type(error).__name__}: {error}"),
+    )
+
+
+def _save_adapter(
+    model: PreTrainedModel | PipelineModel,
+    adapter: Adapter,
+    encoders: Sequence[Encoder],
+    target: Path,
+    world: World,
+    tokenizer: Any,
+    file_dtype: torch.dtype | None,
+) -> None:
+    """Write an adapter and what is trained beside it, of encoders too; the first rank has all of it whole in memory."""
+    modules = list[str]()  # of encoders, trained whole
+    states = list[Mapping[str, Tensor]]()
+    for encoder in encoders:
+        parameters = encoder.module.named_parameters()
+        trained = {name for name, p in parameters if p.requires_grad and not belongs_to_adapter(name)}
+        trained_modules = largest_trained_modules(
+            encoder.module, trained, inside=str(encoder.module.base_model_name)
+        )
+        modules += trained_modules
+        state = encoder.module.state_dict()
+        of_adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}
+        states.append(of_adapter | entries_inside_modules(trained_modules, state))
+    units = _gathered_units(model, states, world)
+    tensors = {name: x.to(dtype=file_dtype) for unit in units for name, x in unit.items()}
+    for stage in _models_of_stages(model):
+        # of one copy that is trained at both ends peft reads both
+        for name, first_name in tied_names(stage).items():
+            if first_name in tensors and belongs_to_adapter(name):
+                tensors[name] = tensors[first_name].clone()
+
+    def write_files() -> None:
+        unfinished = make_partial_folder(target)
+        write_adapter(unfinished, adapter, tensors, tokenizer, modules)
+        replace_files(unfinished, target, OF_ADAPTER)
+
+    _on_first_rank(world, target, write_files)
+
+
+def _gathered_units(
+    model: PreTrainedModel | PipelineModel, encoder_states: Sequence[Mapping[str, Tensor]], world: World
+) -> Iterator[dict[str, Tensor]]:
+    """Yield on the first rank weights of a layer after another, and nothing in them elsewhere; all ranks enter."""
+    weights = WholeWeights(model, world, saved=True)
+    of_language = ((name, weights.gather_tensor(name, first_only=True)) for name in weights.names)
+    of_encoders = ((name, _whole(x)) for state in encoder_states for name, x in state.items())
+    for _, unit in groupby(chain(of_language, of_encoders), lambda entry: weight_unit(entry[0])):
+        yield {name: x.cpu() for name, x in unit if is_first_rank(world)}
+
+
+def _begin_files(model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None) -> WeightWriter:
+    """Make the folder beside `target`, and a writer of the stock model's weights; on one rank."""
+    unfinished = make_partial_folder(target)
+    empty = empty_stock_model(model, dtype)
+    if getattr(model, "generation_config", None) is not None:  # a model that scores has none
+        empty.generation_config = model.generation_config  # pyright: ignore[reportAttributeAccessIssue]
+    return WeightWriter(unfinished, empty, cast=dtype is not None)
+
+
+def write_all_but_weights(empty: PreTrainedModel, folder: Path, tokenizer: Any) -> None:
+    """Write a model's configurations and what a tokenizer or processor writes by `save_pretrained`.
+
+    `empty` is changed: its configuration names its class. A generation configuration that is in the folder already, as
+    an export copies it from the run, is not replaced.
+    """
+    config: Any = empty.config
+    config.architectures = [type(empty).__name__]
+    with no_progress_bars():
+        config.save_pretrained(folder)
+        if empty._auto_class is not None:  # a model whose code is not transformers' own
+            custom_object_save(empty, folder, config=config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        generation = empty.generation_config if empty.can_generate() else None
+        if generation is not None and not (folder / "generation_config.json").is_file():
+            # As it is: `save_pretrained` refuses settings that a folder may have, once a Trainer has set token ids.
+            generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])

@@ -1,0 +1,211 @@
+"""The whole weights of a prepared model, gathered one at a time: by name on every rank, or for the rank that saves."""
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter, unwrap_peft_model
+from longspan.model.adapters.adapted_weights import AdaptedWeight, adapted_weights
+from longspan.model.adapters.adapter import entries_trained_with_adapter
+from longspan.model.adapters.adapter_files import (
+    name_in_peft_files,
+)
+from longspan.model.kinds import name_without_adapter
+from longspan.model.marks import adapter_of_prepared_model, find_language_model, packed_weights
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.call_rules import refuse_unprepared_model
+from longspan.model.weights.tied_names import tied_names
+
+
+def weights_by_name(
+    model: PreTrainedModel | PipelineModel | MultimodalModel, world: World, merge_adapter: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole weights of a prepared model: pairs of a name and a tensor on this rank's device.
+
+    >>> for name, weight in weights_by_name(model, world): ...
+
+    All ranks call it together and go through to the end. Names are those of the stock model's `state_dict`; a tied
+    weight comes once. One weight is whole at a time; do not write to it. `merge_adapter` adds an adapter to the
+    weights, as peft's `merge_and_unload`, with sums in float32 at least: plain LoRA of linears; otherwise its own come
+    under peft's names as well. Weights of encoders come last. Raises ModelError for a model that was not prepared, for
+    an adapter in an encoder, and where an adapter cannot be merged.
+    """
+    encoders = _find_savable_encoders(model)
+    inside: Any = unwrap_peft_model(find_language_model(model))
+    refuse_unprepared_model(inside)
+    world.check_open()
+    weights = WholeWeights(inside, world)
+    states = [encoder.module.state_dict() for encoder in encoders]
+    if adapted := [name for state in states for name in state if belongs_to_adapter(name)]:
+        raise ModelError(f"{adapted[0]} is of an adapter in an encoder; write it by longspan.save_model")
+    if merge_adapter:
+        weights.check_mergeable()
+        of_language = ((stock, weights.gather_merged(name)) for stock, name in weights.merged_names().items())
+    else:
+        of_language = weights.iterate_base_and_adapter()
+    return chain(of_language, ((name, _whole(x)) for state in states for name, x in state.items()))
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Return a whole tensor without a graph; of a DTensor all ranks that hold it must enter."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+class _WeightEntry(NamedTuple):
+    """What other ranks must know of a weight to receive it; `name` is the prepared model's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stage: int
+    tied: bool  # whether it has a second name
+    adapted: AdaptedWeight | None
+
+
+class WholeWeights:
+    """Gathers the weights of a model one at a time; entered by all ranks in one order.
+
+    With `saved`, of a model with an adapter only the adapter and what is trained beside it.
+    """
+
+    def __init__(self, model: PreTrainedModel | PipelineModel, world: World, *, saved: bool = False) -> None:
+        """List the weights of all stages, by their names here; all ranks enter together.
+
+        Of names that share a tensor the first is given out, noted as tied; of several stages, the first one's.
+        """
+        self._world = world
+        self._adapter = adapter_of_prepared_model(model)
+        stages = _models_of_stages(model)
+        self._local: dict[str, Tensor] = {}
+        # of frozen weights in 4 or 8 bits, which are given out as they are computed with
+        self._packed = dict[str, Any]()
+        entries = list[_WeightEntry]()
+        position = world.coordinates.pp
+        for stage in stages:
+            state = stage.state_dict()
+            tied = tied_names(stage)
+            self._packed |= packed_weights(stage)
+            adapted = adapted_weights(stage)
+            state = entries_trained_with_adapter(model, state) if saved else state
+            for name, value in state.items():
+                if name not in tied and name not in self._local:
+                    self._local[name] = value
+                    # a copy that is trained counts as tied if its original is, unless both ends have the one copy
+                    original = re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
+                    both_ends = original != name and name in tied.values()
+                    is_tied = original in {*tied, *tied.values()} and not both_ends
+                    shape, dtype = tuple(value.shape), value.dtype
+                    if (packed := self._packed.get(name)) is not None:
+                        shape, dtype = packed.whole_shape(value), packed.dtype
+                    entries.append(_WeightEntry(name, shape, dtype, position, is_tied, adapted.get(name)))
+        if world.home.pp > 1:
+            local_entries = {position: entries} if (world.slot, world.coordinates.tp) == (0, 0) else None
+            join = dict[int, list[_WeightEntry]].__or__
+            by_stage = world.control.reduce_object(local_entries, join, "names of weights") or {}
+            entries = [entry for stage in range(world.home.pp) for entry in by_stage[stage]]
+        self._tied = {entry.name for entry in entries if entry.tied}
+        self._entries = dict[str, _WeightEntry]()
+        for entry in entries:  # a weight that several stages have is sent by the first of them
+            self._entries.setdefault(entry.name, entry)
+        self.names = [*self._entries]
+
+    def iterate_base_and_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the base model's weights, and the adapter's under peft's names."""
+        for name in self.names:
+            stock = name_without_adapter(name)
+            if self._adapter is not None and belongs_to_adapter(name):
+                stock = name_in_peft_files(name, self._adapter.name)
+            yield stock, self.gather_tensor(name)
+
+    def merged_names(self) -> dict[str, str]:
+        """Return the prepared model's names of the base model's weights, by those of the stock model."""
+        # a module that is trained whole has its trained copy beside `original_module`
+        names = (name for name in self.names if ".lora_" not in name and ".original_module." not in name)
+        return {name_without_adapter(name): name for name in names}
+
+    def gather_merged(self, name: str, *, first_only: bool = False) -> Tensor:
+        """Gather a weight with the adapter added, as `gather_tensor`."""
+        weight = self.gather_tensor(name, first_only=first_only)
+        adapted = self._entries[name].adapted
+        if adapted is not None and (matrices := self._adapter_matrices(name)):
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            a, b = (self.gather_tensor(matrix, first_only=first_only).to(wide) for matrix in matrices)
+            if weight.numel():  # it is empty on a rank that only sends
+                weight = (weight.to(wide) + adapted.added_matrix(a, b)).to(weight.dtype)
+        return weight
+
+    def check_mergeable(self) -> None:
+        """Raise ModelError for adapters that cannot be merged: on a tied weight, or of another kind than plain LoRA."""
+        changed = (name for name in self._tied if ".modules_to_save." in name or self._adapter_matrices(name))
+        if tied := sorted(changed):
+            raise ModelError(
+                f"merge_adapter: {tied[0]} is trained, and is the weight of the other end of the model as well "
+                "(tie_word_embeddings), which must not change; leave merge_adapter out, which gives base and adapter"
+            )
+        mergeable = {matrix for name in self.names for matrix in self._adapter_matrices(name)}
+        if others := [name for name in self.names if ".lora_" in name and name not in mergeable]:
+            raise ModelError(
+                f"merge_adapter does not know what {', '.join(others[:3])} add to the model's weights; leave it out, "
+                "which gives base and adapter, or merge what longspan.save_model(model, folder, world) saved with peft"
+            )
+
+    def _adapter_matrices(self, name: str) -> list[str]:
+        """Return the names of A and B of plain LoRA if this is a linear's weight, or experts'; else none."""
+        adapted = self._entries[name].adapted
+        if self._adapter is None or adapted is None:
+            return []
+        names = [f"{adapted.module}.lora_{matrix}.{self._adapter.name}.weight" for matrix in "AB"]
+        return [name for name in names if name in self._entries]
+
+    def gather_tensor(self, name: str, *, first_only: bool = False) -> Tensor:
+        """Gather a whole tensor on every rank, or the home's first alone; its stage sends it to the others."""
+        entry = self._entries[name]
+        world = self._world
+        position = self._world.coordinates.pp
+        receivers = [stage for stage in range(world.home.pp) if stage != entry.stage]
+        if first_only:
+            receivers = [0] if entry.stage and (world.slot, world.coordinates.tp) == (0, 0) else []
+        sends = list[tuple[int, Tensor]]()
+        receives = list[tuple[int, Tensor]]()
+        with world.watch.name_collectives(f"gathering of {name}", world.home.ranks):
+            if position == entry.stage:
+                value = self._local[name]
+                whole_tensor = _whole(value.to(world.device))  # it may wait on the host
+                if (packed := self._packed.get(name)) is not None:
+                    whole_tensor = packed.unpack_whole(whole_tensor)
+                sends = [(stage, whole_tensor.contiguous()) for stage in receivers]
+            else:
+                shape = entry.shape if position in receivers else (0,)
+                whole_tensor = torch.empty(shape, dtype=entry.dtype, device=world.device)
+                receives = [(entry.stage, whole_tensor)] if position in receivers else []
+            if sends or receives:
+                world.channels.pipeline.exchange(sends, receives, "weights of a stage").wait()
+        return whole_tensor
+
+
+def _find_savable_encoders(model: Any) -> list[Encoder]:
+    """Return the encoders of a MultimodalModel; ModelError for one that is no encoder of transformers'."""
+    if not isinstance(model, MultimodalModel):
+        return []
+    from longspan.model.vision.image_encoder import ImageEncoder
+
+    encoders = [*model.encoder_settings.values()]
+    if others := [name for name, e in model.encoder_settings.items() if not isinstance(e.module, ImageEncoder)]:
+        raise ModelError(
+            f"a MultimodalModel with an encoder of one's own ({', '.join(others)}) is no model of transformers'; save "
+            "model.language_model, and encoders by save_checkpoint(folder, model, …)"
+        )
+    return encoders
+
+
+def _models_of_stages(model: PreTrainedModel | PipelineModel) -> list[PreTrainedModel]:
+    return [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]

@@ -1,0 +1,216 @@
+"""Indexers of transformers' models, which choose a few keys for each row, over a sharded sequence.
+
+The class's own forward runs on the rank's rows with a stand-in for its cache, which hands out index keys of all ranks;
+on GPUs it forms queries and weights alone, and `index_scores.py` the scores. Of equal scores, as sums of ReLUs often
+are, the lowest positions are chosen: `topk` has no order among them. As in transformers, indexers get no gradient.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from longspan.attention.attend import cached_members
+from longspan.attention.masks import Mask
+from longspan.attention.members import Members
+from longspan.comm.autograd import break_graphs_around
+from longspan.model.features import Feature
+from longspan.model.kinds import attends_to_chosen_keys, find_indexers
+from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
+from longspan.model.seams.chosen_keys.latents import latents_text, takes_latents
+from longspan.model.seams.model_calls import require_one_row_shard
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.running_layer import running_layer
+from longspan.model.seams.separate_rows import SeparateRows
+
+_CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
+_ROWS_AT_ONCE = 4096  # of whose queries the indexer's heads are made at a time
+# of the scores of all heads that are held at a time; what is made of them takes as much again
+_SCORE_BYTES = 256 << 20
+
+
+class LowestFirst(TorchFunctionMode):
+    """Inside, `topk` of scores (1, rows, keys) takes the lowest keys among equal ones.
+
+    With `none` a key that is hidden (a score of −∞) is given out as −1.
+    """
+
+    def __init__(self, *, none: bool) -> None:
+        super().__init__()
+        self._none = none
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Sort scores, stably and descending, in place of `topk`; any other function runs as it is."""
+        if func not in (Tensor.topk, torch.topk) or args[0].ndim != 3:
+            return func(*args, **(kwargs or {}))
+        scores, k = args
+        # −0 becomes 0
+        values, order = (x[..., :k] for x in (scores + 0.0).sort(dim=-1, descending=True, stable=True))
+        return torch.return_types.topk(
+            (values, order.masked_fill(values == -torch.inf, -1) if self._none else order)
+        )
+
+
+def order_equal_scores(model: nn.Module) -> None:
+    """Let the indexers of a stock model take the lowest positions among equal scores, from here on."""
+    for indexer in find_indexers(model).values():
+        indexer.forward = partial(_choose_lowest_first, indexer)
+
+
+def _choose_lowest_first(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Run an indexer's class's forward so that among equal scores it takes the lowest positions."""
+    with LowestFirst(none=False):
+        return type(indexer).forward(indexer, *args, **kwargs)
+
+
+class IndexerFeature(Feature):
+    """Indexers over the shard, and latents in place of the keys that they choose."""
+
+    def connect(self, model: PreTrainedModel) -> None:
+        shard_indexers(model)
+
+    def convert(self, model: PreTrainedModel, execution: Any) -> None:
+        """Say in the description which layers gather latents, and from what length of a document on."""
+        dtype = self.options.sharding(self.world).compute_dtype_of(model)
+        indexed = [module for module in model.modules() if attends_to_chosen_keys(module)]
+        self.description["latents"] = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
+
+
+def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
+    """Let the model's indexers choose over the shard that their layers are called with, from here on.
+
+    `alone`: rows see only themselves, and nothing is chosen.
+    """
+    for indexer in find_indexers(model).values():
+        indexer.forward = partial(_choose_nothing if alone else _choose_keys, indexer)
+    for module in model.modules():
+        if attends_to_chosen_keys(module):
+            module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
+            if not alone and hasattr(module, "expand_kv"):
+                vars(module)["expand_kv"] = partial(_expand_or_keep_latents, module)
+
+
+def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Give a layer that got no mask one without columns, out of which its class may cut the indexer's part."""
+    if kwargs.get("attention_mask") is not None:
+        return args, kwargs
+    hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return args, kwargs | {"attention_mask": hidden.new_empty((1, 1, hidden.shape[1], 0), dtype=torch.bool)}
+
+
+@break_graphs_around
+def _expand_or_keep_latents(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Stand in for `expand_kv`: return keys and values (1, N, T, …) of all heads, or what expands to them (1, 1, T, …).
+
+    The latter are the rotated part and the latents of a row, where `takes_latents` says so; `latents.py` folds the
+    weight.
+    """
+    running = running_layer()
+    if takes_latents(module, running.shard, running.attention_kernel, latents):
+        return rotated, latents
+    return type(module).expand_kv(module, latents, rotated)
+
+
+def _choose_nothing(indexer: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return indices without columns (1, T, 0), which stand for every key."""
+    return hidden_states.new_empty((1, hidden_states.shape[1], 0), dtype=torch.int32)
+
+
+@break_graphs_around
+@torch.no_grad()
+def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Choose the keys of the local rows: positions in each row's document (1, T, k), int32, −1 for none.
+
+    This is an indexer's forward, entered by every rank of a group. Where no document is longer than k, every row sees
+    every key, and there are no columns. Else the class's forward runs twice: once over all rows for their index keys
+    (rows, head size), which are gathered over each group, and once over a few rows at a time, whose scores it takes.
+    Nothing of rows × keys is whole.
+    """
+    signature = inspect.signature(inspect.unwrap(type(indexer).forward))
+    arguments = dict(signature.bind(indexer, *args, **kwargs).arguments)
+    del arguments["self"]
+    (cache,) = signature.parameters.keys() & {*_CACHE_ARGUMENTS}
+    hidden: Tensor = arguments["hidden_states"]
+    shard = running_layer().shard  # pyright: ignore[reportArgumentType]
+    k = int(indexer.index_topk)  # pyright: ignore[reportArgumentType]
+    if isinstance(shard, Probe):
+        return hidden.new_empty((1, hidden.shape[1], 1), dtype=torch.int32)
+    shard = require_one_row_shard(type(indexer).__name__, shard, hidden.shape[0], hidden.shape[1])
+    if isinstance(shard, SeparateRows) or max(shard.micro_batch.lengths, default=0) <= k:
+        return _choose_nothing(indexer, hidden)
+    arguments["attention_mask"] = hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.bool)
+
+    def run_class(rows: slice, hand_out: Callable[[Tensor, int], Tensor], **changes: Any) -> Tensor:
+        """Run the class's forward over some rows; its cache's `update_indexer` is `hand_out` (index keys, layer)."""
+        of_rows = {name: _argument_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
+        stand_in = SimpleNamespace(update_indexer=hand_out)
+        return type(indexer).forward(indexer, **of_rows | changes | {cache: stand_in})
+
+    local_keys = list[Tensor]()  # (1, rows, head size); the first stand-in keeps them, and hands none out to score
+    operands = ScoreOperands()
+    for first in range(0, max(1, hidden.shape[1]), _ROWS_AT_ONCE):
+        with (operands := ScoreOperands()):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            run_class(rows, lambda keys, _: local_keys.append(keys) or keys[:, :0])
+    in_tiles = operands.are_known()
+    heads = int(getattr(indexer, "n_heads", 1))
+    chosen = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32)
+    all_keys = torch.cat(local_keys, 1)[0]
+    for part in shard.parts:
+        members = cached_members(part, shard, Mask())
+        group_keys = _gather_keys(all_keys[part.start : part.stop], members)
+        for rows, positions, document in _row_runs(members, 0 if in_tiles else heads):
+            rows = slice(part.start + rows.start, part.start + rows.stop)
+            keys = group_keys[document][: positions.stop]
+            if in_tiles:
+                with ScoreOperands() as operands:
+                    run_class(rows, lambda local_keys, _: local_keys[:, :0])
+                chosen[0, rows] = choose_best_keys(*operands.queries_and_weights(), keys, positions.start, k)
+                continue
+            key_positions = torch.arange(positions.stop, device=hidden.device)
+            visible = key_positions <= key_positions[positions.start :, None]
+            with LowestFirst(none=True):
+                chosen_here = run_class(rows, lambda *_, keys=keys: keys[None], attention_mask=visible[None])
+            chosen[:, rows, : chosen_here.shape[2]] = chosen_here
+    return chosen
+
+
+def _gather_keys(keys: Tensor, members: Members) -> Tensor:
+    """Return the index keys of all rows of a group (S, head size), document after document; all its members enter."""
+    if members.degree == 1:
+        return keys[members.document_order((0,))]
+    gathered = members.channel.all_gather_rows(keys.contiguous(), members.counts, "index keys").wait()
+    return gathered[members.document_order(members.channel.starts(members.counts))]
+
+
+def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield runs of this member's rows, their positions, and the rows of their document among those of the group.
+
+    A run is short enough that the scores of `heads` heads fit _SCORE_BYTES; with 0 heads _ROWS_AT_ONCE alone bounds it.
+    """
+    laid_out = members.part.group.laid_out
+    first_keys = list(accumulate(laid_out, initial=0))
+    for document, start, stop, offset in members.real_segments(members.member):
+        at_once = min(_ROWS_AT_ONCE, max(1, _SCORE_BYTES // (4 * heads * stop))) if heads else _ROWS_AT_ONCE
+        for first in range(start, stop, at_once):
+            last = min(first + at_once, stop)
+            rows = slice(offset + first - start, offset + last - start)
+            yield rows, slice(first, last), slice(first_keys[document], first_keys[document] + laid_out[document])
+
+
+def _argument_rows(value: Any, count: int, rows: slice) -> Any:
+    """Return the part of an indexer's argument that belongs to some of its `count` rows.
+
+    Tensors (1, count, …) and tuples of them are cut; anything else is given to every run of rows.
+    """
+    if isinstance(value, tuple | list):
+        return tuple(_argument_rows(x, count, rows) for x in value)
+    is_by_row = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count
+    return value[:, rows] if is_by_row else value

@@ -1,0 +1,99 @@
+"""Latents in place of expanded keys and values, for layers of multi-head latent attention whose rows choose their keys.
+
+`expand_kv` of transformers' classes multiplies the latents of a row by `kv_b_proj`: keys and values of every head. Here
+the layer gets the latents themselves, one key/value head for all, and the weight is folded into queries and outputs:
+the same scores and outputs, which a kernel gathers by a few hundred bytes a key. Long documents alone gain by it.
+"""
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.attention import AttendCall, choose_kernel
+from longspan.attention.kernels import find_kernel
+from longspan.comm import SequenceShard
+
+GATHERED_COST = 1.0  # of a product, beside a masked kernel's (bench/records/indexed-attention-2xH200.md)
+_EXPANDING = {"kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "shape"} | {
+    *("torch", "split", "view", "transpose", "expand", "new_empty", "copy_")
+}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def reason_to_expand(module: Any, kernel: str | None, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why a layer's keys must be expanded; "" where a kernel of this name (None: any) can gather its latents.
+
+    The weight of `kv_b_proj` must be all that expands them, so that it can be folded.
+    """
+    if kernel is not None and "latents" not in find_kernel(kernel).features:
+        return f"attention_kernel {kernel} takes no latents"
+    sizes = module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
+    call = AttendCall(1, 1, *sizes, dtype, device, indexed=True, latents=True)
+    if device.type == "cuda" and choose_kernel(call, kernel).name == "reference":
+        return (
+            "no kernel gathers them here (other types than bfloat16 and float16, deterministic mode, wide latents)"
+        )
+    expand = inspect.unwrap(type(module).expand_kv)
+    linear = module.kv_b_proj
+    if {*getattr(getattr(expand, "__code__", None), "co_names", ())} != _EXPANDING:
+        return f"{type(module).__name__}.expand_kv is not known"
+    if type(linear) is not nn.Linear or linear.bias is not None:
+        return "kv_b_proj is no plain linear, as under an adapter"
+    if "forward" in vars(linear):
+        return "kv_b_proj has a forward of its own, as in float8"
+    return "kv_b_proj has hooks" if any(vars(linear)[name] for name in _HOOKS) else ""
+
+
+def least_length(module: Any, kernel: str | None) -> int:
+    """Return from how many tokens of the longest document on a layer's latents are gathered, rather than bits set.
+
+    A masked kernel forms the products of half of all keys with heads of `qk_head_dim` and `v_head_dim`, one that
+    gathers those of `index_topk` keys with latents. A named kernel that takes nothing else does wherever keys are
+    chosen.
+    """
+    gathered = module.config.index_topk * (2 * module.kv_lora_rank + module.qk_rope_head_dim)
+    least = int(GATHERED_COST * 2 * gathered / (module.qk_head_dim + module.v_head_dim))
+    least = 0 if kernel is not None and find_kernel(kernel).required else least
+    return max(least, module.config.index_topk + 1)
+
+
+def takes_latents(module: Any, shard: object, kernel: str | None, latents: Tensor) -> bool:
+    """Return whether a layer's call gets latents: the same on all ranks, as lengths and settings decide it."""
+    if type(shard) is not SequenceShard:  # trials, whose rows see themselves alone
+        return False
+    if max(shard.micro_batch.lengths, default=0) < least_length(module, kernel):
+        return False
+    reason = reason_to_expand(module, kernel, latents.dtype, latents.device)
+    if reason and (kernel is None or find_kernel(kernel).required):  # another kernel was named to expand them
+        warnings.warn(f"latents of long documents are expanded for a masked kernel: {reason}", stacklevel=2)
+    return not reason
+
+
+def latents_text(modules: list[Any], kernel: str | None, dtype: torch.dtype, device: torch.device) -> str:
+    """Say in words from where on the latents of these layers are gathered, and which layers expand them always."""
+    reasons = [reason_to_expand(module, kernel, dtype, device) for module in modules]
+    lengths = {least_length(x, kernel) for x, reason in zip(modules, reasons, strict=True) if not reason}
+    words = [f"gathered where a document has {min(lengths):,} tokens or more"] if lengths else []
+    counts = {reason: reasons.count(reason) for reason in reasons if reason}
+    return "; ".join(words + [f"expanded in {count} of {len(reasons)} layers: {x}" for x, count in counts.items()])
+
+
+def fold_queries(module: Any, query: Tensor) -> Tensor:
+    """Return queries for latents: (1, N, T, nope + rope) becomes (1, N, T, latent + rope)."""
+    pass_part, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    return torch.cat((pass_part @ _head_weights(module, query)[0], rotated), -1)
+
+
+def unfold_values(module: Any, out: Tensor) -> Tensor:
+    """Return the values that outputs of latents stand for: (T, N, latent) becomes (T, N, value)."""
+    return (out.transpose(0, 1) @ _head_weights(module, out)[1].transpose(1, 2)).transpose(0, 1)
+
+
+def _head_weights(module: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what expands latents to keys (N, nope, latent) and to values (N, value, latent), in the type of `like`."""
+    sizes = [module.qk_nope_head_dim, module.v_head_dim]
+    keys, values = module.kv_b_proj.weight.to(like.dtype).view(-1, sum(sizes), module.kv_lora_rank).split(sizes, 1)
+    return keys, values

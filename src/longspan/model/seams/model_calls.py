@@ -1,0 +1,130 @@
+"""Arguments with which a prepared model and its layers are called, checked on the host before any collective."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.comm import SequenceShard
+from longspan.errors import ModelError
+from longspan.model.layers import (
+    architecture_name,
+    reads_other_modalities,
+)
+from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.position_tables import refuse_documents_beyond_positions
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.randomness import refuse_randomness
+
+
+def require_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
+    """Return the shard that a model or layer of this name was called with; ModelError for something else."""
+    if isinstance(shard, SequenceShard):
+        return shard
+    got = "no shard" if shard is None else f"shard={type(shard).__name__}"
+    raise ModelError(
+        f"{name} got {got}; call {call} with shard = bind(micro_batch, world); a Trainer, of TRL too, cannot make one: "
+        "give the model before prepare to longspan.hf.with_longspan(Trainer)"
+    )
+
+
+def require_one_row_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
+    """Return the shard that a layer of this name was called with, if it is one packed row of all the layer's rows."""
+    shard = require_shard(name, shard)
+    if batch != 1 or rows != shard.local_rows:
+        raise ModelError(f"{name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}")
+    return shard
+
+
+# of packed rows
+_BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+PARTS_OF_POSITIONS = (3, 4)  # M-RoPE: time, height and width; of four, the position in the text comes first
+
+
+def complete_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+    """Refuse what would not be exact, on the host, before any collective; return the call as the model takes it.
+
+    A forward pre-hook of a prepared model: positional ids become a keyword, inputs get a batch dim, and the model's
+    kernel is added. Calls with a `Probe` are not checked.
+    """
+    if len(args) > 1:
+        raise ModelError(
+            f"call {_correct_call_text(model)} with keyword arguments; got {len(args)} positional ones"
+        )
+    inputs = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
+    if isinstance(inputs.get("shard"), Probe):
+        return (), inputs
+    shard = require_shard(architecture_name(model), inputs.get("shard"), _correct_call_text(model))
+    _refuse_arguments(model, inputs)
+    refuse_randomness(model, training=model.training)
+    for name in ("input_ids", "inputs_embeds", "position_ids"):
+        if name in inputs:
+            inputs[name] = _make_one_row(name, inputs[name], shard)
+    rules = call_rules(model)
+    rules.check_rows(shard)
+    rules.check_spans(shard)
+    if any(group.parents is not None for group in shard.micro_batch.groups):
+        rules.check_shared_prefixes((shard.micro_batch,), training=model.training)
+    if rules.position_table is not None:
+        refuse_documents_beyond_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
+    return (), rules.add_kernel_argument(inputs) | {"use_cache": False}
+
+
+def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise ModelError for arguments that a prepared model does not take, with what to give in their place.
+
+    A model that reads other modalities gets text alone here; flags and other plain values pass.
+    """
+    architecture = architecture_name(model)
+    reasons = {
+        "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
+        "attention_mask": "the shard says which rows see which; leave attention_mask out",
+        "past_key_values": "there is no key/value cache in training; leave past_key_values out",
+        "cache_params": "there is no cache of states in training; leave cache_params out",
+        "output_attentions": "attention weights are never formed; leave output_attentions out",
+        "use_cache": "there is no key/value cache in training; use_cache must be False",
+        **{name: f"the shard says where documents begin; leave {name} out" for name in _BOUNDS},
+    }
+    for name, reason in reasons.items():
+        if inputs.get(name) is not None and inputs[name] is not False:
+            raise ModelError(f"{architecture} got {name}=: {reason}")
+    if "position_ids" not in inputs:
+        raise ModelError(
+            f"{architecture} got no position_ids; the local rows are not consecutive: call {_correct_call_text(model)}"
+        )
+    if isinstance(model, PreTrainedModel) and reads_other_modalities(model):
+        # Values such as flags carry no input. `future_ids` are tokens for depths of multi-token prediction.
+        text_inputs = {"input_ids", "inputs_embeds", "position_ids", "shard", "future_ids"}
+        if others := [k for k, x in inputs.items() if k not in text_inputs and isinstance(x, Tensor | list | dict)]:
+            raise ModelError(
+                f"{architecture} got {', '.join(f'{name}=' for name in others)}: through it text alone is "
+                "exact; for images and the like give its encoder and its language model homes of their own "
+                "(longspan.MultimodalModel, docs/bridge.md)"
+            )
+
+
+def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
+    """Return one input as one packed row (1, T, …) of the shard's T rows, or raise ModelError.
+
+    Positions in parts (M-RoPE) are (parts, 1, T), and stay so.
+    """
+    if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
+        _make_one_row(name, x[0], shard)  # checks the rows of a part
+        return x
+    plain_dims = 2 if name == "inputs_embeds" else 1
+    x = x.unsqueeze(0) if x.ndim == plain_dims else x
+    if x.ndim != plain_dims + 1 or x.shape[0] != 1:
+        raise ModelError(
+            f"{name} has shape {tuple(x.shape)}; a shard is one packed row: use (1, {shard.local_rows})"
+        )
+    if x.shape[1] != shard.local_rows:
+        raise ModelError(f"{name} has {x.shape[1]} rows, the shard holds {shard.local_rows}; use shard.scatter(x)")
+    if shard.local_rows == 0:
+        raise ModelError("the shard holds no rows and transformers models need one; use shard.with_padding()")
+    return x
+
+
+def _correct_call_text(model: nn.Module) -> str:
+    """Return how this model is called, for messages."""
+    return f"{architecture_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

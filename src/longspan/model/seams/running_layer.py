@@ -1,0 +1,117 @@
+"""What the running decoder layer was called with, for attention, experts and rotary modules that do not get it.
+
+Hooks note it before a layer runs; checkpointing functions are wrapped, so that a recomputation sees it too.
+"""
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from longspan.model.layers import (
+    decoder_model,
+    layers_and_mtp_blocks,
+)
+
+
+class RunningLayer(NamedTuple):
+    """What the running layer was called with, and, in `outer`, what runs around it.
+
+    `layer` is None in recomputation, where a forward runs without its module.
+    """
+
+    layer: nn.Module | None = None
+    shard: Any = None
+    attention_kernel: str | None = None
+    router: Any = None
+    outer: "RunningLayer | None" = None
+
+
+_OUTSIDE = RunningLayer()
+_running: ContextVar[RunningLayer] = ContextVar("longspan_running_layer", default=_OUTSIDE)
+
+
+def running_layer() -> RunningLayer:
+    """Return what the decoder layer that is running was called with; empty fields outside of one."""
+    return _running.get()
+
+
+def hook_layer_arguments(model: PreTrainedModel) -> None:
+    """Let attention in decoder layers look up what its layer, or a model around it, was called with, from here on."""
+    # A pipeline stage calls the model inside alone.
+    for layer in dict.fromkeys((model, decoder_model(model), *layers_and_mtp_blocks(model).values())):
+        layer.register_forward_pre_hook(_enter_layer, with_kwargs=True)
+        layer.register_forward_hook(_leave_layer, always_call=True)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) or hasattr(module, "gradient_checkpointing"):
+            module.register_forward_pre_hook(_wrap_checkpointing_functions)
+
+
+def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
+    """Let recomputation see the running layer, whoever set the function by which a module recomputes its layers.
+
+    A forward pre-hook: the function may be set at any time before a call. In transformers 5.17 a layer's hooks ran
+    inside its checkpoint. A function is wrapped once.
+    """
+    for part in module.modules() if isinstance(module, PreTrainedModel) else (module,):
+        run: Any = vars(part).get("_gradient_checkpointing_func")
+        function = getattr(run, "func", run)
+        # a re-entrant one gives no gradients to tensors among keyword arguments (Gemma 3n)
+        if function is checkpoint:
+            run = partial(run, use_reentrant=False)
+        if run is not None and function is not _checkpoint_inside_layer:
+            vars(part)["_gradient_checkpointing_func"] = partial(_checkpoint_inside_layer, run)
+
+
+def _checkpoint_inside_layer(
+    function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    """Checkpoint `run`, a layer's forward, which will find its running layer also when it is recomputed."""
+    return function(keep_running_layer(run), *args, **options)
+
+
+def keep_running_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's forward that sets the running layer at every call, as a recomputation needs it.
+
+    `run` is a `partial` of the layer's keyword arguments. Without a shard among them those of the layer around it are
+    set, and outside of one nothing is wrapped.
+    """
+    arguments = _layer_from_keywords(getattr(run, "keywords", {}))
+    if arguments.shard is None:
+        return run
+
+    def run_inside_layer(*args: Any) -> Any:
+        """Run the forward inside its layer, also where torch ends a recomputation by an exception."""
+        token = _running.set(arguments)
+        try:
+            return run(*args)
+        finally:  # torch ends a recomputation by an exception once it has the tensors that it needs
+            _running.reset(token)
+
+    return run_inside_layer
+
+
+def _layer_from_keywords(keywords: Mapping[str, Any]) -> RunningLayer:
+    """Return the running layer that keyword arguments describe; those of the layer around it if they have no shard."""
+    if keywords.get("shard") is None:  # the model does not hand keyword arguments on to its layers
+        return _running.get()._replace(layer=None, outer=None)
+    return RunningLayer(None, keywords["shard"], keywords.get("attention_kernel"), keywords.get("router"))
+
+
+def _enter_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
+    """Set the running layer from a module's keyword arguments: a forward pre-hook."""
+    _running.set(_layer_from_keywords(kwargs)._replace(layer=layer, outer=_running.get()))
+
+
+def _leave_layer(layer: nn.Module, *_: Any) -> None:
+    """Set the running layer to the one around this: a forward hook, called after an error too.
+
+    The error may have come before this layer was set, and then nothing changes.
+    """
+    running = _running.get()
+    if running.layer is layer and running.outer is not None:
+        _running.set(running.outer)

@@ -1,0 +1,161 @@
+"""How the parameters of a mixer divide over tensor-parallel ranks, by kind of mixer.
+
+A rank has consecutive heads of a mixer: runs of rows, as of [gate | x | B | C | dt]. Each group of a rank serves
+equally many heads: it is repeated where they do not divide so (0, 0, 1).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from longspan.errors import ModelError
+from longspan.model.tensor_parallel.rows import EvenRows, FusedRows, GroupRows
+
+
+@dataclass(frozen=True)
+class MixerParts:
+    """How a mixer divides over tensor-parallel ranks; names are of children, or tensors, of the mixer.
+
+    `heads` are the numbers that tp must divide, by what they count; `rows` say how the rows of a child's tensors, or of
+    a tensor, divide; `attributes` are what numbers of the mixer are on a rank. `whole` names what every rank applies
+    undivided, `output` the projection back to hidden states.
+    """
+
+    heads: Mapping[str, int]
+    rows: Mapping[str, EvenRows | FusedRows]
+    attributes: Mapping[str, int]
+    output: str = "out_proj"
+    whole: tuple[str, ...] = ()
+
+
+def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
+    """Return the parts of a mixer called `name`, whose kind is recognised by its attributes; it is not split yet.
+
+    ModelError for another kind, and for parameters that no part covers.
+    """
+    kind = next((kind for attributes, kind in _KINDS if all(hasattr(mixer, a) for a in attributes)), None)
+    if kind is None:
+        raise ModelError(
+            f"{name} ({type(mixer).__name__}) is none of the mixers whose heads are split over tensor-parallel ranks "
+            "(gated delta nets, Kimi's delta attention, Mamba 2, short convolutions); use tp 1"
+        )
+    parts = kind(mixer, tp)
+    part_names = (*parts.rows, *parts.whole, parts.output)
+    for parameter, tensor in mixer.named_parameters():
+        part = next((p for p in part_names if parameter == p or parameter.startswith(f"{p}.")), None)
+        rows = parts.rows.get(part or "")
+        # an adapter's first matrix stays whole, whatever its number of rows
+        if part is None or (
+            rows is not None and rows.size not in tensor.shape and not is_first_adapter_matrix(parameter)
+        ):
+            raise ModelError(
+                f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
+                "known how it divides over tensor-parallel ranks; use tp 1"
+            )
+    return parts
+
+
+def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
+    """Divide a gated delta net. Qwen3-Next fuses projections by key head: a rank's rows are one run.
+
+    Qwen3.5 fuses queries, keys and values one after another, and OLMo Hybrid has a linear for each.
+    """
+    keys = EvenRows(mixer.key_dim)
+    values = EvenRows(mixer.value_dim)
+    heads = EvenRows(mixer.num_v_heads)
+    queries_keys_values = FusedRows((keys, keys, values))
+    rows = {
+        "in_proj_qkvz": EvenRows(2 * keys.size + 2 * values.size),
+        "in_proj_ba": EvenRows(2 * heads.size),
+        "in_proj_qkv": queries_keys_values,
+        "conv1d": queries_keys_values,
+        **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), values),
+        **dict.fromkeys(("q_proj", "k_proj"), keys),
+        **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj", "A_log", "dt_bias"), heads),
+    }
+    numbers = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
+    return MixerParts(
+        heads={"key heads": mixer.num_k_heads, "value heads": mixer.num_v_heads},
+        rows=rows,
+        attributes={number: getattr(mixer, number) // tp for number in numbers},
+        output="out_proj" if hasattr(mixer, "out_proj") else "o_proj",
+        whole=("norm", "o_norm"),
+    )
+
+
+def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
+    """Divide Kimi's delta attention: queries, keys and values have heads of one size each."""
+    width = EvenRows(mixer.qkv_dim)
+    heads = EvenRows(mixer.num_heads)
+    feature_parts = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
+    feature_parts += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
+    rows = {
+        **dict.fromkeys(feature_parts, width),
+        **dict.fromkeys(("b_proj", "forget_gate.A_log"), heads),
+        "conv1d": FusedRows((width,) * 3),
+    }
+    attributes = {number: getattr(mixer, number) // tp for number in ("num_heads", "qkv_dim", "conv_dim")}
+    attributes |= {f"forget_gate.{number}": attributes[number] for number in ("num_heads", "qkv_dim")}
+    whole = ("g_a_proj", "forget_gate.f_a_proj", "o_norm")
+    return MixerParts({"heads": heads.size}, rows, attributes, output="o_proj", whole=whole)
+
+
+def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
+    """Divide a Mamba 2, which projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
+    inner = EvenRows(mixer.intermediate_size)
+    heads = EvenRows(mixer.num_heads)
+    # of B, and as many of C
+    states = GroupRows(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
+    projected = FusedRows((inner, inner, states, states, heads))
+    groups = heads.size // tp // states.heads_together(tp)  # of a rank, repeated ones included
+    width = groups * states.width
+    attributes = {
+        "num_heads": heads.size // tp,
+        "intermediate_size": inner.size // tp,
+        "n_groups": groups,
+        "conv_dim": inner.size // tp + 2 * width,
+        "groups_time_state_size": width,  # of Falcon-H1
+    }
+    rows = {
+        "in_proj": projected,
+        "mup_vector": projected,
+        "conv1d": FusedRows((inner, states, states)),
+        **dict.fromkeys(("A_log", "D", "dt_bias"), heads),
+        "norm": inner,
+    }
+    return MixerParts({"heads": heads.size}, rows, attributes)
+
+
+def _short_convolution_parts(mixer: Any, tp: int) -> MixerParts:
+    """Divide a gated short convolution (LFM2), whose channels do not meet; three projections are fused."""
+    channels = EvenRows(mixer.conv.in_channels)
+    rows = {"in_proj": FusedRows((channels,) * 3), "conv": channels}
+    return MixerParts({"channels": channels.size}, rows, attributes={})
+
+
+# attributes that a kind of mixer has, and the function that divides it
+_KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
+    (("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"), _delta_net_parts),
+    (("qkv_dim", "forget_gate", "conv1d"), _kimi_parts),
+    (("ssm_state_size", "n_groups", "num_heads", "intermediate_size", "in_proj", "conv1d"), _mamba2_parts),
+    (("conv", "in_proj", "out_proj"), _short_convolution_parts),
+)
+
+
+def tensors_of_part(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (name in the mixer, owner, name there) of the tensors of a child, or the one tensor, `part_name`."""
+    for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
+        if name == part_name or name.startswith(f"{part_name}."):
+            owner, _, attribute = name.rpartition(".")
+            yield name, mixer.get_submodule(owner), attribute
+
+
+def is_first_adapter_matrix(name: str) -> bool:
+    """Return whether a parameter is the first matrix of a LoRA adapter: its rows are the adapter's rank, not outputs.
+
+    >>> is_first_adapter_matrix("in_proj.lora_A.default.weight")
+    True
+    """
+    return ".lora_A." in name

@@ -1,0 +1,194 @@
+"""A whole model split by its tensor-parallel plan: heads, widths and vocabulary over the `tp` ranks of a slot.
+
+A slot's ranks hold the same tokens and loss. What cannot be split exactly is refused before anything is changed.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.comm.tp_collectives import (
+    tp_copy,
+    tp_copy_parameter,
+    tp_gather,
+    tp_split,
+)
+from longspan.errors import ModelError
+from longspan.model.adapted_modules import has_trained_copy, is_adapted, is_expert_adapter, peft_modules
+from longspan.model.adapters.adapter import find_adapter
+from longspan.model.experts.expert_products import ADAPTER_VIEW
+from longspan.model.kinds import expert_modules
+from longspan.model.layers import Absent, layers_and_mtp_blocks
+from longspan.model.tensor_parallel import module_styles as tp_style
+from longspan.model.tensor_parallel.module_styles import (
+    MIXER,
+    StyledModule,
+    check_divided_sizes,
+    list_styles,
+    modules_named_experts,
+    refuse_unnamed_parameters,
+    sizes_divided_by_tp,
+    split_block_names,
+)
+from longspan.model.tensor_parallel.sequence_parallel import (
+    refuse_sequence_parallel,
+    single_and_full_row_modules,
+    split_residuals,
+)
+from longspan.model.tensor_parallel.split_mixers import refuse_unsplittable_mixer, split_mixer
+from longspan.model.tensor_parallel.split_modules import (
+    LINEAR_STYLES,
+    ROWS,
+    Transform,
+    slice_parameter,
+    split_expert_rows,
+    split_linear,
+    split_vocabulary,
+    sum_partial_gradients,
+    wrap_forward,
+)
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.model.weights.tied_names import tied_names
+
+
+def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
+    """Raise ModelError, before anything is changed, for a model that cannot be split over the world's tp."""
+    tp = world.home.tp
+    if tp == 1 and sequence_parallel:
+        raise ModelError(
+            "sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out"
+        )
+    if tp == 1:
+        return
+    styled_modules = list_styles(model)
+    if reasons := [*reasons_against_adapter(model, styled_modules)]:
+        raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
+    check_divided_sizes(sizes_divided_by_tp(model, styled_modules), tp, type(model).__name__)
+    for name, module, style, _ in styled_modules:
+        if style == tp_style.MIXER:
+            refuse_unsplittable_mixer(name, module, tp)
+    refuse_unnamed_parameters(model, styled_modules)
+    if sequence_parallel:
+        for name, layer in layers_and_mtp_blocks(model).items():
+            single_and_full_row_modules(name, layer, styled_modules)  # here only to raise
+        refuse_sequence_parallel(model)
+
+
+def split_over_ranks(
+    model: PreTrainedModel, world: World, *, sequence_parallel: bool, sum_expert_gradients: bool
+) -> None:
+    """Split the model over the tensor-parallel ranks of this slot, in place; all ranks call it together, before FSDP2.
+
+    `refuse_tensor_parallel` has been called. `sum_expert_gradients`: nobody else shards the experts' parameters over
+    `world.meshes.expert`, so that their gradients are summed over tp here.
+    """
+    styled_modules = list_styles(model)
+    _ = world.meshes.tp  # made by all ranks together
+    tied = tied_names(model)
+    _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
+    mixtures = tuple(
+        f"{name}.{child}."
+        for name, layer in layers_and_mtp_blocks(model).items()
+        for child, module in layer.named_children()
+        if modules_named_experts(module)
+    )
+    head = model.get_output_embeddings()  # which is split already, or stays whole
+    for name, module, style, parameter in styled_modules:
+        # a block of experts gets and returns all rows
+        splits_rows = sequence_parallel and not name.startswith(mixtures)
+        adapted = is_adapted(module) and module is not head
+        is_linear = isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED)
+        if style == tp_style.MIXER:
+            split_mixer(name, module, world, sequence_parallel=splits_rows)
+        elif style == tp_style.PARTIAL_GRADIENT and not adapted:
+            sum_partial_gradients(module, world.key, parameter)
+        elif style == tp_style.HEADS and parameter is not None:
+            slice_parameter(module, parameter, 0, world)
+            wrap_forward(module, views={parameter: local_tensor})
+        elif style in LINEAR_STYLES and (adapted or is_linear):
+            split_linear(module, style, world, sequence_parallel=splits_rows)
+    for name, first_name in tied.items():  # all that share a parameter take the first one's slice
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path).register_parameter(attribute, model.get_parameter(first_name))
+    # Split blocks sum over tp the gradients of their inputs, which are partial. Under sequence parallelism those
+    # outside of blocks of experts are given this rank's part of the rows, and gather all.
+    copy_input: Transform = partial(tp_copy, world_key=world.key)
+    gather_input: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
+    for name in sorted(split_block_names(styled_modules)):
+        whole = not sequence_parallel or name.startswith(mixtures)
+        wrap_forward(model.get_submodule(name), enter=copy_input if whole else gather_input)
+    for layer in layers_and_mtp_blocks(model).values():
+        for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
+            split_expert_rows(experts, world.key, sum_gradients=sum_expert_gradients)
+            vars(experts)[ADAPTER_VIEW] = partial(tp_copy_parameter, world_key=world.key)
+    if sequence_parallel:
+        split_residuals(model, styled_modules, world)
+
+
+def _split_head_and_embedding(
+    model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
+) -> None:
+    """Split the head and the embedding over the vocabulary, by their styles, where tp divides it.
+
+    A tied embedding is split with the head; where an adapter changes either, neither is split.
+
+    Where rows are split between layers, an embedding hands on this rank's rows: sliced, or as it sums over ranks.
+    """
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    styles = {id(module): style for _, module, style, _ in styled_modules}
+    adapted = is_adapted(embedding) or is_adapted(head)
+
+    def splits(module: Any, *of_styles: str) -> bool:
+        """Return whether a module has one of these styles and can be split over the vocabulary."""
+        has_rows = isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[0] % world.home.tp == 0
+        return has_rows and not adapted and styles.get(id(module)) in of_styles
+
+    both_here = isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding)
+    tied = both_here and head.weight is embedding.weight
+    if splits(head, *tp_style.GATHERED):
+        split_linear(head, styles[id(head)], world)
+        if tied:
+            embedding.weight = head.weight
+    if splits(embedding, tp_style.EMBEDDING) and not tied:
+        slice_parameter(embedding, "weight", 0, world)
+    if isinstance(getattr(embedding, "weight", None), DTensor):  # split here, or with the head
+        split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)
+    elif sequence_parallel and not isinstance(embedding, Absent):  # absent: on another pipeline stage
+        wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))
+
+
+def reasons_against_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
+    """Yield why an adapter would not be exact under tensor parallelism.
+
+    Each adapted linear needs a style; adapters of the embedding and of the head stay whole.
+    """
+    adapter = find_adapter(model)
+    if adapter is None:
+        return
+    if adapter.dropout:
+        yield f"lora_dropout is {adapter.dropout:g}, and tensor-parallel ranks would drop different inputs"
+    for key in ("use_dora", "lora_bias"):
+        if getattr(adapter.config, key, False):
+            yield f"{key} is set, which is not shown to be exact there"
+    modules = peft_modules(model)
+    if copied := [name for name, module in modules.items() if has_trained_copy(module)]:
+        yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
+    styles = {entry.name: entry.style for entry in styled_modules}
+    embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
+    blocks = split_block_names(styled_modules)
+    elsewhere = {module for module in modules.values() if is_expert_adapter(module)} | {*embedding_and_head}
+    linears = [name for name, module in modules.items() if is_adapted(module) and module not in elsewhere]
+    # A linear with a style is split by it. Without one, it is split by a mixer around it, or stays whole outside of
+    # split blocks; inside attention or an MLP that is split, its gradient would be partial.
+    blocks_around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}
+    mixer_linears = {
+        name for name, outer in blocks_around.items() if all(styles.get(block) == MIXER for block in outer)
+    }
+    if unplaced := [n for n in linears if not (styles[n] in LINEAR_STYLES if n in styles else n in mixer_linears)]:
+        yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"

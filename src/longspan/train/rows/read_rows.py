@@ -1,0 +1,280 @@
+"""This rank's rows of every micro-batch of a step, read by all ranks before any of them computes.
+
+The label of position p of a document is what its token p + 1 is to be; a document's last position and padding have
+none. So labels are made inside documents, before the sequence is split.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longspan.comm import SequenceShard, World, bind
+from longspan.data.document import NO_TARGET, Labelled, Valued
+from longspan.errors import DataError
+from longspan.layout import Integers
+from longspan.model.layers import vocabulary_size
+from longspan.model.seams.call_rules import call_rules
+from longspan.plan import MicroBatch, Plan
+from longspan.train.rows.positions import read_own_positions
+from longspan.train.rows.visible_spans import bind_spans
+from longspan.train.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from longspan.plan.items.item_table import ItemTable
+
+
+WEIGHTS = "weights"  # the values that multiply losses; 1 in documents that give none
+
+
+class LocalBatch(NamedTuple):
+    """One micro-batch as this rank runs it: its shard, its token ids (T,) and its labels (T,), on the host.
+
+    `values` (T,) by name are the numbers that documents bring for the tokens that are predicted (`document.py`), if any
+    document on this rank has some. `deeper` are the same rows for each depth of multi-token prediction: at depth d, row
+    t holds the id of token t + d and the label and values of token t + d + 1. `positions` (n, T) are those that
+    documents bring in several parts, None if they are the shard's.
+    """
+
+    shard: SequenceShard
+    ids: Integers
+    labels: Integers
+    values: dict[str, npt.NDArray[np.float64]]
+    deeper: tuple["LocalBatch", ...] = ()
+    positions: Integers | None = None
+
+
+def read_inputs_and_labels(
+    documents: Any, shard: SequenceShard, vocabulary: int | None = None, items: "ItemTable | None" = None
+) -> tuple[Integers, Integers]:
+    """Read token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
+
+    `documents[d]` is indexed by the positions that this rank holds, and by the next one where a label needs it.
+    In the places of `items` ids are 0 and labels −100, whatever the document holds there.
+    Raises DataError, naming document and position, for what is not a token id of the vocabulary.
+    """
+    batch = read_rows(documents, shard, vocabulary, items)
+    return batch.ids, batch.labels
+
+
+@dataclass(eq=False)
+class NamesOfValues:
+    """The names of the values of the first document that is read, which all others of a step must have as well."""
+
+    _first_names: tuple[int, set[str]] | None = None
+
+    def check_values(self, document: int, values: Mapping[str, Any], positions: Integers) -> None:
+        """Raise DataError for values of another shape than positions, or of other names than another document's.
+
+        Weights may be left out.
+        """
+        names = set(values) - {WEIGHTS}
+        first, first_names = self._first_names = self._first_names or (document, names)
+        for name in sorted(names ^ first_names):
+            having, lacking = (document, first) if name in names else (first, document)
+            raise DataError(
+                f"document {having} has {name!r} and document {lacking} has not; give the documents of a step the same "
+                "values, 0 where they do not matter"
+            )
+        for name, numbers in values.items():
+            if np.shape(numbers) != positions.shape:
+                raise DataError(
+                    f"document {document} gave {name!r} of shape {np.shape(numbers)} for {len(positions)} positions; "
+                    "give a number for each"
+                )
+
+
+def read_rows(
+    documents: Any,
+    shard: SequenceShard,
+    vocabulary: int | None = None,
+    items: "ItemTable | None" = None,
+    names: NamesOfValues | None = None,
+    depths: int = 0,
+) -> LocalBatch:
+    """Read a rank's rows of one micro-batch, whose shard has its padding: token ids, labels and values.
+
+    `names` are shared by all micro-batches of a step, whose documents must bring values of the same names. `depths` of
+    multi-token prediction get rows of their own (`LocalBatch.deeper`).
+    """
+    batch, *deeper = (_padding_rows(shard) for _ in range(depths + 1))
+    reader = _Reader(documents, vocabulary, items, names or NamesOfValues(), (batch, *deeper))
+    for shard_part in shard.parts:
+        if shard_part.index < 0:  # padding
+            continue
+        for local, start, stop, offset in shard_part.segments():
+            length = shard_part.group.lengths[local]
+            stop = min(stop, length)  # a document laid out longer than it is ends in padding
+            if stop > start:
+                document = shard_part.group.documents[local]
+                row = shard_part.start + offset
+                reader.read_run(document, start, stop, row, length=length)
+    return batch._replace(deeper=tuple(deeper))
+
+
+def target_rows(batch: LocalBatch) -> Integers:
+    """Return the local rows (n,) that predict a token."""
+    return np.flatnonzero(batch.labels != NO_TARGET)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Fills the batches of one micro-batch, run by run; `at_depth` are the batch itself and those of each depth."""
+
+    documents: Any
+    vocabulary: int | None
+    items: "ItemTable | None"
+    names: NamesOfValues
+    at_depth: Sequence[LocalBatch]  # whose rows are filled
+
+    def read_run(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
+        """Read tokens `start` to `stop` of a document of `length`, and write them into rows from `row` on, at every
+        depth.
+
+        Tokens after `stop` are read too: one for the last label and one for each depth, as far as there are any. Raises
+        DataError for ids or labels outside the vocabulary, and for values that do not fit.
+        """
+        value = self.documents[document]
+        # no tokens follow a document's end, if it is no prefix
+        end = min(stop + len(self.at_depth), length + getattr(value, "ahead", 0))
+        # True at the placeholders of items, which are neither inputs nor targets.
+        hidden = None if self.items is None else self.items.placeholder_mask(document, start, end)
+        positions = np.arange(start, end)
+        tokens = self._read_tokens(value, document, positions, hidden)
+        # A row predicts the next token, or has a score of its own.
+        predicted_by_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
+        labels = tokens[predicted_by_rows]
+        if isinstance(value, Labelled) or hidden is not None:
+            labels = self._read_labels(value, document, positions[predicted_by_rows], labels, hidden)
+        values = value.token_values(positions[predicted_by_rows]) if isinstance(value, Valued) else {}
+        self.names.check_values(document, values, positions[predicted_by_rows])
+        for depth, batch in enumerate(self.at_depth):
+            ahead = slice(depth, depth + stop - start)
+            ids = tokens[ahead]
+            targets = labels[ahead]
+            predicted = slice(row, row + len(targets))  # a document's last token predicts nothing
+            batch.ids[row : row + len(ids)] = ids
+            batch.labels[predicted] = targets
+            for name, numbers in values.items():
+                # Rows without a value have the weight 1, and 0 under other names.
+                no_values = np.full(len(batch.ids), float(name == WEIGHTS))
+                batch.values.setdefault(name, no_values)[predicted] = numbers[ahead]
+
+    def _read_tokens(
+        self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None
+    ) -> Integers:
+        """Return the token ids (n,) at these positions, 0 where `hidden` (n,) has a placeholder of an item, checked."""
+        ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
+        tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
+        check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
+        if hidden is not None:
+            tokens = np.where(hidden, 0, tokens)
+        self._check_vocabulary(document, tokens, positions, "token id")
+        return tokens.astype(np.int64)
+
+    def _read_labels(
+        self,
+        labelled: Any,
+        document: int,
+        positions: Integers,
+        tokens: Integers,
+        hidden: npt.NDArray[np.bool_] | None,
+    ) -> Integers:
+        """Return the labels (n,) at these positions: the document's own, or else `tokens`, which are checked already.
+
+        `hidden` (n + 1,) is True at placeholders of items, which have no label; it begins one position before
+        `positions`.
+        """
+        labels = tokens
+        if isinstance(labelled, Labelled):
+            labels = np.asarray(labelled.labels(positions))
+            check_integers(document, labels, positions, "its labels are token ids, or −100")
+        if hidden is not None:
+            labels = np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))
+        if labels is not tokens:  # tokens have been checked
+            self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
+        return labels
+
+    def _check_vocabulary(self, document: int, ids: Integers, positions: Integers, noun: str) -> None:
+        """Raise DataError for an id outside the vocabulary; `noun` says in the error what it is."""
+        size = self.vocabulary
+        outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
+        if outside.any():
+            at = int(outside.argmax())
+            raise DataError(
+                f"document {document} holds {noun} {ids[at]} at position {positions[at]}, the model's vocabulary is "
+                f"0 to {'…' if size is None else size - 1}; use the tokenizer that belongs to the model"
+            )
+
+
+def check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:
+    """Raise DataError for values that are no integers, one for each position; `rule` says in the error what they should
+    be.
+    """
+    if values.shape != positions.shape or values.dtype.kind not in "iu":
+        raise DataError(
+            f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {rule}, "
+            "an integer for each"
+        )
+
+
+def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
+    """Return what a step runs over, with rows of GatheredDocuments brought to this rank; entered by all ranks."""
+    gathered = inputs.documents.documents
+    if not hasattr(gathered, "rows_under"):
+        return inputs
+    if gathered.world is not inputs.world:
+        raise DataError(
+            "the documents were gathered in another world; call gather_documents(local, world) with this"
+        )
+    documents = copy(inputs.documents)
+    documents.documents = gathered.rows_under(inputs.plan, depths)
+    return replace(inputs, documents=documents)
+
+
+def read_micro_batches(
+    inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0
+) -> list[LocalBatch]:
+    """Read this rank's rows of some micro-batches of the plan, without the other ranks; middle stages read no tokens.
+
+    In free mode those without a group of this slot are left out; in lockstep a slot runs all of them, empty ones too.
+    """
+    model = inputs.language_model
+    plan = inputs.plan
+    world = inputs.world
+    documents = inputs.documents.documents
+    reads = getattr(model, "reads_tokens", True)  # of a PipelineModel
+    batches = list[LocalBatch]()
+    vocabulary = vocabulary_size(model)
+    names = NamesOfValues()
+    rules = call_rules(model)
+    items = inputs.documents.items
+    positions = getattr(documents, "positions", None)
+    for micro_batch in micro_batches:
+        if plan.mode == "free" and not micro_batch.groups_of(world.slot):
+            continue  # in lockstep a slot runs all of them, empty ones too
+        shard = bind(micro_batch, world).with_padding(multiple=plan.row_multiple)
+        if rules.prefix or rules.in_spans:
+            shard = bind_spans(shard, rules, documents, items)
+        batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
+        if positions is not None:
+            batch = batch._replace(positions=read_own_positions(positions, shard))
+        batches.append(batch)
+    return batches
+
+
+def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
+    """Make a micro-batch without documents, of as few rows as the model takes, for all slots to enter together."""
+    batch = _padding_rows(bind(MicroBatch(), world).with_padding(multiple=plan.row_multiple))
+    return batch._replace(deeper=(batch,) * depths)
+
+
+def _padding_rows(shard: SequenceShard) -> LocalBatch:
+    """Return a batch of the shard's rows with id 0 and no label: padding, and what a reader fills."""
+    rows = shard.local_rows
+    return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64), {})

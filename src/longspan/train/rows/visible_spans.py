@@ -1,0 +1,68 @@
+"""Rows that see each other besides the causal mask: prefixes of documents, and items such as images."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from longspan.comm import SequenceShard
+from longspan.data.document import NO_TARGET, Labelled
+from longspan.errors import DataError
+from longspan.model.seams.call_rules import CallRules
+
+if TYPE_CHECKING:
+    from longspan.plan.items.encoding_plan import ItemTable
+
+
+_RUN = 4096  # labels that are read at a time, until one is a target
+
+
+def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None") -> SequenceShard:
+    """Return the shard with the rows that see each other both ways: a prefix's or an item's, by the model's rules.
+
+    `items` is the table of the step's items, None without encoders. Raises DataError for a prefix that the model's
+    window would cut.
+    """
+    if rules.prefix:
+        return shard.with_spans(dict(_document_prefixes(shard, rules, documents, items)))
+    if items is None:
+        return shard.with_spans({})
+    return shard.with_spans({d: items.runs(d, rules.in_spans) for d in shard.micro_batch.documents})
+
+
+def _document_prefixes(
+    shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None"
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Yield each document of this rank's groups by its number, with its prefix as one run (first row, end), or none."""
+    groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]  # −1: padding
+    for group in groups:
+        for number, length in zip(group.documents, group.lengths, strict=True):
+            document = documents[number]
+            prefix = count_prefix_rows(document, number, length, items)
+            if rules.prefix_window is not None and prefix > rules.prefix_window:
+                raise DataError(
+                    f"document {number} has a prefix of {prefix} rows, and layers of {rules.architecture} a window of "
+                    f"{rules.prefix_window}, which a prefix is not cut by; give shorter prompts"
+                )
+            yield number, [(0, prefix)] if prefix else []
+
+
+def count_prefix_rows(document: Any, number: int, length: int, items: "ItemTable | None" = None) -> int:
+    """Return how many rows of a document stand before its first target; all `length` if it has no target.
+
+    `number` is the document's in the plan, by which `items` know its placeholders: these are no targets. Labels are
+    read a few thousand at a time, until one is a target.
+    """
+    # gathered: rows are on other ranks
+    if (known_rows := getattr(document, "rows_before_targets", None)) is not None:
+        return known_rows
+    for start in range(0, length, _RUN):
+        positions = np.arange(start, min(start + _RUN, length))
+        targets = positions > 0
+        if isinstance(document, Labelled):
+            targets = np.asarray(document.labels(positions)) != NO_TARGET
+        if items is not None:
+            targets = targets & ~items.placeholder_mask(number, start, int(positions[-1]) + 1)
+        if targets.any():
+            return start + int(targets.argmax())
+    return length

@@ -1,0 +1,98 @@
+"""The model of a run before `prepare`: its configuration read, its weights loaded or left open, its adapter added."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.config.sections import RunConfig
+from longspan.errors import ModelError, plural
+from longspan.hub import hub_name
+from longspan.model import PRESETS, load_model, preset_config
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import MTP
+from longspan.model.weights.fill import defer_to_checkpoint
+from longspan.model.weights.hf_folder import read_configuration
+from longspan.train.run_model.depths import add_configured_depths
+
+
+def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
+    """Read the architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
+
+    With `model.num_labels` it is that of the family's class with a head that scores. Raises ModelError for a folder
+    whose head has another number of scores.
+    """
+    source = config.model.source
+    labels = config.model.num_labels
+    if source:
+        configuration = read_configuration(Path(source))
+    else:
+        configuration = preset_config(config.model.preset_name, vocab_size=vocabulary)
+    name = next((name for name in configuration.architectures or () if name.endswith(SCORE_HEADS)), None)
+    if name is not None and (name.endswith(SCORE_HEADS[1]) or labels != configuration.num_labels):
+        raise ModelError(
+            f"{source} holds a {name} of {plural(configuration.num_labels or 0, 'score')}, and model.num_labels is "
+            f"{labels}; give a …{SCORE_HEADS[0]} of as many, as rows of a run have labels of documents, or are pairs"
+        )
+    if labels and name is None:
+        from longspan.model.score_heads import score_class
+
+        configuration.num_labels, configuration.architectures = labels, [score_class(configuration).__name__]
+    return configuration
+
+
+def load_run_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
+    """Load the model that [model] names, with the depths of [mtp] and, with `images`, its towers; not yet prepared.
+
+    Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here.
+    """
+    model = config.model
+    seed = config.train.seed
+    tiny = model.preset_name and not PRESETS[model.preset_name].embedding_rows  # it has no vocabulary of its own
+    options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not tiny, "images": images}
+    options["quantized"] = config.lora.rank > 0  # full training would move weights that were rounded to a few bits
+    if model.num_labels and model.path:
+        names = read_configuration(Path(model.path)).architectures
+        if names != configuration.architectures:  # a language model, which gets a new head
+            from longspan.model.score_heads import add_score_head
+
+            configuration = deepcopy(configuration)
+            configuration.architectures = names
+            return add_score_head(
+                load_model(model.path, config=configuration, **options), model.num_labels, seed=seed
+            )
+    return add_configured_depths(config, load_model(model.path or None, config=configuration, **options))
+
+
+def make_model_without_weights(
+    config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False
+) -> PreTrainedModel:
+    """Make a model of this configuration without weights: once it is prepared, a checkpoint fills them in."""
+    model = load_model(config=configuration, dtype=config.model.dtype, sharded=True, images=images)
+    add_configured_depths(config, model, read=False)
+    defer_to_checkpoint(model)
+    return model
+
+
+def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
+    """Add the new adapter that [lora] describes to the model, in place; return the PeftModel around it.
+
+    All weights but the adapter's are frozen. Raises ModelError as `add_lora`.
+    """
+    from longspan.model.adapters.new_adapter import NewAdapter, add_lora
+
+    lora = config.lora
+    folder = Path(config.model.path).resolve()
+    name = hub_name(folder) if config.model.path else ""
+    adapter = NewAdapter(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        targets=lora.target_modules,
+        whole=(MTP,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
+        seed=config.train.seed,
+        base=name or str(folder) if config.model.path else "",  # is saved with the adapter
+        revision=folder.name if name else "",
+    )
+    return add_lora(model, adapter)

@@ -1,0 +1,229 @@
+"""The model of a run prepared by its configuration, and refused before data are read where that cannot be."""
+
+import warnings
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from longspan.comm import World
+from longspan.comm.all_ranks import silence_warnings_of_other_ranks
+from longspan.config.defaults import encoder_default, encoder_is_given
+from longspan.config.dtypes import compute_dtype
+from longspan.config.keys import AUTO
+from longspan.config.memory_keys import ON_HOST, given_checkpointing
+from longspan.config.plan_section import name_of_key
+from longspan.config.sections import RunConfig, held_out_set
+from longspan.errors import ConfigError, LongspanError, plural
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.exactness.check_model import check_model_on_this_rank
+from longspan.model.features import Call, features_of
+from longspan.model.float8_layers import float8_device_reason
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.prepared import PrepareOptions
+from longspan.model.weights.fill import stored_formats
+from longspan.resolve.choice import PlannerConfig
+from longspan.train.optim.chosen_by_name import check_named_groups, freeze_by_name
+from longspan.train.run_model.load import add_configured_adapter, load_run_model
+from longspan.train.run_model.model_fits import check_model_fits
+
+if TYPE_CHECKING:
+    from longspan.plan import MemoryPlan
+
+
+AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
+
+
+def check_run_model(config: RunConfig, world: World, configuration: PreTrainedConfig) -> list[str]:
+    """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines
+    for the log.
+
+    The model is made without weights, and dropped again. The data decide whether a model with towers sees images: it is
+    refused here if it could run neither way.
+    """
+    ways = [True] if encoder_is_given(config) else [False, True]
+    if not ways[0] and type(configuration) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        ways = [False]
+    errors = list[LongspanError]()
+    for images in ways:
+        try:
+            return _check_before_prepare(config, world, configuration, images=images)
+        except LongspanError as error:
+            errors.append(error)
+    first, *others = errors
+    if others and str(others[0]) != str(first):
+        raise type(first)(f"{first}; and with images: {others[0]}") from first
+    raise first
+
+
+def _check_before_prepare(
+    config: RunConfig, world: World, configuration: PreTrainedConfig, *, images: bool
+) -> list[str]:
+    """Make the model without weights and check it as `prepare` would on the host; return the adapter's lines for the
+    log.
+
+    Raises the first reason of a feature, or of its layers, not to run it. `images`: whether its towers are kept.
+    """
+    from longspan.model.adapters.new_adapter import lines_about_adapter
+
+    with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
+        model = load_run_model(config, configuration, images=images)
+        _add_adapter_and_freeze(config, model, images=images)
+    lines = [*lines_about_adapter(model)] if config.lora.rank else []
+    _check_comm_types_fit_layers(config, model)
+    options = _prepare_options(config, world, model, None, training=True)
+    with ExitStack() as forms:
+        if images:
+            from longspan.model.multimodal.take_apart import take_apart_or_undo
+
+            forms.enter_context(take_apart_or_undo(model))
+        features = features_of(Call(model, model, world, options))
+        for feature in features:
+            forms.enter_context(feature.checks_context(model))
+        check_model_on_this_rank(model, features)
+        for feature in features:
+            if error := feature.rank_error(model):
+                raise error
+    return lines
+
+
+def prepare_run_model(
+    config: RunConfig,
+    world: World,
+    model: PreTrainedModel,
+    *,
+    memory: "MemoryPlan | None" = None,
+    training: bool = True,
+    images: bool = False,
+) -> PreTrainedModel | PipelineModel | MultimodalModel:
+    """Prepare a loaded model under the world's home as the configuration has it; entered by all ranks.
+
+    What `memory` chose takes the place of the keys of memory. With [lora] only a new adapter is trained of the language
+    model. Raises ConfigError, on every rank, where a GPU has no room, ModelError for adapters that it cannot have.
+    """
+    _check_comm_types_fit_layers(config, model)
+    with silence_warnings_of_other_ranks(world):  # about the adapter
+        adapted_model = _add_adapter_and_freeze(config, model, images=images, training=training)
+    frozen, saved = _frozen_form_and_saving(config, model) if config.lora.rank else ("whole", 0)
+    options = replace(_prepare_options(config, world, model, memory, training=training), frozen=frozen)
+    if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
+        check_model_fits(config, model, world, training=training, saved=saved)
+    encoder: Any = _encoder_home(config, world, compute_dtype=options.compute_dtype) if images else None
+    return prepare(adapted_model, world, encoder=encoder, options=options)
+
+
+def _add_adapter_and_freeze(
+    config: RunConfig, model: PreTrainedModel, *, images: bool, training: bool = True
+) -> Any:
+    """Add the adapter of [lora], if any, and freeze what the configuration does not train, in place.
+
+    Returns the model to prepare: the PeftModel with an adapter. Without `training` names of parameters are not looked
+    at. Raises ConfigError for patterns that meet nothing.
+    """
+    adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
+    if images:
+        from longspan.model.multimodal.image_modules import freeze_image_modules
+
+        freeze_image_modules(model, config.encoder.trainable or encoder_default(config))
+    if training:
+        if config.train.freeze:
+            freeze_by_name(model, config.train.freeze)
+        if config.optimizer.groups:
+            check_named_groups(model, config.optimizer.groups, stages=config.parallel.pp)
+    return adapted_model
+
+
+def _prepare_options(
+    config: RunConfig, world: World, model: PreTrainedModel, memory: "MemoryPlan | None", *, training: bool
+) -> PrepareOptions:
+    """Return the options of `prepare` by a run's configuration, or by `memory` where a plan of memory chose them.
+
+    Whether a device can multiply in float8 is asked of all ranks, which enter together.
+    """
+    dtypes = {model.dtype}
+    computed_dtype = compute_dtype(config.model, world.device.type)
+    if config.lora.rank:  # parameters of an adapter may be in another dtype than the model's
+        dtypes |= {p.dtype for p in model.parameters() if p.requires_grad}
+    float8 = config.train.float8
+    if float8 and not training and world.control.any_rank(bool(float8_device_reason(world.device))):
+        # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
+        float8 = ""
+    return PrepareOptions(
+        virtual_stages=config.parallel.vpp,
+        pipeline_schedule=config.parallel.pipeline_schedule,
+        **options_of_memory_plan(config, memory, training=training),
+        attention_kernel=config.context.attention_kernel or None,
+        float8=float8,
+        compiled=config.train.compile,
+        sequence_parallel=config.parallel.sequence_parallel,
+        compute_dtype=None if dtypes == {computed_dtype} else computed_dtype,  # None: parameters are in it already
+    )
+
+
+def _frozen_form_and_saving(
+    config: RunConfig, model: PreTrainedModel
+) -> tuple[Literal["whole", "nf4", "stored"], int]:
+    """Return how frozen weights lie, and how many bytes fewer than whole ones all ranks together hold."""
+    frozen = config.model.frozen
+    if frozen == AUTO:
+        frozen = "stored" if stored_formats(model) else "whole"
+    if frozen == "whole":
+        return "whole", 0
+    from longspan.model.frozen.frozen_weights import choose_formats, packed_sizes
+
+    formats = choose_formats(model, frozen)
+    if not formats and config.model.frozen == AUTO:  # a tiny model may have no weight large enough
+        return "whole", 0
+    sizes = packed_sizes(model, formats)
+    return frozen, sizes.whole_bytes - sizes.packed_bytes
+
+
+def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
+    """Return `prepare`'s options for what layers keep for backward, and where and how often parameters are whole."""
+    if memory is not None:
+        return {
+            "offload_weights": training and memory.offload_weights,
+            "checkpoint_policies": memory.measures,
+            "offload_bytes": memory.host.kept,
+            "reshard_after_forward": not memory.gathered_once,
+            "sync_each_batch": not memory.summed_once,
+            "mlp_tile_tokens": memory.mlp_tile_tokens,
+            # of recomputing ones
+            "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,
+        }
+    return {
+        "offload_weights": training and config.train.offload_weights,
+        "activation_checkpointing": given_checkpointing(config.train) or "none",
+        "offload_activations": config.train.activation_checkpointing.endswith(ON_HOST) and training,
+        "reshard_after_forward": config.parallel.reshard_after_forward,
+        "sync_each_batch": config.parallel.sync_each_batch,
+        "mlp_tile_tokens": config.train.mlp_tile_tokens,
+    }
+
+
+def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
+    """Return the home of the run's encoders: the world's ranks with the tensor parallelism of [encoder]."""
+    from longspan.model import EncoderHome
+
+    encoder = config.encoder
+    return EncoderHome(
+        home=Layout(world.home.ranks, tp=encoder.tp),
+        max_rows_per_slot=encoder.max_tokens or None,
+        recompute=encoder.max_tokens > 0,
+        **settings,
+    )
+
+
+def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for a list of communication types, of training or of a set, that has not one for each layer."""
+    layers = model.config.get_text_config().num_hidden_layers
+    for section in (config.context, held_out_set(config), *config.evaluation.sets):
+        choice = PlannerConfig.unpriced(section, config)
+        if len(choice.options.types) not in (1, layers):
+            raise ConfigError(
+                f"{name_of_key(choice.prefix, 'cp_comm_type')} lists {plural(len(choice.options.types), 'type')}, "
+                f"the model has {plural(layers, 'layer')}; give one type, or one for each layer"
+            )

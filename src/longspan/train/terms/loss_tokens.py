@@ -1,0 +1,174 @@
+"""The targets of one micro-batch on this rank, and how a caller's loss sees some of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.comm import to_device
+from longspan.errors import DataError, LossError
+from longspan.layout import Floats, Integers
+from longspan.train.log_probs import (
+    DISTRIBUTION_VALUES,
+    distribution_values,
+    kernel_distributions,
+    row_scores,
+    target_log_probs,
+)
+from longspan.train.loss import Head, Targets, chunked_values
+from longspan.train.rows.positions import documents_and_positions, shared_rows_before
+from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
+
+
+class Distributions:
+    """The distributions of some rows while their logits (t, V) exist; a number is computed when it is first read."""
+
+    def __init__(self, logits: Tensor, ids: Tensor) -> None:
+        self._logits_and_ids: tuple[Tensor, Tensor] | None = (logits, ids)
+        self._values = dict[str, Tensor]()
+
+    def value(self, name: str) -> Tensor:
+        """Return a number (t,) by its name. Raises LossError after `release_logits`, if it was not read before."""
+        if name not in self._values:
+            if self._logits_and_ids is None:
+                raise LossError(
+                    f"at.{name} is read after the loss has returned, when its logits are gone; read it in the loss and "
+                    "keep the tensor"
+                )
+            logits, ids = self._logits_and_ids
+            numbers = kernel_distributions(logits.detach(), ids)
+            if numbers is not None:  # the kernel computes all of them at once
+                self._values.update(zip(DISTRIBUTION_VALUES, numbers, strict=True))
+            else:
+                self._values[name] = distribution_values(logits, ids, (name,))[0]
+        return self._values[name]
+
+    def release_logits(self) -> None:
+        """Forget the logits, whose memory is needed; numbers that were read before stay."""
+        self._logits_and_ids = None
+
+
+@dataclass(frozen=True, eq=False)
+class LossTokens:
+    """Some rows of one micro-batch that predict a token, n of them, on the model's device.
+
+    `document` (n,) is numbered as in the plan; a row at `position` (n,) predicts the token after it, whose id is in
+    `target` (n,). `at["name"]` (n,) is what came with the documents under that name, of the tokens that are predicted,
+    in the dtype of the log-probabilities; `at["weights"]` are 1 in documents that give none.
+
+    `entropy`, `top1`, `mean_logits` and `log_sum_sq_probs` (n,) are of the distribution that a row predicts, as by
+    `token_log_probs(…, also=)`: without a gradient, and computed when they are read.
+    """
+
+    document: Tensor
+    position: Tensor
+    target: Tensor
+    values: Mapping[str, Tensor]
+    distributions: Distributions | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the numbers (n,) of this name. Raises DataError where documents have none."""
+        if name not in self.values:
+            raise DataError(
+                f"the loss asks for {name!r}, the documents of this step have {', '.join(sorted(self.values))}; give "
+                f"it with each: longspan.Document(ids, {name}=…)"
+            )
+        return self.values[name]
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy of the model's distribution (n,), in nats."""
+        return self._distribution_value("entropy")
+
+    @property
+    def top1(self) -> Tensor:
+        """1 where the target is the likeliest token, and 0 elsewhere (n,)."""
+        return self._distribution_value("top1")
+
+    @property
+    def mean_logits(self) -> Tensor:
+        """The mean of the logits over the vocabulary (n,)."""
+        return self._distribution_value("mean_logits")
+
+    @property
+    def log_sum_sq_probs(self) -> Tensor:
+        """The logarithm of the sum of the squares of all tokens' probabilities (n,)."""
+        return self._distribution_value("log_sum_sq_probs")
+
+    def _distribution_value(self, name: str) -> Tensor:
+        """Return a number (n,) of the rows' distributions by name. Raises LossError for tokens made without logits."""
+        if self.distributions is None:
+            raise LossError(
+                f"at.{name} is not known, for these LossTokens were made without logits; pass distributions="
+            )
+        return self.distributions.value(name)
+
+
+class BatchTargets:
+    """The targets of one micro-batch on this rank, n of them: on the host, and on the device.
+
+    `documents` and `positions` (n,) are numbered as in the plan and among the document's own rows; `path_positions`
+    (n,) count the prefixes before these too. `weights` (n,) are 1 in documents that bring none. `targets` has their
+    local rows and ids on the device.
+    """
+
+    def __init__(self, batch: LocalBatch, device: torch.device) -> None:
+        """Find the batch's rows with a label, and copy their places and ids to the device."""
+        rows = target_rows(batch)
+        self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
+        self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
+        self.positions = positions  # among the document's own rows
+        self.path_positions: Integers = positions + shared_rows_before(batch.shard.micro_batch, self.documents)
+        self.targets: Targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
+        self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
+        self._device = device
+
+    def weighted_rows(self, numbers: Floats, columns: Sequence[str], scores: int) -> Floats:
+        """Multiply numbers of targets (k, n) by the weights of these names; return (k', n), to be summed by document.
+
+        The first `scores` numbers (0: one log-probability) are what a loss reads, the others are values beside them. A
+        log-probability is there once for each name; others, and scores, have the first one's weights. Raises DataError
+        for a name that documents do not bring.
+        """
+        if len(self.documents) and (missing := [name for name in columns if name not in self._values]):
+            raise DataError(
+                f"the loss weights tokens by {missing[0]!r}, documents have {', '.join(sorted(self._values))}; give it "
+                f"with each: longspan.Document(ids, {missing[0]}=…)"
+            )
+        weights = np.stack([self._values.get(name, self.weights) for name in columns])
+        read_by_loss = scores or 1
+        return np.concatenate([numbers[:read_by_loss] * weights, numbers[read_by_loss:] * weights[:1]])
+
+    def compute_values(self, hidden: Tensor, head: Head, also: Sequence[str], chunk_rows: int) -> Tensor:
+        """Compute log-probabilities or scores of these targets, and the distributions' numbers that `also` names.
+
+        Returns (1 + k, n), or of L scores (L + k, n), on the device without a gradient. The head runs `chunk_rows` rows
+        at a time.
+        """
+
+        def tabulate(logits: Tensor, ids: Tensor) -> Tensor:
+            """Return the numbers (k, t) of one chunk of targets, from its logits (t, V) and ids (t,)."""
+            row_numbers = (
+                row_scores(logits)[0].movedim(0, -1) if head.makes_scores else target_log_probs(logits, ids)
+            )
+            values = row_numbers.reshape(-1, len(ids))
+            return torch.cat([values, distribution_values(logits, ids, also)]) if also else values
+
+        return chunked_values(hidden, self.targets, tabulate, head, chunk_rows)
+
+    def loss_rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossTokens:
+        """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
+        numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
+        return LossTokens(
+            to_device(self.documents[part], self._device),
+            to_device(self.path_positions[part], self._device),
+            self.targets.ids[part],
+            MappingProxyType(numbers),
+            distributions,
+        )

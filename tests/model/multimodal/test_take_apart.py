@@ -1,0 +1,83 @@
+"""A vision-language model as two modules that share its weights, and what has no such parts."""
+
+import pytest
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan import Layout, World, load_model, prepare
+from longspan.errors import ModelError
+from longspan.model.multimodal.image_cost import image_cost
+from longspan.model.multimodal.take_apart import take_apart_or_undo
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.vision.image_encoder import split_off_image_encoder
+from longspan.testing import run_ranks
+from tests.model.seams.wrappers import tiny as wrapper
+from tests.model.stock import tiny as text_model, weights_of
+from tests.model.vision.models import config_of, here, tiny
+
+
+@pytest.mark.parametrize("name", here())
+def test_parts_share_the_weights_under_the_names_of_the_whole(name: str) -> None:
+    model = tiny(name)
+    whole = dict(model.named_parameters())
+    encoder = split_off_image_encoder(model)
+    made = dict(encoder.named_parameters()) | dict(model.named_parameters())
+    assert made.keys() == whole.keys() and all(made[n] is whole[n] for n in whole)
+    assert encoder.deep_layers == (2 if name.startswith("qwen3-vl") else 0)
+    cost = image_cost(model.config, encoder, again=0, gpu=False)
+    assert (cost.linear_seconds > 0) and (cost.attention_seconds > 0)
+
+
+def test_an_error_leaves_the_model_whole() -> None:
+    model = tiny("qwen3-vl")
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(ModelError, match="x"), take_apart_or_undo(model):
+        assert len([*model.named_modules()]) < len(names)
+        raise ModelError("x")
+    assert [name for name, _ in model.named_modules()] == names
+
+
+def _refused(model: PreTrainedModel | nn.Module, encoder: object) -> str:
+    with World(Layout(1), backend="gloo") as world, pytest.raises(ModelError) as refused:
+        prepare(model, world, encoder=encoder)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    assert not is_prepared(model)
+    return str(refused.value)
+
+
+def test_refusals() -> None:
+    assert "Qwen3ForCausalLM has no tower and projector for images" in _refused(text_model("qwen3"), Layout(1))
+    assert "(gemma4) cannot be given images: its layers take inputs made of its ids" in _refused(
+        wrapper("gemma4"), Layout(1)
+    )
+    (model := tiny("llava-clip")).config.image_token_id = 62
+    assert "placeholders of images are token id 62, and its embedding has 62 rows" in _refused(model, Layout(1))
+    assert "encoder is a int; give a Layout over the language model's ranks" in _refused(tiny("llava-clip"), 2)
+    assert "is over ranks (0, 1), the language model over (0)" in _refused(tiny("llava-clip"), Layout(2))
+
+
+@pytest.mark.whole
+def test_deep_layers_of_a_later_stage_are_refused() -> None:
+    for message in run_ranks(_of_stages, 4):
+        assert "are added after 2 decoder layers, and the first of 4 pipeline stages has 1; use fewer stages" in message
+
+
+def _of_stages(rank: int) -> str:
+    with World(Layout(4, pp=4), backend="gloo") as world, pytest.raises(ModelError) as refused:
+        prepare(tiny("qwen3-vl"), world, encoder=Layout(4))
+    return str(refused.value)
+
+
+# ---- drawn at random
+
+
+def test_random_weights_and_the_class_of_a_configuration() -> None:
+    names = {name for name, _ in tiny("llava-clip").named_parameters()}
+    for sharded in (False, True):
+        model = load_model(config=config_of("llava-clip"), sharded=sharded)
+        assert {name for name, _ in model.named_parameters()} == names
+        with World(Layout(1), backend="gloo") as world:
+            joined = prepare(model, world, encoder=Layout(1))
+            assert all(x.isfinite().all() and not x.is_meta for x in weights_of(joined).values())
+    assert type(load_model(config=config_of("qwen3.5"), images=True)).__name__ == "Qwen3_5ForConditionalGeneration"
+    with pytest.raises(ModelError, match="LlamaConfig stands for no model from images and text to text"):
+        load_model(config=config_of("llava-clip").get_text_config(), images=True)
