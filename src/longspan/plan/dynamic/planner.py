@@ -332,7 +332,8 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
         slots.append(slots_in_parts(parts))
         inside_node.append(len(parts) == 1 and problem.shares_node(*parts[0]))
     seconds = seconds_by_degree[order, chosen[order]]
-    items = [groups[g] for g in order.tolist()]
+    order_of_groups: list[int] = order.tolist()
+    items = [groups[g] for g in order_of_groups]
     if inside_node != prices.inside[chosen[order]].tolist():  # some group got slots of several nodes
         tokens, squares, documents = prices.group_sizes(items)
         seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)

@@ -189,7 +189,7 @@ def _leanest_choices(
     """
     # on the host, or not
     leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
-    words = [word for word in fixed.measures if word in leanest]
+    words: list[CheckpointPolicy] = [word for word in fixed.measures if word in leanest]
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
     settings = _settings_to_try(needs, replace(fixed, **once))
     tile_rows = {one.segment_layers: one.mlp_tile_tokens for one in settings}  # the last, which are fewest

@@ -94,7 +94,9 @@ class StageBytes:
     in_flight: float = 1.0
     groups: int = 0
     micro_batches: int = 1
-    layers_so_far: dict[_Key, LayerBytes] = field(default_factory=dict[_Key, LayerBytes], compare=False, repr=False)
+    layers_so_far: dict[_Key, tuple[LayerBytes, ...]] = field(
+        default_factory=dict[_Key, tuple[LayerBytes, ...]], compare=False, repr=False
+    )
 
     @cached_property
     def shards(self) -> int:
