@@ -51,7 +51,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "launches = self._members.launches(owner)": "launches = self._members.launches(owner) if owner else ()",
         "members.launches(members.member)": "members.launches(members.member) if members.member else ()",
         "total.index_add_(0, rows, arrived)": "total.index_copy_(0, rows, arrived)",
-        "of_own) for of_own in own]": "of_own) for of_own in own[:1]]",
+        "pair) for pair in own_pairs]": "pair) for pair in own_pairs[:1]]",
         "for dout, saved, call, dq in queries:": "for dout, saved, call, dq in queries[:1]:",
         "(0, window_rows.received_places, handle": "(0, window_rows.received_places.flip(0), handle",
     },
@@ -112,7 +112,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "_chosen_keys(tile, launch, call.indices)": "None",
         "chosen[:, keys + 1]": "chosen[:, keys]",
         "clamp_(min=NO_KEY)": "clone()",
-        "dv += of_values": "pass",
+        "dv += value_share": "pass",
     },
     "kernels.cpu_flash": {"total[rows] += x[0].transpose(0, 1)": "total[rows] = x[0].transpose(0, 1)"},
 }

@@ -2,7 +2,9 @@
 
 import os
 import random
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,11 +22,13 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from longspan.train import PlannerConfig
 from tests.hf.stock import (
     CP2,
+    Placed,
     Ran,
     Run,
     check_each,
     compare_each,
     log_errors,
+    name_of,
     ours_each,
     stock_each,
     train_with_shared_prompts,
@@ -147,22 +151,47 @@ def referred(saved: str) -> Any:
     return partial(grpo, path=saved, loss_type="grpo", beta=0.1, num_iterations=2, questions=2, **EVALUATION)
 
 
-def test_answers_and_rewards_that_differ_by_rank_and_a_reference(saved: str) -> None:
-    """dapo, answers of random length, rewards by chance, an asynchronous one that is None for odd prompts."""
-    cases = (partial(grpo, gradient_accumulation_steps=2), (referred(saved), DYNAMIC))
-    found = ours_each((*cases, (counted_plans, DYNAMIC)), CP2, 2)
-    assert found.pop("counted_plans").kept["plans"] == 1, "the two passes of an update have one plan"
-    check_each(stock_each(cases), found, **EXACT)
+def differing(saved: str) -> list[Placed]:
+    return [partial(grpo, gradient_accumulation_steps=2), (referred(saved), DYNAMIC)]
 
 
-def test_answers_to_one_prompt_share_it(saved: str) -> None:
+def sharing(saved: str) -> list[Placed]:
     trainers = (partial(grpo, path=saved, beta=0.1, gradient_accumulation_steps=2), partial(rloo, path=saved))
     first, second = (partial(train_with_shared_prompts, train=train) for train in trainers)
-    cases = (first, (second, DYNAMIC))
-    found = ours_each(cases, CP2, 2)
-    assert [ran.kept["prefixes"] for ran in found.values()] == [4, 2]
+    return [first, (second, DYNAMIC)]
+
+
+def of_first_rank(saved: str) -> list[Placed]:
+    return [rolled_out, served, partial(shared, path=saved)]
+
+
+Both = tuple[dict[str, Ran], dict[str, Ran]]
+
+
+@pytest.fixture(scope="module")
+def ran(saved: str) -> Both:
+    """Every case by stock and by ours, which start once each; those that replace vLLM are the last."""
+    first, *others = (cases(saved) for cases in (differing, sharing, of_first_rank))
+    cases = [*first, *chain(*others)]
+    return stock_each(cases), ours_each([*first, (counted_plans, DYNAMIC), *chain(*others), failing], CP2, 2)
+
+
+def both_of(cases: Sequence[Placed], ran: Both) -> Both:
+    expected, found = ({name_of(case): runs[name_of(case)] for case in cases} for runs in ran)
+    return expected, found
+
+
+def test_answers_and_rewards_that_differ_by_rank_and_a_reference(saved: str, ran: Both) -> None:
+    """dapo, answers of random length, rewards by chance, an asynchronous one that is None for odd prompts."""
+    assert ran[1]["counted_plans"].kept["plans"] == 1, "the two passes of an update have one plan"
+    check_each(*both_of(differing(saved), ran), **EXACT)
+
+
+def test_answers_to_one_prompt_share_it(saved: str, ran: Both) -> None:
+    expected, found = both_of(sharing(saved), ran)
+    assert [run.kept["prefixes"] for run in found.values()] == [4, 2]
     # Norms of Qwen3 round to float32, once for a prompt and not once for each answer.
-    check_each(stock_each(cases), found, loss=1e-9, metric=1e-7, weights=1e-7)
+    check_each(expected, found, loss=1e-9, metric=1e-7, weights=1e-7)
 
 
 TABLE: dict[str, dict[str, Any]] = {
@@ -378,18 +407,18 @@ def failing(run: Run) -> None:
             errors.append(f"{type(error).__name__}: {error}")
 
 
-def test_answers_and_rewards_of_the_first_rank_are_those_of_all(saved: str) -> None:
-    cases = (rolled_out, served, partial(shared, path=saved))
-    expected, found = stock_each(cases), ours_each((*cases, failing), CP2, 2)
-    errors = found.pop("failing").kept
-    for name, ran in found.items():
-        assert max(log_errors(expected[name].logs, ran.logs).values()) < 1e-9, name
+def test_answers_and_rewards_of_the_first_rank_are_those_of_all(saved: str, ran: Both) -> None:
+    cases = of_first_rank(saved)
+    expected, found = both_of(cases, ran)
+    errors = ran[1]["failing"].kept
+    for name, run in found.items():
+        assert max(log_errors(expected[name].logs, run.logs).values()) < 1e-9, name
     rollout = found["rolled_out"].kept
     assert [rollout["calls"], rollout["others"][0]["calls"]] == [expected["rolled_out"].kept["calls"], []]
     assert rollout["first weights"][0] == ("model.embed_tokens.weight", (VOCABULARY, 32))
     check_received(expected["served"], found["served"])
     assert found["served"].kept["asked"] == expected["served"].kept["asked"]
-    of_stock, engine = (of[str(cases[2])] for of in (expected, found))
+    of_stock, engine = (of[name_of(cases[2])] for of in (expected, found))
     check_received(of_stock, engine)
     asked, syncs = of_stock.kept["asked"]  # 4, 4 and, in the evaluation, 4 and 1
     assert engine.kept["asked"] == ((asked + 1) / 2, syncs)

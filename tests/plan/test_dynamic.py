@@ -31,7 +31,7 @@ from longspan.plan.dynamic.lockstep import (
     make_micro_batches,
     search_candidate,
 )
-from longspan.plan.dynamic.planner import plan_few_items
+from longspan.plan.dynamic.planner import GroupPrices, plan_few_items
 from longspan.plan.dynamic.problem import FreeSlots, Problem, divide_into_even_runs
 from longspan.plan.planners.options import Request
 from tests.plan.cases import MIXTURE, bounded, simulate
@@ -312,6 +312,17 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         np.maximum.at(ends, candidate.bins.micro_batch, seconds)
         planned = timeline(make_micro_batches(candidate, division), slots, cost).step_seconds
         assert lockstep_seconds(of_slots, ends.tolist()) == pytest.approx(planned)
+
+
+def test_groups_that_were_priced_before_have_the_same_price() -> None:
+    mine = problem([5000, 900, 700, 20], 4)
+    prices = GroupPrices(mine)
+    cost, lengths = mine.request.cost, mine.tokens.tolist()
+    for groups in ([[0], [1, 2]], [[1, 2], [0, 3]], [[0, 3], [0], [2, 1]]):
+        for group, seconds in zip(groups, prices.seconds_at_degrees(groups), strict=True):
+            rows = [lengths[item] for item in group]
+            alone = [cost.group_seconds(sum(rows), sum(n * n for n in rows), cp, True, len(rows)) for cp in range(1, 5)]
+            assert seconds.tolist() == [float(value) for value in alone]
 
 
 def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> None:

@@ -103,8 +103,8 @@ def test_folds_are_those_of_the_recurrence() -> None:
     "old, new",
     [
         (
-            "map_states(through, pick_rows(result, pieces), pick_rows(added, maps))",
-            "pick_rows(result, pieces)",
+            "map_states(through, pick_rows(piece_values, pieces), pick_rows(added, maps))",
+            "pick_rows(piece_values, pieces)",
         ),
         (
             "map_states(next_transitions, pick_rows(b, continuing), pick_rows(states, maps))",
@@ -112,8 +112,8 @@ def test_folds_are_those_of_the_recurrence() -> None:
         ),
         ("next_transitions @ pick_rows(m, continuing)", "pick_rows(m, continuing) @ next_transitions"),
         (
-            "pick_rows(result, continuing), pick_rows(initial, maps)",
-            "pick_rows(result, continuing), 0 * pick_rows(initial, maps)",
+            "pick_rows(gradients, continuing), pick_rows(initial, maps)",
+            "pick_rows(gradients, continuing), 0 * pick_rows(initial, maps)",
         ),
         ("through if step > 0 else through.mT", "through"),
     ],

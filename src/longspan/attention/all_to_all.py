@@ -372,8 +372,9 @@ class _SlicedBackward:
 
     def receive_gradients(self) -> tuple[Tensor, ...]:
         """Wait for all gradients on their way, and return dq, dk and dv (T, heads, size) of the local rows, with every
-        copy of a key/value head. They are complete once all slices were sent; before, rows that are not here yet hold
-        anything.
+        copy of a key/value head.
+
+        They are complete once all slices were sent; before, heads that are not here yet hold anything.
         """
         if not self._received and self._leaving:
             dout = self._dout

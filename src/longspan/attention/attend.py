@@ -514,6 +514,8 @@ def _cached_or_packed_call(
 
 
 class _Attend(torch.autograd.Function):
+    """Autograd's node of one call: forward and backward over all parts of the shard, in opposite orders."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor | None, call: AttendCall

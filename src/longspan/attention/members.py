@@ -83,8 +83,8 @@ class Members:
         return self._bind_channel("a2a", slots)
 
     def _bind_channel(self, level: str, slots: Sequence[int]) -> Channel:
-        """Return the channel of these slots, among which this rank's slot is, and note for the warm-up that attention
-        uses it.
+        """Return the channel of these slots, among which this rank's slot is, and note it for the run's list of
+        attention's groups.
 
         `level` is "ring", "all_gather" or "a2a": what the channel is for in this group.
         """
@@ -162,7 +162,7 @@ class Members:
         by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
         indices = list[Tensor]()
         for launch in self.launches(None):
-            rows = launch.key_rows
+            rows = launch.distinct_key_rows
             places = np.full(len(by_member), -1, dtype=np.int64)
             places[rows] = np.arange(len(places[rows]))
             indices.append(to_device(places[by_member], self.device))

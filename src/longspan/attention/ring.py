@@ -158,11 +158,9 @@ class RingGradients:
         """Return dk and dv of the own block, whose part of dq is added to `queries`; it may be called at any time."""
         return _own_block_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
-    def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return this member's dk and dv, summed over all members; `own` are those of the own block, which are added
-        last.
-        """
-        dk, dv = self._sums.finish([Addend(slice(0, len(of_own[0])), of_own) for of_own in own])
+    def finish(self, own_pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return this member's dk and dv, summed over all members; the own block's, `own_pairs`, are added last."""
+        dk, dv = self._sums.finish([Addend(slice(0, len(pair[0])), pair) for pair in own_pairs])
         return dk, dv
 
 

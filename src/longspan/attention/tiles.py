@@ -186,13 +186,13 @@ class Launch:
         self.left: int | None = tiling.left
         self.right: int | None = tiling.right
         self.q_rows: slice | Tensor = _index_on_device(tiling.q_rows(), device)
-        self.key_rows: slice | Integers = tiling.k_rows()  # distinct, on the host
-        self.k_rows: slice | Tensor = _index_on_device(self.key_rows, device)
+        self.distinct_key_rows: slice | Integers = tiling.k_rows()  # on the host
+        self.k_rows: slice | Tensor = _index_on_device(self.distinct_key_rows, device)
         self.gradient_rows: slice | Tensor = self.k_rows
         self.key_copies: tuple[Tensor, ...] = ()
         if tiling.repeats_keys:
-            self.key_rows, copies = find_copies(expand_runs(tiling.bounds[:, 2], tiling.bounds[:, 3]))
-            self.gradient_rows = to_device(self.key_rows, device)
+            self.distinct_key_rows, copies = find_copies(expand_runs(tiling.bounds[:, 2], tiling.bounds[:, 3]))
+            self.gradient_rows = to_device(self.distinct_key_rows, device)
             self.key_copies = tuple(to_device(index, device) for index in copies)
         self._identities = identities
         self._blocks: dict[tuple[int, bool], Tensor] = {}

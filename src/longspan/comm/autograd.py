@@ -18,6 +18,8 @@ def apply_with_gradient(
 
 
 class _StatedGradient(torch.autograd.Function):
+    """Autograd's node of `apply_with_gradient`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]

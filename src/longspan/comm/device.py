@@ -98,18 +98,18 @@ def choose_device(backend: str | None, device: torch.device | str | None, local_
     if device is None:
         gpu = torch.cuda.is_available() if backend is None else backend != "gloo"
         device = f"cuda:{local_rank}" if gpu else "cpu"
-    result = torch.device(device)
-    if result.type == "cuda":
+    rank_device = torch.device(device)
+    if rank_device.type == "cuda":
         count = torch.cuda.device_count()
-        index = local_rank if result.index is None else result.index
+        index = local_rank if rank_device.index is None else rank_device.index
         if index >= count:
             raise CommError(
                 f"local rank {local_rank} needs cuda:{index}, but this host shows {plural(count, 'CUDA device')}; "
                 f"start at most {plural(count, 'rank')} per host, or use backend='gloo' (--device cpu)"
             )
-        result = torch.device("cuda", index)
-        torch.cuda.set_device(result)
-    return result
+        rank_device = torch.device("cuda", index)
+        torch.cuda.set_device(rank_device)
+    return rank_device
 
 
 def is_out_of_memory(error: BaseException) -> bool:

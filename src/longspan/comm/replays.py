@@ -36,8 +36,8 @@ class Replay:
         self._results = list[Any]()
 
     def __call__(self, run: Run, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return `run(*tensors)`, from the third call on without running Python: `run` must launch the same
-        each time.
+        """Return `run(*tensors)`: it runs at the first call, is recorded at the second, and is not called from the
+        third on.
         """
         self._calls += 1
         if self._calls == 1:
@@ -72,7 +72,8 @@ _recorded = deque[Replay]()
 
 
 def forget_replays(count: int = 0) -> None:
-    """Give up all recordings but the last `count`: the oldest first, each from its call on again.
+    """Give up all recordings but the last `count`, the oldest first: such a call runs once more, and is then recorded
+    anew.
 
     All are given up before groups are destroyed, as NCCL waits for graphs of theirs.
     """

@@ -302,8 +302,8 @@ class SequenceShard(Immutable):
             counts = list[Integers]()
             for part in self.parts:
                 segments = part.segments()
-                of_documents = np.asarray(part.group.leaf_counts)[segments.document]
-                counts.append(np.repeat(of_documents, segments.stop - segments.start))
+                document_counts = np.asarray(part.group.leaf_counts)[segments.document]
+                counts.append(np.repeat(document_counts, segments.stop - segments.start))
             self.derived._set(row_counts=to_device(np.concatenate(counts)[self.host_rows >= 0], self.device))
         return self.derived.row_counts
 

@@ -59,6 +59,7 @@ def complete_prompts(
     copy = StockCopy(model, world)
 
     def complete(stock: PreTrainedModel) -> Completions:
+        """Complete the prompts on the first rank, with the stock copy; between two of them it may be told to stop."""
         if not stock.can_generate():
             raise ModelError(
                 f"{type(stock).__name__} scores documents, and generates nothing; give a language model"

@@ -166,6 +166,9 @@ def with_sums_of_sets(options: EvaluationOptions) -> EvaluationOptions:
     assert loss is not None
 
     def sum_column(name: str, rows: TargetTokens) -> tuple[Tensor, Tensor]:
+        """Return what rows add to one sum, with a count of 1 each: log-probabilities times a weight, or a number of
+        `also`.
+        """
         ones = torch.ones_like(rows.losses)
         if name in loss.also:
             numbers = distribution_values(rows.logits, rows.targets, (name,))[0]

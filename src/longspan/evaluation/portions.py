@@ -56,6 +56,7 @@ class Portions:
     """
 
     def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
+        """Take the checked inputs; nothing is read and no rank waits yet."""
         self.inputs: StepInputs = inputs
         self.options: EvaluationOptions = options
         self.started: float = started

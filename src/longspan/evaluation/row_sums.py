@@ -102,7 +102,7 @@ class RowSums:
             at = targets.loss_rows(part, torch.float64)
             losses = -target_log_probs(logits, at.target).double() * at[WEIGHTS]
             return TargetTokens(at.document, at.position, at.target, losses, logits, at.values)
-        scores = row_scores(logits, logits)[0]
+        scores = row_scores(logits)[0]
         at = targets.loss_rows(part, scores.dtype)
         losses = logits.new_zeros(len(logits), dtype=torch.float64)
         classes = torch.zeros_like(at.target)

@@ -75,6 +75,9 @@ class BatchesAhead:
         return self
 
     def __next__(self) -> Any:
+        """Return the next batch, one that was made ahead if there is one, or raise the loader's error that was kept for
+        it.
+        """
         batch = self._ready.popleft() if self._ready else next(self._batches)
         if isinstance(batch, Exception):
             raise batch

@@ -127,6 +127,7 @@ class Facade:
         token_values: Callable[["Facade", list[Document]], TokenLogProbs],
         head: FusedHead | None = None,
     ) -> None:
+        """`head` is what TRL asked of the values of tokens (None: log-probabilities alone)."""
         self.head: FusedHead = head or FusedHead()
         self._model = model
         self._token_values = token_values

@@ -114,6 +114,9 @@ class FilesPart(StockTrainer):
         """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks."""
 
         def write() -> None:
+            """Write configuration, tokenizer, arguments and state into a folder of its own, which goes; on the first
+            rank.
+            """
             with tempfile.TemporaryDirectory(prefix=".", dir=self.args.output_dir) as name:
                 model: Any = copy(unwrap_peft_model(self.model))
                 folder = Path(name)

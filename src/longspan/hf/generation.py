@@ -103,6 +103,9 @@ class GenerationPart(StockTrainer):
         """
 
         def work_and_note_state() -> Any:
+            """Return what the work gave, on the host, what it logged, and the states of the host's random generators
+            after it.
+            """
             result = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, work())
             logged = {name: getattr(self, name) for name in LOGGED if hasattr(self, name)}
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()

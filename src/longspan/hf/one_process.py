@@ -31,6 +31,7 @@ class OneProcess:
     now: "OneProcess | None" = None  # that of the trainers that are open
 
     def __init__(self, home: Layout, world: World) -> None:
+        """Note accelerate's state, which `_close` puts back; nothing is patched yet."""
         self.home: Layout = home
         self.world: World = world
         self.trainers = 0  # that are open
@@ -103,6 +104,7 @@ class OneProcess:
 
         @wraps(make_stock)  # constructors are asked for their signature
         def refuse_stock(trainer: Any, *args: Any, **keywords: Any) -> None:
+            """Make a trainer, but refuse a stock one, which would sum no gradients over the ranks."""
             if not hasattr(trainer, "longspan"):
                 raise ConfigError(
                     f"{type(trainer).__name__} is made while a longspan trainer is open, and would train on "
@@ -113,6 +115,7 @@ class OneProcess:
 
         @wraps(save_stock)
         def save_on_all_ranks(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            """Save by all ranks if the trainer is one of ours; otherwise as transformers does."""
             if hasattr(trainer, "longspan"):  # transformers 5.17 to 5.22 would have only the first rank save
                 trainer._save(output_dir)
             else:

@@ -75,6 +75,7 @@ class ReferenceAdapter:
     """
 
     def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
+        """Take the place of TRL's copy, whose `config` it was, on a PeftModel whose model has been prepared."""
         (self._trained,) = peft_model.peft_config
         self._active_adapter = self._trained
         self._refuse = peft_model.set_adapter  # `prepare` made it refuse all but the trained adapter

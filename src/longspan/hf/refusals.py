@@ -26,7 +26,7 @@ from longspan.model.kinds import SCORE_HEADS
 from longspan.model.replaced_parameters import refuse_gradient_hooks
 from longspan.model.score_heads import find_score_head
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 # Of bitsandbytes, in whose place longspan's AdamW goes, and where or how its moments are.
 PAGED = "paged_adamw_32bit"
 ONE_PASS_OPTIMIZERS = {
@@ -93,7 +93,7 @@ def refusals_of_arguments(
                 f"a longspan trainer does not run: {why}"
             )
     name = optimizer_name(args)
-    known_optimizers = (*OPTIMIZERS, *ONE_PASS_OPTIMIZERS)
+    known_optimizers = (*TORCH_OPTIMIZERS, *ONE_PASS_OPTIMIZERS)
     if name not in known_optimizers and constructor_values.get("optimizer_cls_and_kwargs") is None:
         yield (
             f"args.optim is {name!r}, which a longspan trainer does not run over sharded parameters; use one of "

@@ -22,7 +22,7 @@ from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.run_model.prepare import options_of_memory_plan
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
-OPTIMIZERS = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
+CLASS_OF_OPTIM = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
 MOST_ROWS = 4096  # of a dataset with columns, whose lengths are looked at: the first
 DRAWN_STEPS = 64
 FEW_ROWS = 256  # of another one, which may read files: at equal distances
@@ -112,7 +112,7 @@ def _config_with_arguments(trainer: Any) -> RunConfig:
     computes_in = "bfloat16" if args.mixed_precision == "bf16" else dtype
     model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
     optim = optimizer_name(args)
-    name = "adamw" if optim in ONE_PASS_OPTIMIZERS else OPTIMIZERS.get(optim, "torch.optim.AdamW")
+    name = "adamw" if optim in ONE_PASS_OPTIMIZERS else CLASS_OF_OPTIM.get(optim, "torch.optim.AdamW")
     config = config.with_keys("train", offload_optimizer_states=optim == PAGED)
     optimizer = OptimizerSection(class_=name, lr=1e-3)
     if optim in ONE_PASS_OPTIMIZERS and optim != PAGED:

@@ -58,6 +58,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     model_accepts_loss_kwargs: bool
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
+        """Refuse what can be refused, join the world of all ranks, and make the Trainer with arguments for all of them.
+
+        All ranks make it together. The model is prepared later, before its first pass; an error leaves the world again.
+        """
         self.longspan: LongspanArguments = longspan or LongspanArguments()
         arguments = next((x for x in (*args, *keywords.values()) if isinstance(x, TrainingArguments)), None)
         if arguments is None:
@@ -267,6 +271,7 @@ def _route_calls(prepared: Any, facade: Facade) -> None:
         return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
 
     def refuse_another(_: Any, *args: Any, **keywords: Any) -> NoReturn:
+        """Raise ModelError: another model of the prepared class would have whole weights where this one has parts."""
         raise ModelError(
             f"a second {architecture_name(prepared)} is made by the prepared model's class, as by TRL's BEMACallback: "
             "its weights would be whole, and the model's are parts; keep averages of model.parameters() as they are, "

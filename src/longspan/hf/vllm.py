@@ -21,6 +21,7 @@ class LongspanVLLM(VLLMGeneration):
     """vLLM as a trainer of TRL calls it, over the weights of a prepared model. `_trainer` is the longspan trainer."""
 
     def __init__(self, _trainer: Any, *args: Any, **keywords: Any) -> None:
+        """Make TRL's vLLM with an engine's share of the batch, which counts ranks as processes."""
         arguments = inspect.signature(super().__init__).bind(*args, **keywords).arguments
         self._trainer = _trainer
         self._world = _trainer.world

@@ -1,7 +1,7 @@
 """What a rank knows of its launcher. Once that is gone, killed or not, the rank stops as at SIGTERM: nobody would see
 it train on. Torchrun tells no rank that another has died: the processes that it started on this host are found here.
 
-A run ends its step and saves first: its ranks talk over connections of their own. See `comm/all_ranks.py`.
+A run ends its step and saves first: its ranks talk over connections of their own. See `comm/received_signals.py`.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 While a command imports and starts its ranks, a signal raises `Interrupted` in it. The fork server heeds none of them,
 wherever a terminal or a supervisor sends them, and ranks heed them once they call their function. While ranks run, a
-signal goes to them. What a run makes of it is in `comm/all_ranks.py`.
+signal goes to them. What a run makes of it is in `comm/received_signals.py`.
 """
 
 import signal

@@ -145,8 +145,9 @@ class AsyncPlanner:
 
 
 def _start_worker(planner: Planner) -> Worker:
-    """Raises PlanError for a planner that cannot be sent, and in a planning process itself: importing a script that
-    plans ahead would start yet another process."""
+    """Start the planning process and send it the planner. Raises PlanError for a planner that cannot be sent, and in a
+    planning process itself: importing a script that plans ahead would start yet another process.
+    """
     if _serving:
         raise PlanError(
             "a planning process imported a script that plans ahead when it is imported; put what the script does "

@@ -93,7 +93,9 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
 
 
 def _encode_group(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
-    """A kind that `kinds` lacks is added to it, with the next number."""
+    """Return the row of a group: the number of its kind, its slots (as a list, or the first and their number where they
+    are a run), and its documents. A kind that `kinds` lacks is added to it, with the next number.
+    """
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
     if group.parents is not None:
         kind = (*kind, group.parents)
@@ -105,7 +107,7 @@ def _encode_group(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
 
 
 def _decode_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
-    """A row is the number of its kind, its slots as a list, or the first slot and their number, and its documents."""
+    """Yield the groups of the rows that `_encode_group` made."""
     for number, first, *numbers in rows:
         is_list = isinstance(first, list)
         slots: tuple[int, ...] = list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))

@@ -214,8 +214,9 @@ def timeline(
 
 
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) -> tuple[Floats, Floats, float]:
-    """Slots that groups join, which have one `component`, start when the last of them is ready, and end with the
-    slowest. A slot that is not `active` has no documents and waits for nobody. Also returns the last end.
+    """Return when each slot begins and ends each micro-batch (M, slots) in free mode, and the last end. Slots that
+    groups join, which have one `component`, start when the last of them is ready, and end with the slowest. A slot that
+    is not `active` has no documents and waits for nobody.
     """
     count, slots = busy.shape
     start = np.zeros_like(busy)
@@ -236,9 +237,9 @@ def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) ->
 
 
 def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Integers:
-    """The lowest slot that groups join each slot to in each micro-batch (M, slots), by hooking and pointer jumping: a
-    slot takes the lowest label in any of its groups, and then that label's label, until nothing changes. Labels count
-    through all micro-batches, m x slots + slot.
+    """Return the lowest slot that groups join each slot to in each micro-batch (M, slots), by hooking and pointer
+    jumping: a slot takes the lowest label in any of its groups, and then that label's label, until nothing changes.
+    Labels count through all micro-batches, m x slots + slot.
     """
     label = np.arange(count * slots)
     cells = table.micro_batch[table.group] * slots + table.slot

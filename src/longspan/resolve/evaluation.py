@@ -179,7 +179,9 @@ def compare_degrees(
 
 
 def _price_degree(lengths: tuple[int, ...], home: Layout, options: PlanOptions, cp: int) -> DegreeChoice:
-    """The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan."""
+    """Return the fastest type and limit of rows at one degree. The limit that suits the pipeline is searched under the
+    first type only, as each limit takes a plan.
+    """
     first, *others = options_by_comm_type(options, home, cp)
     planned = plan_evaluation(lambda way: plan_fixed(lengths, home, cp, options=way), lengths, home, first, cp)
     choices = [DegreeChoice(cp, planned, first)]

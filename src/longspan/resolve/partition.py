@@ -80,7 +80,7 @@ def _choose_fastest_partition(way: Way) -> PartitionChoice:
 
 
 def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
-    """An evaluation of type "auto" takes training's, unless its degree is chosen later, or is not one alone."""
+    """Give evaluations of type "auto" that of training, but those whose degree is chosen later, or is not one alone."""
     trained = PlannerConfig.training(config, heads=heads)
 
     def set_type(entry: EvalConfig) -> EvalConfig:

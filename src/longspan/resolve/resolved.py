@@ -75,7 +75,7 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
 
 
 def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
-    """Without a budget where the model's bytes cannot be counted; also returns a line that says why."""
+    """Return the facts without a budget where the model's bytes cannot be counted, and a line that says why."""
     try:
         ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
     except PlanError as error:

@@ -45,8 +45,8 @@ UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of
 
 @dataclass(frozen=True)
 class Given:
-    """What besides the keys that are not "auto" or 0 is given: the planner (else every one is tried, also beside one of
-    the keys), and the degree of experts.
+    """Which choices are left to the keys. Where `planner` is false, every planner is tried, whatever the key says;
+    where `ep` is false, also a home whose slots share experts. Other keys that are not "auto" or 0 always hold.
     """
 
     planner: bool = True
@@ -78,7 +78,7 @@ class Way:
 
     @cached_property
     def choice(self) -> PlannerConfig:
-        """How steps are planned; where the keys leave the host's size open, it is the machine's."""
+        """How steps are planned. A `node_size` that the keys leave open is the machine's."""
         config = self.config
         facts = self.facts
         if config.context.node_size == AUTO:
@@ -87,7 +87,9 @@ class Way:
         return PlannerConfig.training(config, cost=self.cost(), heads=facts.heads)
 
     def cost(self, memory: MemoryPlan | None = None, notes: list[str] | None = None) -> Cost:
-        """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
+        """Return the price of a step with what a plan of memory recomputes and gathers; None: what the keys say. Lines
+        on what is unusual about it are appended to `notes`.
+        """
         facts = self.facts
         return find_run_cost(
             self.config,
@@ -102,7 +104,9 @@ class Way:
 
     @cached_property
     def memory_settings(self) -> MemorySettings:
-        """A slot encodes its share of a step's image rows, encoder.max_tokens at once."""
+        """The settings of the run's plan of memory. A slot encodes its share of a step's image rows, encoder.max_tokens
+        at once.
+        """
         facts = self.facts
         most = self.config.encoder.max_tokens
         rows = math.ceil(UNEVEN * facts.image_rows / facts.home.slots)
@@ -263,8 +267,9 @@ class Fit:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """The fastest first, fixed plans before dynamic ones that are as fast (`PlannerConfig.least_gain`); behind all
-        that fit the others, by the bytes of the leanest; of equal ones the fewest rows.
+        """What fits are sorted by, least first: the fastest, fixed plans before dynamic ones that are as fast
+        (`PlannerConfig.least_gain`); behind all that fit the others, by the bytes of the leanest; of equal ones the
+        fewest rows.
         """
         rows = self.ranked_way.rows
         if self.seconds is None:
@@ -274,7 +279,9 @@ class Fit:
 
 
 def fit_way(way: Way, timed: Sequence[Plan], full: Sequence[Plan] = ()) -> Fit:
-    """Choose the memory of a way for its plans, those that are `timed` and those that only must fit."""
+    """Choose the memory of a way for its plans: those that are `timed` give the seconds, and those in `full` only must
+    fit. Where nothing fits, the fit has the leanest memory, no seconds, and the reason.
+    """
     budget = way.facts.budget
     if budget is None:
         return Fit(way, tuple(timed), None, way.step_seconds(timed, None))
@@ -335,7 +342,10 @@ def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
 
 
 def _best_fit_of_layout(layout: Way) -> Fit:
-    """The fastest rows by the heaviest steps, of those that fit all steps; free mode where that is faster."""
+    """Return the best fit of one planner and degree: that of the fastest rows of a slot, by the heaviest steps, with
+    which all steps fit (else the leanest fit), in free mode where the key leaves that open and it is faster. Raises
+    PlanError where the longest document cannot be planned.
+    """
     context = layout.config.context
     facts = layout.facts
     layout.choice.check_fits(facts.longest_document, facts.home)
@@ -358,7 +368,9 @@ def _best_fit_of_layout(layout: Way) -> Fit:
 
 
 def _sort_by_rows(way: Way) -> list[Way]:
-    """Sort the ways of each limit of rows by their rank under the heaviest steps; with unknown bytes there is one."""
+    """Return this way at each limit of rows, the best under the heaviest steps first; where bytes are not known, at one
+    limit alone. Raises PlanError where no limit can be planned.
+    """
     facts = way.facts
     ways = [way.with_context(max_tokens_per_slot=rows) for rows in way.limits_of_rows()]
     if facts.budget is None:

@@ -118,6 +118,7 @@ class _FirstCopies:
         self._by_mesh = dict[Any, bool]()
 
     def __call__(self, gradient: Tensor) -> bool:
+        """Return whether this rank counts the gradient; the answer for a mesh and placements is kept."""
         if not isinstance(gradient, DTensor):
             return self._rank == self._first_rank
         key = gradient.device_mesh, gradient.placements

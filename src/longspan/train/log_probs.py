@@ -58,6 +58,7 @@ def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, Gradient
         find_softmax_kernels().log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
 
     def logit_gradient(slopes: Tensor) -> Tensor:
+        """Return slopes (t,) times (onehot − softmax), (t, V), in a new tensor."""
         gradient = logits.new_empty((rows, vocabulary))
         if rows:
             slopes = slopes.to(torch.float32).contiguous()
@@ -77,11 +78,11 @@ def find_softmax_kernels() -> Any:
 
 
 @torch.no_grad()
-def row_scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+def row_scores(logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, GradientOf]:
     """Return the scores themselves, (t,) of one column or (t, L), in float32 at least, and the function of their
     gradient.
 
-    `ids` is not read: it stands for the signature of `target_log_probs_and_gradient`, in whose place this is used.
+    `ids` are not read: they are there because `target_log_probs_and_gradient`, in whose place this is used, has them.
     """
     scores = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
     return scores.squeeze(1), lambda slopes: slopes.to(logits.dtype).reshape(logits.shape)

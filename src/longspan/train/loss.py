@@ -205,6 +205,12 @@ class _ChunkedLoss(torch.autograd.Function):
         numbers: Callable[[Tensor, Tensor], tuple[Tensor, GradientOf]],
         *parameters: Tensor,
     ) -> Tensor:
+        """Return the sum of the losses (a float64 scalar), and save the gradients of hidden states and head, chunk by
+        chunk.
+
+        `rows` are those of a chunk; `numbers` are log-probabilities or scores of logits, with their gradient.
+        `parameters` are the head's, once more, for autograd.
+        """
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor] = []
@@ -235,6 +241,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the saved gradients times that of the loss, in the parameters' dtypes."""
         saved = list(ctx.saved_tensors)
         hidden_gradient = saved.pop(0) * gradients[0] if ctx.has_hidden_gradient else None
         parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]

@@ -327,6 +327,9 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> "St
     ids = to_device(batch.ids, passes.world.device)[None]
 
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+        """Return this micro-batch's share of the step's loss, of the last stage's `part`, and add its
+        loss to `total`.
+        """
         if total is None:
             return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
         future_ids = _future_ids(batch) if passes.depths else {}

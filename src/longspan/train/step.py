@@ -153,7 +153,7 @@ def run_step(
         sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, host_work or (lambda: None)).finish_step(
             loss_sum
         )
-        term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
+        term_results = [term.results(values) for term, values in zip(terms, sums.by_term, strict=True)]
     return StepResult(
         loss=sums.loss / passes.divisor,
         loss_sum=sums.loss,

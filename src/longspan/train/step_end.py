@@ -36,7 +36,7 @@ class StepSums(NamedTuple):
 
     loss: float
     norm: float  # 0 without a backward pass
-    of_terms: list[list[float]]
+    by_term: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ class StepEnd:
 
         Raises PlanError where targets are missing, and, if there is an optimizer, NonFiniteError.
         """
-        squares, loss_sum, targets, *of_terms = values
+        squares, loss_sum, targets, *term_numbers = values
         if targets != self.passes.plan.targets:
             raise PlanError(
                 f"the slots counted {targets:.0f} targets, the plan has {self.passes.plan.targets}; is a document left "
                 "out?"
             )
-        numbers = iter(of_terms)  # those of the pieces after squares, loss and targets
+        numbers = iter(term_numbers)  # those of the pieces after squares, loss and targets
         sums = StepSums(loss_sum, math.sqrt(squares), [list(islice(numbers, len(piece))) for piece in pieces[3:]])
         if self.optimizer is not None:
             check_finite(
@@ -208,6 +208,7 @@ class HostCopy:
     """A copy of a tensor on its way to the host: `wait` returns its numbers, and waits for nothing launched later."""
 
     def __init__(self, values: Tensor) -> None:
+        """Launch the copy of `values` on the current stream; of a tensor on the host there is nothing to copy."""
         self._on_host = values
         self._arrived = None
         if values.is_cuda:

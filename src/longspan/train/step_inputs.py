@@ -35,6 +35,9 @@ class StepDocuments:
     """
 
     def __init__(self, model: nn.Module, documents: Any, lengths: Sequence[int]) -> None:
+        """Take the documents of a plan of these `lengths`; none is read, and targets are counted when they are first
+        asked for.
+        """
         self.documents: Any = documents
         self._scores = score_columns(getattr(model, "language_model", model)) > 0
         self.lengths: tuple[int, ...] = tuple(lengths)

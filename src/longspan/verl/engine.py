@@ -99,6 +99,10 @@ class LongspanEngine(BaseEngine):
     def __init__(
         self, model_config: Any, engine_config: LongspanEngineConfig, optimizer_config: Any, checkpoint_config: Any
     ) -> None:
+        """Open the world of all ranks, and one group for each alone; the model is loaded by `initialize`.
+
+        Raises ConfigError for settings of the model that this engine would leave out.
+        """
         super().__init__()
         refuse_model_settings(model_config)
         self.model_config = model_config
@@ -362,6 +366,7 @@ class LongspanEngine(BaseEngine):
         result: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
 
         def compute_loss(output: dict[str, Tensor], data: Any) -> Tensor:
+            """Return verl's loss of an output, and note it and its metrics in `result`."""
             loss, metrics = loss_function(model_output=output, data=data, dp_group=self._alone)
             result["loss"].append(float(loss.detach()))
             append_to_dict(result["metrics"], metrics)
@@ -379,6 +384,9 @@ class LongspanEngine(BaseEngine):
         padded, collected = pad_answers(data), dict[str, dict[int, Tensor]]()
 
         def loss_of_tokens(tokens: MicroBatchTokens) -> Tensor:
+            """Return verl's loss of one micro-batch, of its tokens' values; these are kept where verl
+            wants the output.
+            """
             if tu.get_non_tensor_data(data, "return_model_output", False):
                 for name, x in tokens.values.items():
                     parts = x.detach().split(tokens.lengths)

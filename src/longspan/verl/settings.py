@@ -34,6 +34,7 @@ class LongspanEngineConfig(EngineConfig):
     prepare: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for keys that do not go together, or that the engine would not follow."""
         super().__post_init__()
         if self.strategy != "longspan":
             raise ConfigError(f"engine.strategy is {self.strategy!r} of a LongspanEngineConfig; use 'longspan'")

@@ -309,6 +309,18 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any]
         assert chosen(rows, budget, **fixed) == fastest
 
 
+def test_no_choice_that_could_win_is_left_out_for_its_slow_layers() -> None:
+    """As many layers as add just so many seconds are tried, and not many more."""
+    needs = needs_of(8192)
+    prices = needs.prices
+    for slow, fast in (("full", "none"), ("selective+host", "selective"), ("full+host", "none")):
+        least = prices.least_seconds(needs, (slow, fast))
+        for count in (1, 7, 35):
+            seconds = prices.seconds(needs.under(needs.measures_of_layers(slow, count, fast))) - least
+            assert count <= prices.most_slow_layers(needs, slow, fast, seconds) <= count + 2, (slow, fast, count)
+        assert prices.most_slow_layers(needs, slow, fast, float("inf")) == 36
+
+
 def test_keys_given_by_hand_win() -> None:
     memory = chosen(4096)
     assert set(memory.measures) == {"none"} and memory.gathered_once and not memory.offload_optimizer_states

@@ -39,8 +39,9 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.passes", "loss_sum / self.divisor", "loss_sum / self.divisor / len(self.plan.micro_batches)"),
         ALL),
     "mask forgotten in the divisor": (
-        ("train.passes", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"),
-        "weights tokens"),
+        ("train.step", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"), "weights"),
+    "mask forgotten in the divisor of a loss of one's own": (
+        (OWN + "loss_term", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"), "tokens"),
     "weights forgotten in the gradient": (
         (LOSS, "sum(dtype=torch.float64), slopes", "sum(dtype=torch.float64), -torch.ones_like(slopes)"),
         "weights"),
@@ -52,7 +53,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         (LOG_PROBS, "targets.weighted_rows(numbers, self._columns, self._scores)", "numbers"), "all"),
     "weights multiplied beside a loss of one's own": (
         (OWN + "token_loss", "total = losses.sum(",
-         'total = (losses * targets.rows(part, leaf.dtype)["weights"]).sum('),
+         'total = (losses * targets.loss_rows(part, leaf.dtype)["weights"]).sum('),
         "tokens"),
     "the loss called on padding": (
         (LOSS, "        losses = _no_loss\n", ""),

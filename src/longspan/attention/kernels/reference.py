@@ -67,8 +67,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         dq[rows] = torch.einsum("kgqs,skh->qkgh", dscores, k_rows).flatten(1, 2)
         dk[keys] += torch.einsum("kgqs,qkgh->skh", dscores, q_rows)
     if call.latents:
-        of_values, dk = dk.split([v.shape[2], k.shape[2] - v.shape[2]], -1)
-        dv += of_values
+        value_share, dk = dk.split([v.shape[2], k.shape[2] - v.shape[2]], -1)
+        dv += value_share
     return dq, dk, dv
 
 

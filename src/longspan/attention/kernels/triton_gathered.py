@@ -89,9 +89,21 @@ def _launch_on_runs(
             *(launch.left or 0, launch.right or 0),
             **limits,
         )
-        of_run = (*contiguous, lists, counts, rows, launch.cu_seqlens[0], columns, heads, call.scale, *strides)
+        run_arguments = (
+            *contiguous,
+            lists,
+            counts,
+            rows,
+            launch.cu_seqlens[0],
+            columns,
+            heads,
+            call.scale,
+            *strides,
+        )
 
-        def launch_blocks(blocks: BlockSizes, of_run: tuple[Any, ...] = of_run, programs: int = len(rows)) -> None:
+        def launch_blocks(
+            blocks: BlockSizes, run_arguments: tuple[Any, ...] = run_arguments, programs: int = len(rows)
+        ) -> None:
             at_once = min(blocks.rows, max(16, 1 << (heads - 1).bit_length()))
             launched = {
                 "HEADS": at_once,
@@ -99,6 +111,8 @@ def _launch_on_runs(
                 "num_warps": blocks.warps,
                 "num_stages": blocks.stages,
             }
-            getattr(kernels, name)[programs, -(-heads // at_once)](q, k, v, *dout, *of_run, **sizes, **launched)
+            getattr(kernels, name)[programs, -(-heads // at_once)](
+                q, k, v, *dout, *run_arguments, **sizes, **launched
+            )
 
         launch_fitting_blocks(f"gathered {name}", table, k, v, launch_blocks)

@@ -599,9 +599,10 @@ def attention_and_message_seconds(cost: Cost, rows: PricedRows) -> tuple[Floats,
 
 
 def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
-    """A ring of r members has r − 1 steps, a gather one, and an exchange of heads one more. On ideal links each takes
-    `ring_step_seconds`. On measured links each is several messages of `step_seconds` in every layer: a step's block
-    goes round in both passes, and its gradients in backward; an exchange goes there and back.
+    """Return the seconds that messages of this type take however few rows they carry. A ring of r members has r − 1
+    steps, a gather one, and an exchange of heads one more. On ideal links each takes `ring_step_seconds`. On measured
+    links each is several messages of `step_seconds` in every layer: a step's block goes round in both passes, and its
+    gradients in backward; an exchange goes there and back.
     """
     exchanging = head_exchange_size(kind, cost.a2a_size, degree)
     swaps = (exchanging > 1).astype(np.float64)
@@ -613,9 +614,9 @@ def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
 
 
 def _shown_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
-    """A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed)
-    shows, of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between
-    hosts.
+    """Return the seconds of bytes that show where links are ideal. A slot sends its share of `ring_bytes` r − 1 times
+    in t seconds. Of a ring of r members max(0, t − computed) shows, of a gather all of t. Exchanges of heads show as a
+    whole; those inside a host take place beside those between hosts.
     """
     degree = rows.degree
     kind = cost.cp_comm_type

@@ -461,9 +461,9 @@ class Machine:
         )
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
-        """The cost of a model of this shape, without what settings change. Experts run at another rate than dense
-        products, so their weights get the difference. `turns` are the bytes that a ring moves of a number of a key or
-        value: twice itself, and its gradient, in float32 at least.
+        """Return the cost of a model of this shape, without what settings change. Experts run at another rate than
+        dense products, so their weights get the difference. `turns` are the bytes that a ring moves of a number of a
+        key or value: twice itself, and its gradient, in float32 at least.
         """
         tflops = self.product_flops_per_second / 1e12
         memory = self.memory_bytes_per_second

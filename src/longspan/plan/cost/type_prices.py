@@ -85,9 +85,9 @@ def price_types(cost: Cost, group: Group, call: AttentionCall, node_size: int) -
 
 
 def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: AttentionCall, together: int) -> TypePrice:
-    """`inner` members exchange heads, and `together` members at least share a host. A kernel's typical document has Σ
-    n² / Σ n rows, or those of a chunk if that is shorter. Under a narrow window or chunk a ring sends only what its
-    members see.
+    """Price a call under one type, of whose group `inner` members exchange heads and `together` members at least share
+    a host. A kernel's typical document has Σ n² / Σ n rows, or those of a chunk if that is shorter. Under a narrow
+    window or chunk a ring sends only what its members see.
     """
     degree = group.degree
     laid_out = group.laid_out

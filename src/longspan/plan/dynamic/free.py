@@ -41,8 +41,9 @@ def plan_free(problem: Problem) -> list[MicroBatch]:
 
 
 def _fill_queues(problem: Problem, goal: float) -> "_Queues":
-    """Documents that no queue holds come first, then large items, which not every queue holds or which take much of the
-    step: for these many queues must still be free. Small items come last, and make queues end together.
+    """Place all items in queues that should end by `goal` seconds. Documents that no queue holds come first, then large
+    items, which not every queue holds or which take much of the step: for these many queues must still be free. Small
+    items come last, and make queues end together.
     """
     queues = _Queues(problem)
     width = queues.width[queues.usable]
@@ -82,7 +83,9 @@ class _Queues:
         self.work = problem.work + fixed_seconds / (FILLED * problem.cap) * problem.tokens  # seconds on one slot
 
     def place_in_group(self, item: int) -> None:
-        """The number of queues with the least slot seconds, up to one that takes `WORTH_TRYING` times as many."""
+        """Give an item to a long group of the queues that end first: of the number of queues with the least slot
+        seconds, up to one that takes `WORTH_TRYING` times as many.
+        """
         order = np.argsort(self.end, kind="stable")
         best = (np.inf, np.inf)
         chosen = order
@@ -118,8 +121,8 @@ class _Queues:
         self.items[queue].append(item)
 
     def _choose_slots(self, item: int, goal: float) -> tuple[Ints | None, float]:
-        """The fewest queues that end a document by the goal, or those that end it earliest, and when that is; None
-        where no number of queues makes a degree. A long group follows the last one of its queues, and what a queue
+        """Return the fewest queues that end a document by the goal, or those that end it earliest, and when that is;
+        None where no number of queues makes a degree. A long group follows the last one of its queues, and what a queue
         works on alone comes after its long groups.
         """
         best = None
@@ -153,8 +156,9 @@ class _Queues:
         return self.launch + float(seconds)
 
     def _make_group(self, item: int, queues: Ints) -> None:
-        """A long group begins when the last of its queues has ended its earlier ones; each queue works on its own items
-        after all its long groups. The last queue gives only as many slots as the degree needs.
+        """Let queues work on an item together, and move their ends. A long group begins when the last of its queues has
+        ended its earlier ones; each queue works on its own items after all its long groups. The last queue gives only
+        as many slots as the degree needs.
         """
         seconds = self._group_seconds(item, queues)
         local = self.end[queues] - self.group_end[queues]
@@ -172,8 +176,8 @@ class _Queues:
         self.long_groups.append(LongDocument(micro_batch, item, parts, rows, seconds - self.launch))
 
     def place_small_items(self, items: list[int]) -> None:
-        """A queue is one bin here, with room for all tokens. All bins are in one micro-batch of 0 seconds: how late
-        they end is then when they end.
+        """Give items, longest first, to the queues that end earliest with them. A queue is one bin here, with room for
+        all tokens. All bins are in one micro-batch of 0 seconds: how late they end is then when they end.
         """
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
@@ -183,8 +187,9 @@ class _Queues:
             queue_items.extend(short)
 
     def make_candidate(self) -> tuple[float, Candidate, list[list[int]]]:
-        """A queue's micro-batches take as many items, longest first, as its slots have rows for. The candidate's
-        durations are 0: in free mode no queue waits for the end of a micro-batch.
+        """Return when the step ends, the candidate, and how the slots of each bin share its items (`divide_bins`). A
+        queue's micro-batches take as many items, longest first, as its slots have rows for. The candidate's durations
+        are 0: in free mode no queue waits for the end of a micro-batch.
         """
         bins = Bins()
         queue_of_bin = list[int]()

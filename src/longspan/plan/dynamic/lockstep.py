@@ -125,8 +125,8 @@ class Candidate:
 
 
 def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
-    """Micro-batches of duration 0 have no documents and are left out; dummy ones fill the number up to the request's
-    multiple.
+    """Return the seconds of a step, without the update, whose micro-batches last so long. Those of duration 0 have no
+    documents and are left out; dummy ones fill the number up to the request's multiple.
     """
     busy = [duration for duration in durations if duration > 0.0]
     return problem.request.cost.lockstep_seconds(busy + [0.0] * (-len(busy) % problem.request.micro_batch_multiple))
@@ -156,9 +156,9 @@ def search_candidate(problem: Problem, steps: int) -> Candidate:
 
 
 def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) -> tuple[Candidate, Settings]:
-    """The numbers of micro-batches are the fewest, some more, and multiples that are launched anyway. A large problem
-    is tried with two steepnesses of every number and slack, then with the others of the best number and slack, then
-    with other limits.
+    """Return the fastest candidate of the settings that are tried first, and these. The numbers of micro-batches are
+    the fewest, some more, and multiples that are launched anyway. A large problem is tried with two steepnesses of
+    every number and slack, then with the others of the best number and slack, then with other limits.
     """
     multiple = problem.request.micro_batch_multiple
     few = problem.has_few_items
@@ -191,8 +191,9 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
-    """The first of `count` micro-batches holds the longest document. The steep durations are the work of parts of equal
-    tokens, longest documents first; a document counts in the part that holds its middle token.
+    """Return durations for `count` micro-batches, in units of the mean work of a slot, the first of which holds the
+    longest document. The steep durations are the work of parts of equal tokens, longest documents first; a document
+    counts in the part that holds its middle token.
     """
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
@@ -209,9 +210,10 @@ def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepne
 
 
 def _change_settings(best: Candidate, settings: Settings, random: Random) -> Settings:
-    """By one of five kinds of change: durations as they came out, times 0.985 to 1.005; one up to a tenth longer or
-    shorter; up to a twentieth of one moved to another; one as long as one of its long documents takes at another
-    degree; other documents as long ones. On links of 25 GB/s some steps are 4 % slower with three kinds.
+    """Return settings changed at random, by one of five kinds of change: durations as they came out, times 0.985 to
+    1.005; one up to a tenth longer or shorter; up to a twentieth of one moved to another; one as long as one of its
+    long documents takes at another degree; other documents as long ones. On links of 25 GB/s some steps are 4 % slower
+    with three kinds.
     """
 
     def draw(bounds: tuple[float, float]) -> float:
@@ -273,7 +275,7 @@ class DegreeTable:
 
     @classmethod
     def for_problem(cls, problem: Problem) -> "DegreeTable":
-        """Short documents are as dense as the first of the last quarter."""
+        """Price all classes at all degrees. Short documents are as dense as the first of the last quarter."""
         too_long_for_bins = problem.families & (problem.tokens > problem.widest_run * problem.cap)
         may_be_long = (problem.work >= problem.least_long_work) | too_long_for_bins
         may_be_long &= problem.families | (problem.squares == problem.tokens**2)
@@ -347,8 +349,8 @@ class DegreeTable:
 
 
 def _longest_by_class(lengths: Ints) -> Ints:
-    """The longest of each class of sorted, distinct lengths that differ by less than 1 / 64: of a class equally many
-    bits and the same first seven. Up to CLASSES lengths are each their own.
+    """Return the longest of each class of sorted, distinct lengths that differ by less than 1 / 64: of a class equally
+    many bits and the same first seven. Up to CLASSES lengths are each their own.
     """
     if not len(lengths):  # no document may be long: a class without items, since the table has at least one
         return np.ones(1, dtype=np.int64)
@@ -361,7 +363,8 @@ def _longest_by_class(lengths: Ints) -> Ints:
 
 def place_items(problem: Problem, table: DegreeTable, settings: Settings, known: Known) -> Candidate | None:
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit. None if
-    they were placed so before, which is no faster: settings often differ in a share that makes the same items long.
+    they were placed so before (`known`, to which this placing is added), which is no faster: settings often differ in a
+    share that makes the same items long.
     """
     durations = settings.durations * problem.mean_slot_seconds
     least = settings.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
@@ -423,8 +426,9 @@ class _Placing:
         return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
     def _take_slots(self, item: int, micro_batch: int, width: int, prices: tuple[float, float]) -> None:
-        """`prices` are the item's seconds across nodes and within one; a last block that has taken in a smaller last
-        node has slots of both, which are across nodes.
+        """Take `width` free slots of a micro-batch for a long item, and make bins of them for short ones. `prices` are
+        the item's seconds across nodes and within one; a last block that has taken in a smaller last node has slots of
+        both, which are across nodes.
         """
         parts = self.free[micro_batch].take_slots(width)
         problem = self.problem
@@ -436,8 +440,8 @@ class _Placing:
         self.long.append(LongDocument(micro_batch, item, parts, rows, seconds))
 
     def _defer_or_lengthen(self, item: int) -> None:
-        """A long document that fits a bin is placed with the short ones later. Any other makes a micro-batch longer, or
-        a new one, whichever wastes least.
+        """Place a long item for which no micro-batch has time and slots. One that fits a bin is left to `place_short`;
+        any other makes a micro-batch longer, or a new one, whichever wastes least.
         """
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
             self.unplaced.append(item)
@@ -475,7 +479,9 @@ class _Placing:
             self._add_micro_batch(self.durations[-1])
 
     def candidate(self) -> Candidate:
-        """The slots of a bin also wait for messages of the documents that they share, which its seconds lack so far."""
+        """Return what was placed. The slots of a bin also wait for messages of the documents that they share, which its
+        seconds lack so far.
+        """
         bins = self.bins
         latency = self.table.latency.tolist()
         ends = [0.0] * len(self.durations)
@@ -657,7 +663,9 @@ def make_micro_batches(candidate: Candidate, division: list[list[int]]) -> list[
 
 
 def make_micro_batch(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
-    """Every slot takes its narrow groups first, and a group its longest documents: items are numbered longest first."""
+    """Make a micro-batch of groups of items, by their slots. Every slot takes its narrow groups first, and a group its
+    longest documents: items are numbered longest first.
+    """
     ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
     return MicroBatch(
         tuple[Group, ...](

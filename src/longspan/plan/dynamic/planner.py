@@ -100,9 +100,9 @@ def plan_dynamic(
 
 
 def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> list[MicroBatch]:
-    """A way is left out if those before it come close to the goal. Without powers of two as degrees a step on links of
-    25 GB/s takes up to 10 % longer. Plans of one degree are compared where few slots and documents make that cheap, or
-    where all others stay far from the goal.
+    """Make plans in several ways and return the fastest. A way is left out if those before it come close to the `goal`
+    in seconds. Without powers of two as degrees a step on links of 25 GB/s takes up to 10 % longer. Plans of one degree
+    are compared where few slots and documents make that cheap, or where all others stay far from the goal.
     """
     request = problem.request
     plans = list[Priced]()
@@ -127,8 +127,9 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
 
 
 def _count_search_steps(effort: EffortName, problem: Problem) -> int:
-    """The fewer the more items, as each step takes longer. Many slots with few documents each take up to 7 % longer
-    with 12 of them than with 40 (bench/plans/planner.py --tokens-per-slot 8192).
+    """Return how many random changes a search tries: the fewer the more items, as each takes longer. Many slots with
+    few documents each take up to 7 % longer with 12 of them than with 40 (bench/plans/planner.py --tokens-per-slot
+    8192).
     """
     scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
     size = len(problem.tokens) + problem.request.slots
@@ -137,8 +138,9 @@ def _count_search_steps(effort: EffortName, problem: Problem) -> int:
 
 
 def _keep_powers_of_two(problem: Problem) -> Problem | None:
-    """On measured links groups of other degrees have slower types, or leave slots of a host over. Ideal links show no
-    difference, many slots take long, and where all or none of the degrees are powers of two nothing is left to plan.
+    """Return the problem with powers of two as its only degrees; None where that is not worth a search. On measured
+    links groups of other degrees have slower types, or leave slots of a host over. Ideal links show no difference, many
+    slots take long, and where all or none of the degrees are powers of two nothing is left to plan.
     """
     request = problem.request
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
@@ -148,8 +150,8 @@ def _keep_powers_of_two(problem: Problem) -> Problem | None:
 
 
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
-    """Plans of one degree that could be better than `best` seconds: such a plan takes the mean work of a slot and the
-    launches and waits of the fewest micro-batches, or longer. Its documents are sorted as in the other plans.
+    """Yield the plans of one degree that could be better than `best` seconds: such a plan takes the mean work of a slot
+    and the launches and waits of the fewest micro-batches, or longer. Its documents are sorted as in the other plans.
     """
     request = problem.request
     for cp in problem.degrees:
@@ -216,8 +218,9 @@ def plan_few_items(problem: Problem) -> list[MicroBatch] | None:
 
 
 def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
-    """Items are divided in two ways: into equal work, and, sorted, into parts of equal tokens, so that the longest are
-    together; an item is in the part that holds its middle token. Micro-batches without items are left out.
+    """Yield divisions of the items into micro-batches, which have items each, for each number of micro-batches that is
+    tried. Items are divided in two ways: into equal work, and, sorted, into parts of equal tokens, so that the longest
+    are together; an item is in the part that holds its middle token.
     """
     tokens = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2

@@ -149,9 +149,10 @@ class Problem:
 def _make_items(
     order: Ints, lengths: Ints, squares: Ints, slots: int, cap: int
 ) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """`order` are the documents by falling length, `lengths` their tokens and `squares` those squared. Above
-    `PACKED_ABOVE` documents a slot, those of less than a pack's tokens lie end to end, and a pack begins every
-    `pack_tokens`, at most a sixteenth of a slot's cap.
+    """Return the items of documents, longest first: the ids of each, its tokens and its squares. `order` are the
+    documents by falling length, `lengths` their tokens and `squares` those squared. Above `PACKED_ABOVE` documents a
+    slot, those of less than a pack's tokens lie end to end, and a pack begins every `pack_tokens`, at most a sixteenth
+    of a slot's cap.
     """
     ids = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:
@@ -203,9 +204,10 @@ def divide_into_even_runs(slots: int, degrees: DegreeSet) -> Parts:
 
 
 def _divide_into_uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Where equal parts are no degrees; the widest run comes first. `best` has the best division of 0, 1, 2 and more
-    slots. That of n leaves one slot out beside that of n − 1, or adds a run of w slots to that of n − w; of divisions
-    with as many slots left out and as many runs, the one with the least sum of squared widths is the most even.
+    """Divide slots into runs of different degrees, where equal parts are no degrees; the widest comes first. `best` has
+    the best division of 0, 1, 2 and more slots. That of n leaves one slot out beside that of n − 1, or adds a run of w
+    slots to that of n − w; of divisions with as many slots left out and as many runs, the one with the least sum of
+    squared widths is the most even.
     """
     best: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]  # left out, runs, squared widths, widths
     for count in range(1, slots + 1):

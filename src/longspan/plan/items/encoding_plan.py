@@ -83,7 +83,10 @@ class ModalityPlan:
 
 @lru_cache(maxsize=8)
 def _plan_encoding(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
-    """Every row of an item sees all rows of it, so that contiguous shares have equal attention, as zigzag ones do."""
+    """Plan the items of these `counts` of rows as documents of the encoder, in few steps of search; the last eight
+    plans are kept. Every row of an item sees all rows of it, so that contiguous shares have equal attention, as zigzag
+    ones do.
+    """
     return plan_dynamic(
         counts,
         planning.home,
@@ -184,8 +187,8 @@ def find_encoded_rows(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dic
 def _item_rows_of_slots(
     rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int
 ) -> list[tuple[ItemRows, int]]:
-    """For every slot its rows of items, by local row, and the number of its local rows; a local row gets the row of the
-    token that is `depth` further on in its document.
+    """Return for every slot its rows of items, by local row, and the number of its local rows; a local row gets the row
+    of the token that is `depth` further on in its document.
     """
     parts: list[list[ItemRows]] = [[] for _ in range(slots)]
     counts = [0] * slots

@@ -153,7 +153,9 @@ class ItemTable:
         return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
 
     def _sort_spans(self) -> _Spans:
-        """A row of the table has the fields of `_Spans`, and last the number of its item, for the check of overlaps."""
+        """Return the spans of all items by document and position, checked. A row of the table has the fields of
+        `_Spans`, and last the number of its item, for the check of overlaps.
+        """
         rows = list[tuple[int, ...]]()
         next_row = dict.fromkeys(self.modalities, 0)
         numbers = {modality: number for number, modality in enumerate(self.modalities)}

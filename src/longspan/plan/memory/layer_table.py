@@ -124,7 +124,7 @@ class LayerPart:
     lasting: float = 0.0
 
     def __add__(self, other: "LayerPart") -> "LayerPart":
-        """Parts run one after another, so that the larger work counts."""
+        """Return both parts together: they run one after another, so that the larger work counts."""
         attention = self.attention + other.attention
         exchanged = self.exchanged + other.exchanged
         work = max(self.work, other.work)
@@ -191,9 +191,10 @@ class LayerTable:
         return self.compiled_parts == "layers" or self.settings.gpu
 
     def norm_part(self, width: float, groups: float = 1, *, saves_input: bool = True) -> LayerPart:
-        """An RMS norm of rows of `width` numbers, with a root for each of its `groups`; its output is not counted.
-        Kernels and graphs save the input. torch's operations save rows in float32, and those divided by their root mean
-        square for the gradient of a trained weight.
+        """Return the part of an RMS norm of rows of `width` numbers, with a root for each of its `groups`; its output
+        is not counted. Kernels and graphs save the input, which with `saves_input` false is counted elsewhere. torch's
+        operations save rows in float32, and those divided by their root mean square for the gradient of a trained
+        weight.
         """
         roots = self.bytes_of_rows(groups, WIDE)
         wide = self.bytes_of_rows(width, WIDE)
@@ -202,7 +203,9 @@ class LayerTable:
         return LayerPart(roots + wide * (1 + self.settings.trains_all), 3 * wide)
 
     def linears_part(self, width: float, *targets: str) -> LayerPart:
-        """Linears of one input of this width: it is saved if one is trained or has an adapter (its rows too)."""
+        """Return the part of linears that share one input of this width: it is saved if one is trained or has an
+        adapter (whose narrow rows are saved too). `targets` are their names.
+        """
         adapters = sum(map(self.settings.has_adapter, targets))
         saves = bool(self.settings.trains_all or adapters)
         return LayerPart(self.bytes_of_rows(width) * saves + self.bytes_of_rows(self.settings.lora_rank * adapters))
@@ -236,7 +239,9 @@ class LayerTable:
         return part + replace(call, saved=call.saved - self.bytes_of_rows(query) * is_shared)
 
     def head_exchange_slices(self) -> tuple[int, int, int]:
-        """In how many slices queries are exchanged, and keys and values, and how often each key/value head is."""
+        """Return in how many slices queries are exchanged, in how many keys and values, and how often each key/value
+        head is sent.
+        """
         heads = self.read.count("num_attention_heads") // self.tp
         members = self.load.members
         kv_heads = max(1, key_value_heads(self.read) // self.tp)
@@ -301,8 +306,9 @@ class LayerTable:
         return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), (2 + gate) * self.hidden_size * inside)
 
     def _tiled_part(self, part: LayerPart, saved: float, weights: float) -> LayerPart:
-        """A part that may run on one tile of rows after another: so much is saved, the rest is of one tile. A pass also
-        holds its result or its gradient, and sums the gradients of `weights` over tiles, in float32 at least.
+        """Return a part that runs on one tile of rows after another, if the settings say so: `saved` bytes are of all
+        rows, all else is of one tile. A pass also holds its result or its gradient, and sums the gradients of `weights`
+        weights over tiles, in float32 at least.
         """
         tile_rows = self.settings.mlp_tile_tokens
         if not 0 < tile_rows < self.load.rows:

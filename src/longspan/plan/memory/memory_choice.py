@@ -116,7 +116,9 @@ def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
 
 
 def _weight_places_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[bool]:
-    """Whether weights may be on the host (True); trained ones take the optimizer's states along."""
+    """List whether weights may be on the host (True) or not, those first that are tried first; trained ones take the
+    optimizer's states along.
+    """
     place = needs.places[0]
     if fixed.offload_weights is not None:
         return [fixed.offload_weights]

@@ -299,10 +299,9 @@ class MemoryNeeds:
 def _count_waiting_micro_batches(
     home: Layout, settings: MemorySettings, pipeline_rank: int, micro_batches: int
 ) -> float:
-    """How many micro-batches wait for their backward passes at most, on a rank of the pipeline. With chunks a
-    micro-batch counts for each chunk that it has passed, as its part of the rank's layers. Under
-    1F1B, interleaved with several chunks, a rank runs as many as there are ranks behind it, and one more, before its
-    first backward pass.
+    """Return how many micro-batches wait for their backward passes at most, on a rank of the pipeline. With chunks a
+    micro-batch counts for each chunk that it has passed, as its part of the rank's layers. Under 1F1B, interleaved with
+    several chunks, a rank runs as many as there are ranks behind it, and one more, before its first backward pass.
     """
     if home.pp == 1:
         return 1.0

@@ -206,7 +206,7 @@ def _adapted_expert_widths(read: ConfigReader, kind: LayerKind, settings: Memory
 def _adapter_linears(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 ) -> list[tuple[str, float, float]]:
-    """The name of each linear that adapters go into, and the widths of its input and output. Widths that a
+    """Return the name of each linear that adapters go into, and the widths of its input and output. Widths that a
     configuration does not name follow from the counted weights. Attention has a gate as wide as its weights beyond the
     four projections. A mixer's input projections make what the convolution reads (`channels`), a gate, and a number for
     each head (two in a delta net); those of short convolutions, without heads, two gates.

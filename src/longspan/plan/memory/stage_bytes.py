@@ -108,7 +108,9 @@ class StageBytes:
 
     @property
     def stays_whole(self) -> bool:
-        """Whether they are, by choice or always; of one micro-batch gradients are summed layer by layer."""
+        """Whether FSDP2's weights and gradients are whole through all micro-batches of a step, by choice or always. Of
+        a step of one micro-batch gradients are summed layer by layer.
+        """
         summed_once = self.settings.summed_once and self.settings.shard_parameters and self.micro_batches > 1
         return self.always_whole or summed_once
 
@@ -133,7 +135,9 @@ class StageBytes:
 
     @property
     def state_bytes_on_device(self) -> int:
-        """Those of an update's two buckets where states wait on the host, in memory that its stream keeps."""
+        """Bytes of the optimizer's states that are on the device: all, or, where they wait on the host, those of an
+        update's two buckets, in memory that its stream keeps.
+        """
         if not self.states_on_host:
             return self.state_bytes
         numbers = self.stage.all
@@ -186,8 +190,8 @@ class StageBytes:
 
     @cached_property
     def staging_bytes(self) -> float:
-        """Two buffers of the largest layer's weights that come from the host, and two of gradients that go there; of
-        later micro-batches a third, in which earlier sums come.
+        """Bytes of the buffers between host and device: two of the largest layer's weights, which come from there, and
+        two of its gradients, which go there; of later micro-batches a third, in which earlier sums come.
         """
         layers = [self.numbers.layers[i] for i in self.stage.layers]
         weights = max(self.weight_bytes(layer, on_host=True) for layer in layers)
@@ -303,7 +307,7 @@ class StageBytes:
         return encoded + blocks * (not settings.encoder_recomputed), encoded + blocks, work
 
     @cached_property
-    def _layer_weights(self) -> "LayerWeights":
+    def _layer_weights(self) -> LayerWeights:
         """Bytes of the weights and gradients of each layer of this stage, under these settings."""
         settings = self.settings
         sharded = settings.shard_parameters
@@ -448,9 +452,10 @@ class StageBytes:
             yield moment(all_gradients, gathered, activations, work)
 
     def _logit_bytes(self, load: SlotLoad) -> float:
-        """First there are the logits of one chunk and their gradient (on a CPU a float32 copy too), and the chunk's
-        gradient of the head, with a sum in float32 at least if there are several. Then the head's gradient is scaled
-        into a new tensor, and a float32 sum is cast. Each depth of prediction keeps such a sum as well.
+        """Return the bytes of logits at the loss, with the head's gradient. First there are the logits of one chunk and
+        their gradient (on a CPU a float32 copy too), and the chunk's gradient of the head, with a sum in float32 at
+        least if there are several. Then the head's gradient is scaled into a new tensor, and a float32 sum is cast.
+        Each depth of prediction keeps such a sum as well.
         """
         settings = self.settings
         number = self.settings.compute_bytes

@@ -145,13 +145,17 @@ class Packer:
         return [MicroBatch(tuple(groups)) for groups in batches]
 
     def _sort_bins(self, bins: Sequence[int]) -> Integers:
-        """The groups of bins are not chosen yet, so every bin is priced inside a node."""
+        """Renumber bins, the slowest first; `bins` has the bin of each document. The groups of bins are not chosen yet,
+        so every bin is priced inside a node.
+        """
         places = np.array(bins, dtype=np.int64)
         rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
 
     def _balance_groups(self, assignment: Integers) -> Integers:
-        """Groups are placed later, so all are priced inside a node."""
+        """Deal the documents of each micro-batch to its groups by equal work, where that makes its slowest group
+        faster. Groups are placed later, so all are priced inside a node.
+        """
         groups = len(self.inside)
         count = self._count_micro_batches(assignment)
         batch = assignment // groups
@@ -171,8 +175,9 @@ class Packer:
         return np.where((seconds_after < seconds_before)[batch], new_assignment, assignment)
 
     def _place_bins(self, assignment: Integers) -> Integers:
-        """In lockstep groups inside a node get the slowest bins, as messages are faster there. In free mode groups with
-        the least work in the micro-batches before get them, as only a group's total counts.
+        """Choose which group each bin of a micro-batch goes to. In lockstep groups inside a node get the slowest bins,
+        as messages are faster there. In free mode groups with the least work in the micro-batches before get them, as
+        only a group's total counts.
         """
         groups = len(self.inside)
         matrix = self._seconds_of_places(assignment, inside=True)

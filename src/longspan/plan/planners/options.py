@@ -355,8 +355,9 @@ class Request(PlanOptions):
         return (*self._resolve_types(micro_batches), *[MicroBatch()] * dummies)
 
     def _resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Groups of a2a+p2p without sizes get the fastest ones. Where neither the options nor the cost's network, made
-        for one model, know the query heads, the groups keep "auto": `attend`, which sees the heads, chooses.
+        """Return the micro-batches with the fastest type or sizes for each group that leaves these open. Groups of
+        a2a+p2p without sizes get the fastest ones. Where neither the options nor the cost's network, made for one
+        model, know the query heads, the groups keep "auto": `attend`, which sees the heads, chooses.
         """
         chooses_type = "auto" in self.types and bool(self.heads or self.cost.network)
         if not chooses_type and (
@@ -373,7 +374,9 @@ class Request(PlanOptions):
         return [MicroBatch(groups) for groups in typed]
 
     def _give_type(self, group: Group, way: Cost) -> Group:
-        """A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it."""
+        """Return the group with the type and sizes of a way. One of one slot, which sends nothing, gets p2p. Layers of
+        a list that name a type keep it.
+        """
         kind = way.cp_comm_type if group.degree > 1 else "p2p"
         types = kind
         if not isinstance(self.cp_comm_type, str):

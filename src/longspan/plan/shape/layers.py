@@ -96,7 +96,9 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
 
 
 def _infer_layer_types(read: ConfigReader, layers: int) -> list[str]:
-    """Of a configuration that names no types; empty if no attribute is one of mixers: all layers attend."""
+    """Return the type of each layer of a configuration that names no types, by other attributes; empty if none is one
+    of mixers: all layers attend.
+    """
     linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
     if (full := linear.value("full_attn_layers")) is not None:
@@ -154,7 +156,9 @@ class Widths(NamedTuple):
 
 
 def attention_widths(read: ConfigReader) -> Widths:
-    """Latent attention counts as it is computed, with full heads; a shared block attends to rows twice as wide."""
+    """Return the widths of queries and of keys of a layer that attends. Latent attention counts as it is computed, with
+    full heads; a shared block attends to rows twice as wide.
+    """
     heads = read.count("num_attention_heads")
     hidden = read.count("hidden_size")
     if has_latent_attention(read):
@@ -188,9 +192,10 @@ def attention_weights(read: ConfigReader) -> Weights:
 
 
 def _shared_block_weights(read: ConfigReader, hidden: int, query: int, key: int) -> Weights:
-    """The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. Each layer
-    adds a projection of the block's output and its own adapters of low rank: of the MLP's first product and, if
-    configured, of queries, keys and values, each with 2 · hidden numbers in and as many out.
+    """Count the weights of a block that layers share, as each layer runs it. The block attends to [hidden | embedding],
+    rows of twice the hidden size, and has an MLP with a gate. Each layer adds a projection of the block's output and
+    its own adapters of low rank: of the MLP's first product and, if configured, of queries, keys and values, each with
+    2 · hidden numbers in and as many out.
     """
     attention = 2 * hidden * (query + 2 * key) + query * hidden
     width = read.count("intermediate_size") or 4 * hidden
@@ -251,8 +256,8 @@ def _latent_head_sizes(read: ConfigReader) -> tuple[int, int]:
 
 
 def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
-    """Queries go through `q_lora_rank` numbers if there is one. Keys and values come from `kv_lora_rank` numbers a row,
-    and the rotary part of keys, which all heads share, straight from the row.
+    """Count the weights of latent attention. Queries go through `q_lora_rank` numbers if there is one. Keys and values
+    come from `kv_lora_rank` numbers a row, and the rotary part of keys, which all heads share, straight from the row.
     """
     heads = read.count("num_attention_heads")
     size, value = _latent_head_sizes(read)

@@ -155,7 +155,9 @@ class ModelShape:
 
 
 def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
-    """The last product of a layer is that of its MLP, or else mixer, or else attention."""
+    """Add up the weights of the parts of a layer. Its last product is that of its MLP, or else mixer, or else
+    attention.
+    """
     parts = layer_parts(read, kind, mixer)
     every, _, of_experts, unvisited = (sum(numbers) for numbers in zip(*parts, strict=True))
     return Weights(every, parts[-1].last, of_experts, unvisited)

@@ -97,15 +97,15 @@ class Pieces:
         plus the gradient at its final state through its transposed M.
         """
         last_pieces = self._starts[runs] + self._counts[runs] - 1
-        result = pick_rows(initial, last_pieces - self.first)
+        gradients = pick_rows(initial, last_pieces - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             continuing = np.flatnonzero(self._counts[runs] > place)
             maps = last_pieces[continuing] - place - self.first
             gradient_before = map_states(
-                pick_rows(transitions, maps).mT, pick_rows(result, continuing), pick_rows(initial, maps)
+                pick_rows(transitions, maps).mT, pick_rows(gradients, continuing), pick_rows(initial, maps)
             )
-            result = _replace_rows(result, continuing, gradient_before)
-        return result
+            gradients = _replace_rows(gradients, continuing, gradient_before)
+        return gradients
 
     def leaving_gradients(self, leaving: Tensor, initial: Tensor, transitions: Tensor) -> Tensor:
         """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs.
@@ -115,20 +115,24 @@ class Pieces:
         return self._follow_pieces(leaving, self._starts + self._counts - 1, initial, transitions, step=-1)
 
     def _follow_pieces(
-        self, of_runs: Tensor, first: Integers, added: Tensor, transitions: Tensor, *, step: int
+        self, run_values: Tensor, first: Integers, added: Tensor, transitions: Tensor, *, step: int
     ) -> Tensor:
         """Return a value for each piece: those of runs at their pieces `first`, and through the map of each piece that
         of the next: M S + B, or Mᵀ G + B where the next is the piece before (`step` −1).
         """
-        result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
-        put_rows(result, first, of_runs)
+        piece_values = run_values.new_empty((len(self.runs.lengths), *run_values.shape[1:]))
+        put_rows(piece_values, first, run_values)
         for place in range(1, int(self._counts.max())):
             pieces = first[self._counts > place] + step * (place - 1)
             maps = pieces - self.first
             through = pick_rows(transitions, maps)
             through = through if step > 0 else through.mT
-            put_rows(result, pieces + step, map_states(through, pick_rows(result, pieces), pick_rows(added, maps)))
-        return result
+            put_rows(
+                piece_values,
+                pieces + step,
+                map_states(through, pick_rows(piece_values, pieces), pick_rows(added, maps)),
+            )
+        return piece_values
 
 
 def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:

@@ -63,6 +63,9 @@ class Muon(OnePassAdamW):
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
+        """Take parameters or groups of them, with AdamW's arguments and those of torch.optim.Muon. Raises ValueError
+        for values that make no sense.
+        """
         if adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; use original or match_rms_adamw")
         if not 0 <= momentum < 1 or len(ns_coefficients) != 3:

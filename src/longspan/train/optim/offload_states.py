@@ -109,6 +109,10 @@ class OffloadedStates(Optimizer):
         bucket_bytes: int = STATE_BUCKET_BYTES,
         hidden_in: nn.Module | None = None,
     ) -> None:
+        """Take over an optimizer's groups, and move states that it has to memory of the host, which is taken here.
+
+        `bucket_bytes` and `hidden_in` as of `offload_optimizer_states`.
+        """
         self._update: _OffloadedUpdate | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner: torch.optim.Optimizer = optimizer
@@ -259,6 +263,7 @@ class _OffloadedUpdate:
     def __init__(
         self, optimizer: "OffloadedStates", copies: "_StateCopies", buckets: Sequence[StateBucket]
     ) -> None:
+        """Note what an update needs, and draw the keys of its random bits; nothing is launched yet."""
         self._optimizer = optimizer
         self._copies = copies
         self._waiting = deque(buckets)
@@ -473,6 +478,7 @@ class _StateCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Make the streams, on a GPU; that of hidden updates is made when it is first used."""
         self.device = device
         on_gpu = device.type == "cuda"
         self._to_device = torch.cuda.Stream(device) if on_gpu else None

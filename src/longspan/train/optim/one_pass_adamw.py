@@ -51,6 +51,9 @@ class OnePassAdamW(AdamW):
         maximize: bool = False,
         rounding: RoundingBits | None = None,
     ) -> None:
+        """Take parameters or groups of them, with torch's arguments; `rounding` draws the bits of
+        stochastic rounding.
+        """
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=False
         )

@@ -105,6 +105,9 @@ class RoundingBits:
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
+        """Note the names of a prepared model's parameters, which decide their bits together with the world's seed and
+        step.
+        """
         self._world = world
         # Copies on several pipeline stages have one name.
         self._names = {parameter: name for name, parameter in model.named_parameters()}

@@ -171,6 +171,7 @@ class GatheredDocument:
     """
 
     def __init__(self, documents: GatheredDocuments, number: int) -> None:
+        """Take the facts of document `number`; no row is read."""
         facts = {name: int(values[number]) for name, values in documents._facts._asdict().items()}
         self._documents = documents
         self._number = number
@@ -246,6 +247,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     """
 
     def read_local_documents() -> "_ReadDocuments":
+        """Read every document that this rank brings, once."""
         _check_local_documents(local)
         read_documents = _ReadDocuments()
         for number, document in enumerate(_iterate_documents(local)):

@@ -24,6 +24,9 @@ def check_model_fits(
     """
 
     def check_rank_has_room() -> None:
+        """Raise ConfigError, with the bytes of each part, where this rank's GPU, or its share of the host, is too
+        small.
+        """
         home = world.home
         train = config.train
         gpu = world.device.type == "cuda"

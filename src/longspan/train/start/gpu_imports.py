@@ -26,6 +26,9 @@ def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread
     from longspan.model.compiled_layers import start_compile_workers
 
     def import_modules() -> None:
+        """Start the compile processes, import the modules one by one, and give threads their usual turns back; errors
+        pass.
+        """
         if compiled:
             with suppress(Exception):  # `prepare` starts them where this failed
                 start_compile_workers(ranks_of_host)

@@ -81,6 +81,7 @@ class CollectedLogProbs:
         bases: tuple[int, ...] = (),
         columns: Sequence[str] = (WEIGHTS,),
     ) -> None:
+        """Begin with no numbers; the passes call it once for each micro-batch of this rank."""
         self._columns = columns
         self._lengths = tuple(lengths)
         self._bases = bases

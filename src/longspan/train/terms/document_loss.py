@@ -131,7 +131,7 @@ class DocumentPasses:
     """
 
     kind = "DocumentLoss"
-    given = "sums"
+    input_name = "sums"
 
     def __init__(
         self,

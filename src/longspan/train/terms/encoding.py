@@ -97,6 +97,11 @@ class ModalityPass:
 
     @cached_property
     def waves(self) -> list[_LocalWave]:
+        """The waves of the plan as this rank runs them, made on first use.
+
+        Gradients of rows are summed over the ranks that use them, if the encoder is trained; of a slot's
+        tensor-parallel ranks, which differentiate alike, one counts.
+        """
         gradient: RowGradient = "partial" if self.trains else "none"
         if self.trains and self.world.home.tp > 1 and not self.plan.split_over_tp:
             gradient = "partial_over_slots"  # a slot's tp ranks use, and so differentiate, alike
@@ -339,6 +344,11 @@ class Encoding:
         backward: bool,
         depths: int = 0,
     ) -> None:
+        """Plan the waves of these micro-batches, from the items of their documents in `table`; entered by no other
+        rank.
+
+        `depths` of multi-token prediction need rows of later tokens too, on the last stage.
+        """
         world = model.world
         documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
         index = tuple(i for i, item in enumerate(table.items) if item.document in documents)

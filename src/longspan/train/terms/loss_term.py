@@ -73,7 +73,8 @@ class LossTerm(Term):
         raise on_all_ranks(
             LossError(
                 f"the function of a {self.loss_fn.kind} gave other losses or derivatives on some ranks; let it depend "
-                f"on {self.loss_fn.given}, on the numbers of documents, and on values that are the same on every rank"
+                f"on {self.loss_fn.input_name}, on the numbers of documents, and on values that are the same on every "
+                "rank"
             )
         )
 
@@ -83,6 +84,7 @@ class LossTerm(Term):
         return self.loss_fn.sums.ravel().tolist()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Return what a DocumentLoss adds to the step's result: micro-batches that ran twice, and its figures."""
         if not isinstance(self.loss_fn, DocumentPasses):
             return {}
         figures = self.loss_fn.loss.figures

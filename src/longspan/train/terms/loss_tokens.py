@@ -119,6 +119,7 @@ class BatchTargets:
     """
 
     def __init__(self, batch: LocalBatch, device: torch.device) -> None:
+        """Find the batch's rows with a label, and copy their places and ids to the device."""
         rows = target_rows(batch)
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
@@ -152,8 +153,9 @@ class BatchTargets:
         """
 
         def tabulate(logits: Tensor, ids: Tensor) -> Tensor:
+            """Return the numbers (k, t) of one chunk of targets, from its logits (t, V) and ids (t,)."""
             row_numbers = (
-                row_scores(logits, ids)[0].movedim(0, -1) if head.makes_scores else target_log_probs(logits, ids)
+                row_scores(logits)[0].movedim(0, -1) if head.makes_scores else target_log_probs(logits, ids)
             )
             values = row_numbers.reshape(-1, len(ids))
             return torch.cat([values, distribution_values(logits, ids, also)]) if also else values

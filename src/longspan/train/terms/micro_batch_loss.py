@@ -76,9 +76,10 @@ class MicroBatchPasses:
     """The loss of a step's passes under a MicroBatchLoss; an error of its function is kept in `error`."""
 
     kind = "MicroBatchLoss"
-    given = "tokens"
+    input_name = "tokens"
 
     def __init__(self, loss: MicroBatchLoss, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
+        """Check the loss for this plan, and note what its function gets. Raises LossError as `MicroBatchLoss.check`."""
         self.error: Exception | None = None
         self.check = SameOnRanks()
         self._also = loss.check(plan, scores)

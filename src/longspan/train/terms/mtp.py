@@ -57,6 +57,7 @@ class DepthsTerm(Term):
     """
 
     def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
+        """Check the depths and compare them with the other ranks."""
         _refuse_cut_depths(inputs)
         self.depths: int = _agree_on_depths(mtp, inputs.language_model, inputs.world)
         self._mtp = mtp
@@ -80,6 +81,9 @@ class DepthsTerm(Term):
         self._targets = tuple(map(int, world.control.sum_over_stages(local, "targets of multi-token prediction")))
 
     def extend_passes(self, passes: Passes) -> Passes:
+        """Return passes whose loss has the depths' losses in its gradient; to be called after `read`, which counts
+        targets.
+        """
         mtp = self._mtp
         targets = self._targets
         divisor = passes.divisor

@@ -83,7 +83,12 @@ class Preferences:
         return self._pair_figures(sums.reshape(2, -1), [*documents]).losses.sum()
 
     def figures(self, sums: Floats) -> dict[str, float]:
-        """Return the means of all documents' figures, by sums (D, …) of their log-probabilities."""
+        """Return the means of figures over all documents, by TRL's names, of sums (D, columns) of their
+        log-probabilities.
+
+        The last column, of losses with a reference, has the sums of mean logits. A side without an answer has no
+        figures.
+        """
         table = torch.from_numpy(sums[: len(self.counts)])  # without prefixes that documents share
         if self.name == "kto":
             assert self.labels is not None

@@ -46,6 +46,9 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
         raise LossError(f"the problem of a loss of scores is {problem!r}; use {', '.join(_PROBLEMS)}, or None")
 
     def losses(scores: Tensor, at: LossTokens) -> Tensor:
+        """Return the weighted losses (t,) of scores (t,) or (t, L), by the problem that was asked for or that labels
+        suggest.
+        """
         count = 1 if scores.ndim == 1 else scores.shape[1]
         one = LABEL in at.values or count == 1
         chosen = problem or usual_problem(count, 1 if one else count)
@@ -117,6 +120,7 @@ def reward_loss(
     by_pair = dict(zip(map(tuple, pairs), margins or [0.0] * len(pairs), strict=True))
 
     def loss_of_pair(scores: Tensor, documents: tuple[int, ...]) -> Tensor:
+        """Return the loss of one pair, of the scores (2,) of its chosen and its rejected document."""
         if scores.shape != (2,):
             raise LossError(f"a pair has scores of shape {tuple(scores.shape)}; use a head of one score, and pairs")
         loss = -F.logsigmoid(scores[0] - scores[1] - by_pair[documents])

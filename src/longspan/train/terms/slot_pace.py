@@ -21,6 +21,7 @@ class SlotPaceTerm(Term):
     """Times the loss of a step's rows on this slot; on a GPU by events, read once the step has waited for it anyway."""
 
     def __init__(self, world: World) -> None:
+        """Begin with no time and no rows, on this rank's device."""
         self._world = world
         self._clock = DeviceClock(world.device)
         self._rows = 0

@@ -33,6 +33,7 @@ class TokenLoss:
     error: Exception | None = None
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        """Return the sum of the caller's losses of a micro-batch's targets, of hidden states (T, D), with gradients."""
         targets = BatchTargets(batch, hidden.device)
         return chunked_loss(
             hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self.chunk_rows
