@@ -284,7 +284,7 @@ RUNS = (
     GpuRun("longest-1m", 260, "{torchrun} bench/training/longest.py --rows 1048576 --out {out}"),
     GpuRun("longest-1769k", 400, "{torchrun} bench/training/longest.py --rows 1769472 --small 16 --out {out}"),
     # on two H100s, the measures that 1,769,472 rows have on two H200s
-    GpuRun("longest-700k", 200, "{torchrun} bench/training/longest.py --rows 720896 --small 16 --history --out {out}"),
+    GpuRun("longest-700k", 200, "{torchrun} bench/training/longest.py --rows 720896 --small 16 --out {out}"),
     GpuRun(
         "verl-update", 190, "{torchrun} bench/training/verl_update.py --folder {folder}/model --samples 48 --out {out}"
     ),
