@@ -80,3 +80,10 @@ def test_documents_are_those_of_transformers(
 )
 def test_rows_that_have_no_score(folder: Path, values: dict[str, Any], reason: str) -> None:
     assert reason in refusal(encoding_of(folder, values, 1), values)
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "a "}])
+def test_a_pair_without_an_answer_has_no_score(folder: Path, prompt: dict[str, str]) -> None:
+    encoding = encoding_of(folder, {"chosen": "b", "rejected": "c"}, 1)
+    assert '"rejected" is null' in refusal(encoding, {**prompt, "chosen": "b", "rejected": None})
+    assert 'needs an object with "rejected"' in refusal(encoding, {**prompt, "chosen": "b"})

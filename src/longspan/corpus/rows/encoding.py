@@ -311,7 +311,7 @@ class RowEncoding:
             return take_token_ids(values, self.tokenizer.size).ids
         keys: Sequence[str] = ("messages",) if self.kind in CHATS else KEYS[self.kind]
         if self.kind == PAIRS:
-            keys = [key for key in ("prompt", completion) if values.get(key) is not None]
+            keys = (completion,) if values.get("prompt") is None else ("prompt", completion)
         parts = {key: require_key(values, key) for key in keys}
         answers = (values.get(key) for key in KEYS[PAIRS])  # both of a pair, so that neither is a text alone
         if self.kind in CHATS or any(isinstance(value, list) for value in (*parts.values(), *answers)):
