@@ -18,7 +18,6 @@ from longspan.config.renamed import OLD_SETS, RENAMED, SETS, VALUES
 from longspan.launch import launch
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from tests.run.runs.homes import ALONE
 from tests.train.small import small_config, train_rank, without_times, write_texts
 
 GONE = {  # of 0.3, beside those that stood beside optimizer.arguments
@@ -83,8 +82,8 @@ def test_a_run_of_0_3_goes_on_and_is_evaluated_and_exported(
         "train__plan_memory": False,
         "optimizer__arguments": ("betas=[0.8, 0.9]",),
     }
-    config = small_config(tmp_path, train__steps=4, checkpoint__every=2, evaluation__sets=sets, **keys, **ALONE)
-    run_ranks(train_rank, 1, config, 1)
+    config = small_config(tmp_path, train__steps=4, checkpoint__every=2, evaluation__sets=sets, **keys)
+    run_ranks(train_rank, 2, config, 2)
     run = Path(config.run.dir)
     unbroken = Path(shutil.copytree(run, tmp_path / "unbroken"))
     shutil.rmtree(run / "checkpoints" / "step-000004")
@@ -99,13 +98,13 @@ def test_a_run_of_0_3_goes_on_and_is_evaluated_and_exported(
     assert state["config"]["optimizer"]["class"] == "adamw" and "eval" not in state["config"]
 
     # before it goes on: its checkpoint of step 2, with names of 0.3 alone
-    assert main(["eval", str(run), "--world", "1", "--json"]) == 0
+    assert main(["eval", str(run), "--world", "2", "--json"]) == 0
     (found,) = [x for x in json.loads(capfd.readouterr().out)["evaluations"] if not x.get("eval_name")]
     rows = read_metrics(unbroken / "metrics.jsonl")
     at_two = next(row for row in rows if row["step"] == 2 and "eval_loss" in row and "eval_name" not in row)
     assert found["eval_loss"] == pytest.approx(at_two["eval_loss"], rel=1e-6)
     assert main(["export", str(run), str(tmp_path / "exported")]) == 0
-    assert main(["train", str(run / "config.toml"), "--world", "1"]) == 0
+    assert main(["train", str(run / "config.toml"), "--world", "2"]) == 0
     ended = read_metrics(run / "metrics.jsonl")
     assert [without_times(row) for row in ended] == [without_times(row) for row in rows]
     last, straight = (load_file(folder / "model" / "model.safetensors") for folder in (run, unbroken))
