@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -74,7 +75,7 @@ def test_a_run_is_exported_as_its_model_was_saved(
     told = json.loads(capfd.readouterr().out)
     assert json.loads((run / "run.json").read_text())["hosts"] == (1 if home == "tp" else 2)
     assert (told["step"], told["dtype"], told["files"]) == (runs[home].train.steps, "bfloat16", 1)
-    assert _bytes(run / "model", "model.safetensors") == _bytes(out, "model.safetensors")
+    assert _bytes(run / "model", "model.safetensors") == _bytes(out, "model.safetensors", "README.md")
     old, new = _weights(run / "model"), _weights(out)
     assert old.keys() == new.keys() == _weights(source).keys() and all(old[name].equal(new[name]) for name in old)
     assert told["tensors"] == len(new) and told["bytes"] == sum(x.nbytes for x in new.values())
@@ -123,9 +124,66 @@ def test_full_folders_are_kept(runs: dict[str, RunConfig], tmp_path: Path, capfd
     shutil.copytree(runs["ep"].model.path, out, dirs_exist_ok=True)
     (out / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier model")
     assert main(["export", run, str(out), "--overwrite"]) == 0
-    wanted = {*_bytes(Path(run) / "model"), "notes.txt"}
+    wanted = {*_bytes(Path(run) / "model"), "notes.txt", "README.md"}
     assert set(_bytes(out)) == wanted and (out / "notes.txt").read_text() == "mine"
     assert all(x.equal(_weights(out)[name]) for name, x in _weights(Path(run) / "model").items())
+
+
+def test_figures_of_the_card(runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, out = Path(runs["tp"].run.dir), tmp_path / "out"
+    checkpoint, card = str(run / "checkpoints" / "step-000001"), out / "README.md"
+    assert main(["export", str(run), str(out)]) == 0
+    metadata, text = ModelCard.load(card).data.to_dict(), card.read_text()
+    assert metadata == {"library_name": "transformers", "tags": ["longspan"]}  # the base is a folder of this machine
+    rows = read_metrics(run / "metrics.jsonl")
+    losses, (evaluated,) = [row["loss"] for row in rows if "loss" in row], [row for row in rows if "eval_loss" in row]
+    trained, loss = sum(row["tokens"] for row in rows if "loss" in row), evaluated["eval_loss"]
+    assert "Trained from source, by longspan" in text and "the weights after step 2 (" in text
+    assert 'AutoModelForCausalLM.from_pretrained("out")' in text and str(tmp_path.parent) not in text
+    assert f"| trained | 2 of 2 steps, {trained:,} tokens |" in text
+    assert f"| mean loss of the last 2 steps | {sum(losses) / 2:.4f} |" in text
+    where = f"| loss of held-out documents, degree {evaluated['cp']} |"
+    assert f"{where} {loss:.4f}, perplexity {evaluated['eval_perplexity']:.4g} |" in text
+    data = dict(json.loads((run / "run.json").read_text())["lines"])["data"]
+    assert f"| documents | {data} |" in text and "held out" in data
+    assert main(["export", checkpoint, str(out), "--overwrite"]) == 0  # its own card is written anew
+    assert "step 1 (" in card.read_text() and f"of the last 1 step | {losses[0]:.4f}" in card.read_text()
+    assert "perplexity" not in card.read_text()
+    card.write_text("mine")
+    assert main(["export", checkpoint, str(out), "--overwrite"]) == 0
+    assert card.read_text() == "mine" and f"{card} is kept, for longspan did not write it" in capfd.readouterr().out
+
+
+def test_the_card_of_a_run_by_epochs_counts_its_steps(runs: dict[str, RunConfig], tmp_path: Path) -> None:
+    run = shutil.copytree(runs["tp"].run.dir, tmp_path / "run")
+    toml = (
+        (run / "config.toml")
+        .read_text()
+        .replace("epochs = 0.0", "epochs = 1.0")
+        .replace("\nsteps = 2", "\nsteps = 300")
+    )
+    (run / "config.toml").write_text(toml)  # as a run by epochs has it
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert "epochs = 1.0\n" in toml and "| trained | 2 of 2 steps, " in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_card_names_what_came_from_the_hub(runs: dict[str, RunConfig], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs["tp"].run.dir, run, ignore=shutil.ignore_patterns("run.json"))
+    toml = (run / "config.toml").read_text()
+    cached = {"models--an-org--base": runs["tp"].model.path, "datasets--an-org--texts": runs["tp"].data.path}
+    for name, path in cached.items():
+        toml = toml.replace(f'"{path}"', f'"{tmp_path / name / "snapshots" / "abc"}"')
+    (run / "config.toml").write_text(toml)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    named = {"base_model": "an-org/base", "datasets": ["an-org/texts"]}
+    assert ModelCard(text).data.to_dict() == named | {"library_name": "transformers", "tags": ["longspan"]}
+    assert "Trained from an-org/base, by" in text and "| data | an-org/texts" in text and "documents |" not in text
+    (run / "metrics.jsonl").write_text('{"step": 2, "loss": "none", "tokens": 9}')  # no figures, and no error
+    assert main(["export", str(run), str(tmp_path / "out"), "--overwrite"]) == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "| trained | 2 of 2 steps, 9 tokens |" in text and "mean loss" not in text
 
 
 def test_refused_checkpoints(runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

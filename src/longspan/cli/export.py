@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags(ExportFlags, argv, "longspan export")
     run_dir, checkpoint = split_target(Path(flags.checkpoint))
     from longspan.checkpoint.export import export_checkpoint
+    from longspan.cli.model_card import write_card
 
     log = partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
     written = export_checkpoint(
@@ -51,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         overwrite=flags.overwrite,
         merge=flags.merge,
     )
+    write_card(written, run_dir, Path(flags.folder).resolve().name, log)
     text = (
         f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} "
         f"of {written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "

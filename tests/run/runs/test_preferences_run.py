@@ -17,6 +17,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from longspan.checkpoint.base import check_base_weights_unchanged, record_base_weights
 from longspan.cli.eval import main as eval_main
+from longspan.cli.export import main as export_main
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import Corpus
@@ -205,7 +206,7 @@ def without_seconds(config: RunConfig) -> list[dict[str, Any]]:
 def test_saved_weights_are_evaluated_by_the_loss_of_their_run(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of other rows no reference is kept: the cross entropy of their answers is told."""
+    """The card says the loss. Of other rows no reference is kept: the cross entropy of their answers is told."""
     config = run_of(tmp_path / "run", base, "dpo", **ALONE)
     train_rows(config, 1)
     (*_, trained) = read_metrics(Path(config.run.dir) / "metrics.jsonl")
@@ -218,6 +219,8 @@ def test_saved_weights_are_evaluated_by_the_loss_of_their_run(
     told = capfd.readouterr()
     (other,) = json.loads(told.out)["evaluations"]
     assert other["eval_perplexity"] > 1 and "by the reference model are kept" in told.err
+    assert export_main([config.run.dir, str(tmp_path / "model"), "--json"]) == 0
+    assert "| trained by | dpo, beta 0.3, label_smoothing 0.2 |" in (tmp_path / "model/README.md").read_text()
 
 
 def test_what_a_loss_does_not_take(base: Path, tmp_path: Path) -> None:

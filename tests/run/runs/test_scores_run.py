@@ -236,6 +236,7 @@ def test_an_adapter_trains_the_head_and_stock_peft_reads_both(base: Path, tmp_pa
     for one in (model.base_model.model, merged):
         loss, right = dense_loss(one, [LABELS[d] for d in held_out], 0.0)
         assert abs(found[0]["eval_loss"] / loss.item() - 1) < 1e-12 and found[0]["eval_accuracy"] == right
+    assert "AutoModelForSequenceClassification" in (tmp_path / "merged" / "README.md").read_text()
 
 
 def test_a_pair_with_a_long_document_is_left_out_whole(base: Path, tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""README.md of an exported model: how to load it, what it was trained on, and the figures of its run."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from longspan import __version__
+from longspan.checkpoint.export import Exported
+from longspan.checkpoint.files import read_state
+from longspan.comm.all_ranks import LogLine
+from longspan.config.file import load_config
+from longspan.config.loss_arguments import loss_text
+from longspan.errors import plural
+from longspan.files import read_json
+from longspan.hub import ADAPTER_CONFIGURATION, hub_name
+from longspan.run.facts import LAST_STEPS
+from longspan.run.metrics import read_metrics
+
+_TAGS = ["longspan"]
+
+
+def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> None:
+    """Write the card of an export, with this title; a README.md that is no card of longspan's is kept."""
+    file = Path(exported.folder, "README.md")
+    config = load_config(run_dir / "config.toml")
+    old_text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    if old_text and ModelCard(old_text, ignore_metadata_errors=True).data.get("tags") != _TAGS:
+        log(f"{file} is kept, for longspan did not write it; it says nothing of this run")
+        return
+    model = config.model
+    data = [config.data.path] if config.data.path else [x.path for x in config.data.sources]
+    base = hub_name(Path(model.path))
+    adapter = Path(exported.folder, ADAPTER_CONFIGURATION).is_file()
+    datasets = [name for path in data for folder in Path(path, "file").parents if (name := hub_name(folder))]
+    metadata = ModelCardData(
+        base_model=base or None,
+        library_name="peft" if adapter else "transformers",
+        datasets=datasets or None,
+        tags=_TAGS,
+    )
+    origin = "An adapter of " if adapter else "Trained from "
+    origin += f"{'' if model.path else 'random weights of '}{base or Path(model.source).name or model.preset_name}"
+    loader = "ImageTextToText" if "vision_config" in read_json(run_dir / "config.json") else "CausalLM"
+    loader = "SequenceClassification" if model.num_labels else loader
+    rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data)])))]
+    # also of epochs, as the run counted them
+    steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]
+    rows += [("trained by", loss_text(config.train))] if config.train.loss else []
+    rows += _card_figures(run_dir, exported.step, steps)
+    table = "\n".join(f"| {name} | {value} |" for name, value in dict(rows).items())
+    text = f"""---
+{metadata.to_yaml()}
+---
+
+# {title.rpartition("/")[2]}
+
+{origin}, by longspan {__version__}: the weights after step {exported.step:,} \
+({exported.parameters / 1e6:,.1f} M, {exported.dtype}).
+
+```python
+from transformers import AutoModelFor{loader}, AutoTokenizer
+
+model = AutoModelFor{loader}.from_pretrained("{title}"){"  # needs peft" if adapter else ""}
+tokenizer = AutoTokenizer.from_pretrained("{title}")
+```
+
+| | |
+|---|---|
+{table}
+"""
+    ModelCard(text).save(file)
+
+
+def _card_figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:
+    """Yield figures of a run of `steps` steps up to this one, by name, as far as its files have them.
+
+    The first file that cannot be read, or lacks something, ends them.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
+        trained = [row for row in rows if "loss" in row]
+        yield "trained", f"{step:,} of {plural(steps, 'step')}, {sum(row['tokens'] for row in trained):,} tokens"
+        if last := [row["loss"] for row in trained[-LAST_STEPS:]]:
+            yield f"mean loss of the last {plural(len(last), 'step')}", f"{fsum(last) / len(last):.4f}"
+        for row in rows:
+            if row["step"] == step and "eval_loss" in row:
+                where = f"{row.get('eval_name', 'held-out documents')}, degree {row['cp']}"
+                perplexity = f", perplexity {row['eval_perplexity']:.4g}" if "eval_perplexity" in row else ""
+                yield f"loss of {where}", f"{row['eval_loss']:.4f}{perplexity}"
+        with suppress(OSError):  # of a run that is still at work
+            summary = read_json(run_dir / "summary.json")
+            if reason := summary.get("end_reason"):
+                yield "ended", f"after step {summary['step']:,} of {summary['steps']:,}: {reason}"
+        facts: dict[str, Any] = read_json(run_dir / "run.json")
+        yield "documents", dict(facts["lines"])["data"]
