@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub, ORG/NAME, and their folders in the local cache.
+"""Names of the Hugging Face hub, ORG/NAME: their folders in the local cache, and folders that are uploaded to them.
 
 Nothing is downloaded unasked. A folder with an adapter alone names the model that it needs.
 """
@@ -122,6 +122,39 @@ def _cached_folder(
     ):  # huggingface_hub's LocalEntryNotFoundError, and for files that are missing IncompleteSnapshotError
         return None
     return folder if not weights or any(any(Path(folder).glob(pattern)) for pattern in _WEIGHTS) else None
+
+
+def check_push_access(name: str) -> None:
+    """Raise ConfigError for what is no name of the hub, and where the hub accepts no login of this machine."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["inside"]:
+        raise ConfigError(f"--push {name!r} is no name of the hub; give ORG/NAME, such as my-name/my-model")
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise ConfigError(
+            f"--push {name} needs a login to the hub, and there is none; hf auth login, or set HF_TOKEN"
+        )
+    try:
+        HfApi().whoami()
+    except Exception as error:
+        raise ConfigError(
+            f"--push {name}: the hub does not accept the login: {_one_line(error)}; hf auth login makes a new one"
+        ) from error
+
+
+def push_folder(folder: Path, name: str, message: str, *, private: bool) -> str:
+    """Upload a folder's files as a commit, to a new repository or one that is there; returns its address."""
+    from huggingface_hub import HfApi
+
+    try:
+        address = HfApi().create_repo(name, private=private, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=message)
+    except Exception as error:
+        raise ConfigError(
+            f"{folder} is written, and cannot be uploaded: {_one_line(error)}; hf upload {name} {folder} tries again"
+        ) from error
+    return str(address)
 
 
 def _one_line(error: Exception) -> str:

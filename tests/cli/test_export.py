@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -184,6 +185,72 @@ def test_a_card_names_what_came_from_the_hub(runs: dict[str, RunConfig], tmp_pat
     assert main(["export", str(run), str(tmp_path / "out"), "--overwrite"]) == 0
     text = (tmp_path / "out" / "README.md").read_text()
     assert "| trained | 2 of 2 steps, 9 tokens |" in text and "mean loss" not in text
+
+
+class Hub:  # the calls of huggingface_hub's HfApi that an upload makes
+    calls: ClassVar[list[tuple[Any, ...]]] = []
+
+    def whoami(self) -> dict[str, str]:
+        return {"name": "me"}
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> str:
+        self.calls.append((repo_id, private, exist_ok))
+        return f"https://huggingface.co/{repo_id}"
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.calls.append((repo_id, {path.name for path in folder_path.iterdir()}, commit_message))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_mine")
+    monkeypatch.setattr(Hub, "calls", [])
+    return Hub
+
+
+def test_an_export_is_uploaded_with_its_card(
+    runs: dict[str, RunConfig], hub: type[Hub], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, out = runs["tp"].run.dir, tmp_path / "out"
+    assert main(["export", run, str(out), "--push", "me/mine"]) == 0
+    assert capfd.readouterr().out.endswith("\nhttps://huggingface.co/me/mine\n")
+    created, (name, files, message) = hub.calls
+    assert created == ("me/mine", True, True) and name == "me/mine" and message.startswith("Step 2, by longspan")
+    assert files == set(_bytes(out)) >= {"README.md", "config.json", "model.safetensors"}
+    assert 'from_pretrained("me/mine")' in (out / "README.md").read_text()
+    assert main(["export", run, str(out), "--overwrite", "--push", "me/mine", "--public", "--json"]) == 0
+    assert hub.calls[2] == ("me/mine", False, True)
+    assert json.loads(capfd.readouterr().out)["pushed"] == "https://huggingface.co/me/mine"
+
+
+def test_what_cannot_be_uploaded_is_one_line(
+    runs: dict[str, RunConfig], hub: type[Hub], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = runs["tp"].run.dir, tmp_path / "out"
+
+    def refused(*words: str) -> str:
+        assert main(["export", run, str(out), *words]) == 2
+        return capfd.readouterr().err
+
+    for name in ("mine", "a/b/c", "/tmp/x"):
+        assert f"--push '{name}' is no name of the hub; give ORG/NAME" in refused("--push", name)
+    assert "--public is given without --push" in refused("--public")
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.get_token", lambda: None)
+        assert "needs a login to the hub, and there is none; hf auth login" in refused("--push", "me/mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(Hub, "whoami", lambda self: 1 / 0)
+        assert "does not accept the login: ZeroDivisionError" in refused("--push", "me/mine")
+    assert not out.exists() and not hub.calls
+
+    def upload_folder(self: Hub, **_: Any) -> None:
+        raise OSError("403\n\nForbidden")
+
+    monkeypatch.setattr(Hub, "upload_folder", upload_folder)
+    error = refused("--push", "me/mine")
+    assert f"{out} is written, and cannot be uploaded: OSError: 403 Forbidden; hf upload me/mine {out}" in error
+    assert (out / "README.md").is_file()
 
 
 def test_refused_checkpoints(runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

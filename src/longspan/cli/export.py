@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+from longspan import __version__
 from longspan.cli.flags import Word, parse_flags
-from longspan.errors import plural
+from longspan.errors import ConfigError, plural
 from longspan.evaluation.request import split_target
 from longspan.files import as_json
+from longspan.hub import check_push_access, push_folder
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class ExportFlags:
     transformers. Without it the adapter is written, for stock peft."""
     overwrite: bool = False
     """Replace the model in a folder that holds one; other files in it stay."""
+    push: str = ""
+    """Upload the folder to this model of the Hugging Face hub, ORG/NAME, which is made if it is not there: private, so
+    that only its owner sees it. Needs a login (hf auth login)."""
+    public: bool = False
+    """With --push: a model that is made is public. One that is there stays as visible as it is."""
     json: bool = False
     """Print what was written as one JSON object on standard output; progress goes to standard error."""
 
@@ -39,6 +46,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_flags(ExportFlags, argv, "longspan export")
     run_dir, checkpoint = split_target(Path(flags.checkpoint))
+    if flags.public and not flags.push:
+        raise ConfigError("--public is given without --push; add --push ORG/NAME, or leave it out")
+    if flags.push:
+        check_push_access(flags.push)
     from longspan.checkpoint.export import export_checkpoint
     from longspan.cli.model_card import write_card
 
@@ -52,11 +63,15 @@ def main(argv: Sequence[str]) -> int:
         overwrite=flags.overwrite,
         merge=flags.merge,
     )
-    write_card(written, run_dir, Path(flags.folder).resolve().name, log)
+    write_card(written, run_dir, flags.push or Path(flags.folder).resolve().name, log)
+    pushed = {}
+    if flags.push:
+        message = f"Step {written.step}, by longspan {__version__}"
+        pushed = {"pushed": push_folder(Path(flags.folder), flags.push, message, private=not flags.public)}
     text = (
         f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} "
         f"of {written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "
         f"{plural(written.files, 'file')}; next: longspan eval {written.folder} --data TEXTS"
     )
-    print(as_json(written._asdict()) if flags.json else text)
+    print(as_json(written._asdict() | pushed) if flags.json else "\n".join([text, *pushed.values()]))
     return 0
