@@ -28,7 +28,7 @@ from longspan.model.seams.set_forwards import modules_with_instance_forward
 from longspan.model.weights.drawn_weights import DrawnWeights
 from longspan.model.weights.empty_model import empty_model, has_meta_parameters, persistent_buffers
 from longspan.model.weights.fill import JoinedWeights, WeightSource, find_deferred_weights
-from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.folder_weights import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.plan.shape.layers import depth_types
 

@@ -26,7 +26,7 @@ from longspan.model.weights.empty_model import (
     new_model,
 )
 from longspan.model.weights.fill import fill_now, fill_when_prepared
-from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.folder_weights import FolderWeights
 from longspan.model.weights.hf_folder import (
     FOLDER_OPTIONS,
     OWN_MODEL,
