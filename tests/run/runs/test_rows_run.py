@@ -275,7 +275,7 @@ def test_tokens_of_sources_stand_by_their_weights(tmp_path: Path) -> None:
     corpus = Corpus(Path(config.run.dir) / "corpus")
     assert abs(totals[0] / 3 - totals[1]) <= corpus.lengths.max()
     order = make_step_order(config, corpus)
-    assert tokens.tolist() == [order.source_tokens(step) for step in range(8)]
+    assert tokens.tolist() == [order.tokens_of_step_by_source(step) for step in range(8)]
     first, second = source_lines(config, order)
     assert "weight 3, 0.75 of the tokens of steps; it has" in first and "weight 1, 0.25 of" in second
 
