@@ -489,7 +489,9 @@ def held_out_set(config: RunConfig) -> EvalConfig:
     )
 
 
-def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
-    """Set other plans of evaluation: the first entry has those of the held-out documents, the others are the sets."""
+def with_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
+    """Return the configuration with other plans of evaluation: the first entry has those of the held-out documents, the
+    others are the sets.
+    """
     held_out, *sets = entries
     return config.with_keys("evaluation", **held_out.plan_keys, sets=tuple(sets))

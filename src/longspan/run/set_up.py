@@ -24,7 +24,7 @@ from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.for_model import check_ids_in_vocabulary
 from longspan.data.corpus_documents import CorpusDocuments
-from longspan.data.run_epochs import most_step_tokens, set_epoch_steps, source_lines
+from longspan.data.run_epochs import most_step_tokens, source_lines, with_epoch_steps
 from longspan.data.run_order import allow_sharing, forbid_sharing
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
@@ -325,7 +325,7 @@ def open_run_documents(
         run_on_first_rank(world, partial(record_base_weights, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
     config = config.with_keys("evaluation", documents=data.order.held_out_texts)
-    config = set_epoch_steps(config, data.order, log)
+    config = with_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     # not node_size: a run that goes on may be on other hosts
     run, checkpoint_keys = (
