@@ -27,7 +27,7 @@ from longspan.corpus.rows.kinds import (
     media_key,
     readable_keys,
 )
-from longspan.corpus.rows.messages import check_messages
+from longspan.corpus.rows.messages import checked_messages
 from longspan.corpus.rows.other_formats import convert_to_messages
 from longspan.corpus.rows.preferences import (
     check_not_empty,
@@ -245,8 +245,8 @@ class RowEncoding:
         prompt = require_key(values, "prompt")
         completion = require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
-            prompt = check_messages(prompt, "prompt", images=self.images is not None)
-            answers = check_messages(completion, "completion", images=self.images is not None)
+            prompt = checked_messages(prompt, "prompt", images=self.images is not None)
+            answers = checked_messages(completion, "completion", images=self.images is not None)
             values = {**values, "messages": [*prompt, *answers]}
             return self._chat_encoding.with_variables(values).encode_messages(values, len(prompt), media)
         if media:
@@ -315,7 +315,7 @@ class RowEncoding:
         parts = {key: require_key(values, key) for key in keys}
         answers = (values.get(key) for key in KEYS[PAIRS])  # both of a pair, so that neither is a text alone
         if self.kind in CHATS or any(isinstance(value, list) for value in (*parts.values(), *answers)):
-            messages = [message for key, value in parts.items() for message in check_messages(value, key)]
+            messages = [message for key, value in parts.items() for message in checked_messages(value, key)]
             return self._chat_encoding.with_variables(values).encode_whole({**values, "messages": messages})
         text = "".join(require_string(value, key) for key, value in parts.items())
         return self.tokenizer.set_parsing(self.settings.parse_special_tokens).encode_text(text)

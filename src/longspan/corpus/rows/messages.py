@@ -11,7 +11,7 @@ from longspan.files import parse_json
 LEARNT = ("weight", "train", "training", "trainable", "loss")
 
 
-def check_messages(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
+def checked_messages(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
     """Return the messages of a row, each an object with a role; with `images` a part may be an image or a video.
 
     Raises RowError, with the message's place under the key `name`, for one that has another form.
@@ -20,10 +20,10 @@ def check_messages(value: Any, name: str = "messages", *, images: bool = False) 
         raise RowError(
             f'"{name}" is {"empty" if value == [] else type_name(value)}; give a list of objects with role and content'
         )
-    return [_check_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
+    return [_checked_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
 
 
-def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
+def _checked_message(message: Any, name: str, images: bool) -> dict[str, Any]:
     """Return a message without keys with null in its parts: templates ask whether a part has a key."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         is_turn = isinstance(message, dict) and {"from", "value"} <= message.keys()

@@ -33,12 +33,13 @@ def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | No
     return [name for name in linears if not (pattern and re.fullmatch(pattern, name))], pattern
 
 
-def _check_target_names(
+def _checked_target_names(
     model: PreTrainedModel, targets: Sequence[str], linears: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the targets, each once, that name linears, and those that name experts' matrices alone.
+    """Return the targets, each once and in their order, that name linears, and those that name experts' matrices alone.
 
-    A target names what its name ends with it. ModelError for one that names nothing, or that peft refuses.
+    A target names what its name ends with it; `linears` are the model's qualified names. Raises ModelError for a target
+    that names nothing, or that peft refuses.
     """
     matrices = [
         f"{path}.{name}"
