@@ -90,7 +90,7 @@ class Float8Feature(Feature):
             )
         return None
 
-    def compare_ranks(self, model: PreTrainedModel) -> None:
+    def check_same_on_all_ranks(self, model: PreTrainedModel) -> None:
         raise_first_error(self.world, self.rank_error(model))
 
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
