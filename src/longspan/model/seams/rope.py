@@ -87,8 +87,9 @@ def rope_types(rope: Any) -> set[str]:
     return {str(rope[key]) for key in ("rope_type", "type") if key in rope}.union(*nested)
 
 
-def choose_frequencies_by_document(model: nn.Module) -> None:
-    """Have every rotary module whose frequencies depend on a length see every document by itself.
+def replace_rotary_forwards(model: nn.Module) -> None:
+    """Replace, in place, the forward of every rotary module whose frequencies depend on a length by one that sees every
+    document by itself.
 
     It looks up the shard with which the model or layer around it runs.
     """
