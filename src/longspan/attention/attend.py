@@ -568,8 +568,8 @@ class _Attend(torch.autograd.Function):
 def _gradients_of_parts(
     dout_and_saved: Sequence[Any], call: AttendCall, slices: Sequence[int], shapes: Sequence[Sequence[int]]
 ) -> list[Tensor | None]:
-    """Return the gradients of q, k, v and sinks from `given`: that of the output, the output, and what was saved, where
-    None stands for the output of a part.
+    """Return the gradients of q, k, v and sinks from `dout_and_saved`: the output's gradient, the output, and what was
+    saved, where None stands for the output of a part.
     """
     dout, out, *saved = dout_and_saved
     parts: list[Gradients] = []

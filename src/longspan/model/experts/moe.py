@@ -216,7 +216,10 @@ def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channe
 
 
 def _choose_shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
-    """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly."""
+    """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly.
+
+    Raises ModelError, which calls them `name`, if none does.
+    """
     ranks = home.slots // home.dp_replicate // home.ep * home.tp  # that hold the same experts
     sizes = (shape[0] // home.ep, *shape[1:])
     for dim, size in enumerate(sizes):
