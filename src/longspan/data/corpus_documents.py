@@ -55,7 +55,7 @@ class Corpus:
             )
         try:
             self.documents_folder: Path = documents_folder  # shared by runs
-            self._open_arrays(documents_folder)
+            self._map_arrays(documents_folder)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too
                 raise
@@ -69,7 +69,7 @@ class Corpus:
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
 
-    def _open_arrays(self, folder: Path) -> None:
+    def _map_arrays(self, folder: Path) -> None:
         """Map all arrays of a folder of documents, as the class describes them; set once, by `__init__`.
 
         Without `source_of.npy` all documents are of source 0. Raises DataError or ValueError for a damaged folder.
