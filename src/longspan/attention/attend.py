@@ -215,6 +215,8 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
 def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -> str:
     """Return the type of layer `layer`, its global index, from one type for all layers or a list with one per layer;
     `name` is for the error.
+
+    Raises AttentionError for a layer that is not in the list.
     """
     if isinstance(types, str):
         return types

@@ -206,6 +206,8 @@ class SafetensorsReader(FileSystemReader):
 def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
     """Read the part of a chunk that the item names, from the open `file` of the chunk; of its rows (first dim) no
     others.
+
+    Raises CheckpointError for a file that ends within the chunk.
     """
     _, dtype, _, sizes = place.chunk
     lengths = list(item.lengths)

@@ -205,7 +205,10 @@ class LimitedStore:
         return lambda *arguments: self.ask(partial(getattr(self._store, name), *arguments), STORE_SECONDS)
 
     def ask(self, request: Callable[[], T], seconds: float) -> T:
-        """Return what a function of requests returns, within so many seconds."""
+        """Return what a function of requests returns, within so many seconds.
+
+        Raises DistStoreError after these seconds, and at once while an earlier request is late.
+        """
         if self._late is not None and not self._late.done():
             raise DistStoreError("the store has not answered an earlier request yet")
         future = Future[T]()

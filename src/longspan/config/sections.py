@@ -291,7 +291,10 @@ class OptimizerSection(Section):
 
     @property
     def schedule(self) -> tuple[str, int]:
-        """The curve of the learning rate, and the steps of wsd's decay; 0: a tenth of all steps."""
+        """The curve of the learning rate, and the steps of wsd's decay; 0: a tenth of all steps.
+
+        Raises ConfigError for steps that are not whole.
+        """
         words = {"cosine": None, "linear": None, "constant": None, "wsd": AtLeast(1)}
         word, steps = word_and_number("optimizer.lr_schedule", self.lr_schedule, words)
         if not steps.is_integer():

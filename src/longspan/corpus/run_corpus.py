@@ -82,7 +82,7 @@ class _CorpusOfRun:
 
         Nothing is built if settings, files and key (which covers the tokenizer) are as recorded and no file is damaged.
         A resumed run whose documents are lost or damaged builds them again under the same key, so that rows become the
-        same tokens.
+        same tokens. Raises DataError where a resumed run's corpus is lost or changed.
         """
         if resumed and self._old_record is None:
             raise DataError(
@@ -266,7 +266,10 @@ def open_corpus_on_all_ranks(
 
 
 def load_configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
-    """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained."""
+    """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained.
+
+    Raises DataError for a model that has none, and for a chat template without a folder.
+    """
     template = config.data.chat_template
     if (folder := tokenizer_folder(config.data.tokenizer, config.model.source)) is not None:
         return replace(load_tokenizer(folder), template_file=Path(template).expanduser() if template else None)

@@ -154,7 +154,10 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
 
 
 def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
-    """Return the columns from start to stop of a row that have tokens, (0, 0) for none."""
+    """Return the columns from start to stop of a row that have tokens, (0, 0) for none.
+
+    Raises DataError for values other than 0 and 1, and for padding between tokens.
+    """
     if not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "
@@ -186,7 +189,10 @@ def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
 
 
 def _find_first_columns(row: int, positions: Integers, start: int, stop: int) -> list[int]:
-    """Return the columns of a row at which documents begin: those of position 0; [start] for a row of padding."""
+    """Return the columns of a row at which documents begin: those of position 0; [start] for a row of padding.
+
+    Raises DataError for positions that do not count up from 0.
+    """
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))

@@ -45,7 +45,10 @@ class Corpus:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a folder of documents, or the one that the record in a run's folder names."""
+        """Open a folder of documents, or the one that the record in a run's folder names.
+
+        Raises DataError for documents that are missing or damaged.
+        """
         record = read_record(folder)
         documents_folder = folder if record is None else folder / record.documents
         if record is not None and not documents_folder.is_dir():

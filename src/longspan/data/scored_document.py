@@ -71,7 +71,10 @@ class ScoredDocument(Document):
         self._values = self._read_values(({} if weights is None else {"weights": weights}) | columns | values)
 
     def _choose_rows(self, rows: Any, pad: int | None) -> Any:
-        """Return an index of the rows that count, by `rows` or `pad` as the class describes them."""
+        """Return an index of the rows that count, by `rows` or `pad` as the class describes them.
+
+        Raises DataError for positions that the document does not have.
+        """
         if isinstance(rows, str) and rows == "all":
             return slice(None)
         if rows is None:

@@ -239,8 +239,7 @@ class RowEncoding:
         """Encode "prompt" and "completion" of a row: as messages they are one conversation, of which the completion is
         learnt.
 
-        As strings they have no place for images.
-
+        As strings they have no place for images. Raises RowError for strings with images.
         """
         prompt = require_key(values, "prompt")
         completion = require_key(values, "completion")
@@ -259,7 +258,10 @@ class RowEncoding:
         return self.settings.num_labels > 0 or self.settings.preference == "kto"
 
     def _encode_preferences(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
-        """Encode the two documents of a pair, end to end; for kto each answer by itself, with its label."""
+        """Encode the two documents of a pair, end to end; for kto each answer by itself, with its label.
+
+        Raises RowError for two equal documents.
+        """
         form = self.settings.preference
         if self.kind != PAIRS:
             answer = self._encode_answer(values, "completion", media)
@@ -283,7 +285,10 @@ class RowEncoding:
         return [join_samples(chosen, rejected)._replace(numbers=numbers)]
 
     def _encode_answer(self, values: Mapping[str, Any], key: str, media: "RowMedia | None") -> Sample:
-        """Encode a prompt and one answer; every token from the answer's first on is a target, as TRL has it."""
+        """Encode a prompt and one answer; every token from the answer's first on is a target, as TRL has it.
+
+        Raises RowError for an answer without a target.
+        """
         for name in ("prompt", key):
             check_not_empty(values.get(name), name)
         (sample,) = self._encode_prompt_and_answer({**values, "completion": values[key]}, media)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:  # of conversations and images, which texts do without
 
 
 def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
-    """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it."""
+    """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it.
+
+    Raises RowError for no tokens, padding, and labels beside masks.
+    """
     ids = _read_integers(require_key(values, "input_ids"), "input_ids")
     if not len(ids):
         raise RowError("input_ids has no tokens; leave the row out")

@@ -46,7 +46,10 @@ class FileSums:
         return sources
 
     def _sum_of_file(self, file: CorpusFile) -> SourceFile:
-        """Return size, time and sum of a file, which is read unless its sum is known."""
+        """Return size, time and sum of a file, which is read unless its sum is known.
+
+        Raises DataError for a file that is not regular or cannot be read, and a path that is not UTF-8.
+        """
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()

@@ -129,7 +129,10 @@ class LineFile(RowFile):
         return parse_line(line, f"{self.name}, byte {position}", self.folder)
 
     def _open_lines(self, raw: BinaryIO) -> BinaryIO:
-        """Return a stream of the decompressed lines of the file `raw`, from its beginning; it is not closed with it."""
+        """Return a stream of the decompressed lines of the file `raw`, from its beginning; it is not closed with it.
+
+        Raises EOFError for an empty file.
+        """
         if self._compressed and not raw.read(1):  # readers would take an empty file for one without lines
             raise EOFError("it has 0 bytes")
         raw.seek(0)

@@ -150,7 +150,8 @@ def _mix_experts_in_tiles(
 def _real_row_index(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
     """Return the index of real rows, not padding, among the `count` that experts got.
 
-    They got all rows of the shard, or a tensor-parallel rank's part of them.
+    They got all rows of the shard, or a tensor-parallel rank's part of them. Raises ModelError for another number of
+    rows.
     """
     local = shard.local_rows
     tp = world.home.tp

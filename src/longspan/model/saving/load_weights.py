@@ -54,7 +54,7 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
 def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, folder: Path) -> None:
     """Copy an adapter's tensors, and what is trained beside it, from peft's file into this rank's parts.
 
-    The file must have exactly these tensors, in the same shapes.
+    The file must have exactly these tensors, in the same shapes. Raises ModelError for another file, or none.
     """
     file = folder / WEIGHTS
     if not file.is_file():

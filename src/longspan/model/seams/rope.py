@@ -114,7 +114,7 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     """Return rotary cosines and sines for position_ids (1, T), each row by its own document's length.
 
     This is a rotary module's forward; x gives type and device. A probe, and a type of layer whose rope is fixed, get
-    the module's first frequencies.
+    the module's first frequencies. Raises ModelError where the running layer has no shard of these rows.
     """
     shard = running_layer().shard
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]

@@ -183,6 +183,8 @@ class FolderWeights:
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
         """Open the files until `stack` closes; return their tensors by the names of `rename`, joined where a join was
         given.
+
+        Raises ModelError, naming the folder, for tensors that cannot be joined.
         """
         tensors = open_tensors(self._files, stack)
         if self._join is not None:

@@ -76,7 +76,10 @@ class RunFolderFiles:
 
 
 def read_stop_token_ids(folder: Path) -> set[int]:
-    """Read the ids at which a folder's model stops generating; an empty set without generation settings."""
+    """Read the ids at which a folder's model stops generating; an empty set without generation settings.
+
+    Raises DataError for a damaged file, and for ids that are none.
+    """
     file = folder / GENERATION
     if not file.is_file():
         return set()

@@ -130,7 +130,10 @@ class ChatEncoding:
         return self.images.add_images(self._add_end_of_chat(sample, messages, learnt), expanded)
 
     def _add_end_of_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
-        """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens."""
+        """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens.
+
+        Raises RowError for an end that is no token, and where the template writes another one there.
+        """
         end = self.settings.end_of_chat
         engine = self.tokenizer.engine
         is_answer = len(messages) - 1 in learnt and not messages[-1].get("tool_calls")
