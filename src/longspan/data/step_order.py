@@ -193,7 +193,7 @@ class StepOrder:
 
 
 def documents_of_units(units: Iterable[int], unit: int) -> tuple[int, ...]:
-    """List the documents of these units.
+    """List the documents of these units, unit after unit; each has `unit` of them.
 
     >>> documents_of_units((3, 0), 2)
     (6, 7, 0, 1)

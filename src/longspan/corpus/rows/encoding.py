@@ -172,7 +172,7 @@ class RowEncoding:
         return RowImages(self.tokenizer, template)
 
     def unread_columns(self, values: Mapping[str, Any]) -> list[str]:
-        """List the keys of a row that have a value and that nothing reads."""
+        """List the keys of a row, in its order, that have a value and that nothing reads."""
         scored = self._reads_label
         chat = is_chat(values, self.kind)
         read = readable_keys(self.kind, scored, chat, self.images is not None)

@@ -41,7 +41,9 @@ def has_image_processor(folder: Path | None) -> bool:
 
 
 def vocabulary_files(folder: Path) -> list[str]:
-    """List the vocabulary files of a folder, of any kind of tokenizer; empty if it has no tokenizer."""
+    """List the vocabulary files of a folder, of any kind of tokenizer, by name in the order of VOCABULARIES; empty
+    if it has no tokenizer.
+    """
     return [name for name in VOCABULARIES if (folder / name).is_file()]
 
 
