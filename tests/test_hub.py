@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from longspan.cli.train_flags import parse_train
-from longspan.config.local_folders import set_local_folders
+from longspan.config.local_folders import with_local_folders
 from longspan.config.sections import DataConfig, ModelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.hub import find_local_path, hub_name
@@ -41,10 +41,10 @@ def test_a_name_in_the_cache_is_its_folder(cache: Path) -> None:
     model = put(cache, "models--Org--tiny", "config.json", "model.safetensors")
     rows = put(cache, "datasets--org--rows", "train.jsonl", "test/rows.jsonl")
     config = RunConfig(ModelConfig(path="Org/tiny"), DataConfig(path="org/rows/train.jsonl", tokenizer="Org/tiny"))
-    config = set_local_folders(config)
+    config = with_local_folders(config)
     assert (config.model.path, config.data.tokenizer) == (str(model), str(model))
     assert config.data.path == str(rows / "train.jsonl")
-    assert set_local_folders(config) == config
+    assert with_local_folders(config) == config
     assert (hub_name(model), hub_name(rows), hub_name(cache)) == ("Org/tiny", "org/rows", "")
     with pytest.raises(ConfigError, match=r"which is org/rows, has no other.jsonl"):
         find_local_path("org/rows/other.jsonl", "data.path", "dataset")

@@ -109,7 +109,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "dscores.sub_(delta.unsqueeze(-1)).mul_": "dscores.mul_",
         "weights if factors is None else weights * factors": "weights",
         "dscores *= factors": "pass",
-        "_chosen_keys(tile, launch, call.indices)": "None",
+        "_chosen_key_mask(tile, launch, call.indices)": "None",
         "chosen[:, keys + 1]": "chosen[:, keys]",
         "clamp_(min=NO_KEY)": "clone()",
         "dv += value_share": "pass",

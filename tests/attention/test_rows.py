@@ -104,7 +104,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     kernels = MagicMock()
     monkeypatch.setattr(rows_module, "import_triton_kernels", lambda name: kernels)
     monkeypatch.setattr(rows_module, "_compiled", {})
-    return kernels.copy_rows
+    return kernels.copy_rows_kernel
 
 
 def launches(kernel: MagicMock) -> list[tuple[Any, list[Any]]]:

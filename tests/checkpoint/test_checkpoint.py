@@ -25,11 +25,11 @@ from longspan.checkpoint import checkpoint as checkpoint_module, files as files_
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import (
     check_file_hashes,
-    check_file_sizes,
     complete_checkpoints,
     create_partial_folder,
     newest_good_checkpoint,
     publish_checkpoint,
+    read_checked_manifest,
     read_state,
     remove_old_checkpoints,
     step_of,
@@ -49,7 +49,7 @@ FIRST, SECOND = shard_name(0), shard_name(1)
 
 
 def check_files(path: Path) -> None:
-    check_file_hashes(path, check_file_sizes(path))
+    check_file_hashes(path, read_checked_manifest(path))
 
 
 def latest_checkpoint(root: Path, log: Any) -> Path | None:

@@ -18,9 +18,9 @@ from longspan.checkpoint import host_copies, saver as module, storage
 from longspan.checkpoint.checkpoint import check_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import (
     check_file_hashes,
-    check_file_sizes,
     checkpoints_root,
     complete_checkpoints,
+    read_checked_manifest,
     step_of,
 )
 from longspan.checkpoint.host_copies import SMALL, HostCopies, StagedTensors
@@ -80,7 +80,7 @@ def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
         figures = saver.take_figures()
         assert figures is not None and saver.take_figures() is None
         assert figures.step == 4 and figures.shown_seconds > 0 and figures.seconds > 0
-        sizes = {name: size for name, (size, _) in check_file_sizes(path).items() if name.startswith("shard-")}
+        sizes = {name: size for name, (size, _) in read_checked_manifest(path).items() if name.startswith("shard-")}
         assert figures.bytes == sum(sizes.values()), (figures, sizes)
         check_checkpoint(path, world)
         found, trained = list[list[Tensor]](), contents(model, optimizer)
@@ -224,7 +224,7 @@ def test_a_rank_that_is_killed_while_saving_leaves_the_older_checkpoint(tmp_path
     assert "RankLostError: 'a step'" in note, note
     (path,) = complete_checkpoints(tmp_path)
     assert step_of(path) == 1
-    check_file_hashes(path, check_file_sizes(path))
+    check_file_hashes(path, read_checked_manifest(path))
 
 
 def test_the_url_of_a_store_is_refused() -> None:

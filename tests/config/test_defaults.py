@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from longspan.cli.train_flags import parse_train
-from longspan.config.defaults import resolve_defaults, set_steps, warn_about_small_updates
+from longspan.config.defaults import resolve_defaults, warn_about_small_updates, with_steps
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import AUTO, NOT_GIVEN, section_keys
 from longspan.config.plan_section import (
@@ -38,7 +38,7 @@ def values(*keys: str, **given: Any) -> list[Any]:
 
 def test_steps_that_follow_from_epochs_bring_their_warm_up() -> None:
     for steps, warm_up in ((60, 3), (10_000, 100)):
-        config = set_steps(load_config(None, OWN | {"train.epochs": 2}), steps)
+        config = with_steps(load_config(None, OWN | {"train.epochs": 2}), steps)
         assert [value_of(config, key) for key in ("train.steps", "optimizer.warmup_steps")] == [steps, warm_up]
 
 
@@ -99,7 +99,7 @@ def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:
 def test_every_value_is_known_afterwards_and_stays(keys: dict[str, Any]) -> None:
     config = load_config(None, keys)
     assert resolve_defaults(config) == config
-    of_corpus = set_steps(config, 7) if config.train.epochs else config
+    of_corpus = with_steps(config, 7) if config.train.epochs else config
     assert f" = {NOT_GIVEN}\n" not in to_toml(of_corpus)
     assert check_config(config, 4).slots == 4
 

@@ -69,7 +69,7 @@ def test_pairs_stay_in_one_step_and_are_shuffled_as_one_document(
             assert documents == tuple(d for pair in of_pairs.documents_of_step(step) for d in (2 * pair, 2 * pair + 1))
             assert order.lengths_of_step(step) == lengths[[*documents]].tolist()
             assert order.targets_of_step(step) == sum(documents)
-            assert order.source_tokens(step) == of_pairs.source_tokens(step)
+            assert order.tokens_of_step_by_source(step) == of_pairs.tokens_of_step_by_source(step)
             assert order.begin_of_step(step) == of_pairs.begin_of_step(step)
 
 

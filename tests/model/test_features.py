@@ -75,7 +75,7 @@ class FrozenNorms(Feature):
 
 
 METHODS = (
-    *("checks_context", "refuse", "compare_ranks", "connect", "convert"),
+    *("checks_context", "refuse", "check_same_on_all_ranks", "connect", "convert"),
     *("cut", "place", "join", "finish"),
 )
 CALLED: list[str] = []

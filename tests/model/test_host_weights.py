@@ -32,6 +32,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, grad_norm, run_step
 from longspan.train.optim.offload_states import offload_optimizer_states
 from longspan.train.training import build_run_optimizer
+from tests.model.activations.test_host_arena import bytes_in_use
 from tests.model.frozen.packed_models import adapted
 from tests.model.stock import prepare_untried, texts
 from tests.mutation import Change, mutated
@@ -344,7 +345,7 @@ def _memory(rank: int) -> None:
         model, optimizer = open_run(ONE, world, on_host=True)
         store: Any = vars(next(iter(model.parameters())))[HOST_STORE]
         expected = sum(2 * max(-(-p.nbytes // 256), 1) * 256 for p in model.parameters())
-        assert store.arena.bytes == store.arena.bytes_in_use == expected and store.arena.parts == 1
+        assert store.arena.bytes == bytes_in_use(store.arena) == expected and store.arena.parts == 1
         take_steps(ONE, world, model, optimizer, range(2))
         assert store.arena.bytes == expected
         assert "weights of" in model.execution.host and "gradients of" in model.execution.host

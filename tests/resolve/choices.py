@@ -21,7 +21,7 @@ from bench.plans import measured, recipes
 
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.run_epochs import most_step_tokens, set_epoch_steps
+from longspan.data.run_epochs import most_step_tokens, with_epoch_steps
 from longspan.data.run_order import order_lengths
 from longspan.errors import LongspanError
 from longspan.layout import Layout
@@ -143,7 +143,7 @@ def facts_of(case: Case) -> tuple[RunConfig, Facts]:
         lengths_of_step = lambda step: steps[step % len(steps)]  # noqa: E731
         return config, Facts(lengths_of_step=lengths_of_step, steps=config.train.steps, longest=longest, **more)
     order = order_lengths(config, np.asarray(case.lengths))
-    config = set_epoch_steps(config, order, lambda line: None)
+    config = with_epoch_steps(config, order, lambda line: None)
     held_out = set(order.evaluation)
     longest = max(n for i, n in enumerate(case.lengths) if i not in held_out)
     image_rows = case.image_rows * most_step_tokens(config, order)

@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer
 
 from longspan.checkpoint.export import _read_tensors, _stored_weights
-from longspan.checkpoint.files import check_file_sizes, create_partial_folder, publish_checkpoint, read_state
+from longspan.checkpoint.files import create_partial_folder, publish_checkpoint, read_checked_manifest, read_state
 from longspan.checkpoint.optimizer_values import read_optimizer_values
 from longspan.checkpoint.storage import Chunk, read_metadata, shard_name, write_chunks
 from longspan.errors import CheckpointError
@@ -114,7 +114,7 @@ def test_a_manifest_names_files_of_its_folder_only(stored: Path) -> None:
     manifest["files"]["../other"] = [1, "0"]
     (stored / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"manifest.json names '../other', which is not a file of this folder"):
-        check_file_sizes(stored)
+        read_checked_manifest(stored)
 
 
 def load_random_states(folder: Path) -> None:

@@ -363,10 +363,10 @@ class _SlicedBackward:
         for _ in range(1, self._swap.members.degree):
             yield
             ring.compute_next_block(queries)
-        self._send_queries(early, queries[: len(early)])
+        self._send_query_gradients(early, queries[: len(early)])
         yield
         own_pairs += [ring.own_block_gradients(later_queries) for later_queries in queries[len(early) :]]
-        self._send_queries(run[len(early) :], queries[len(early) :])
+        self._send_query_gradients(run[len(early) :], queries[len(early) :])
         yield
         self._send_gradients(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
 
@@ -419,7 +419,7 @@ class _SlicedBackward:
             saved = swap.saved_of_slice(self._saved, slice_index)
         return make_queries(dout, saved, swap.slice_call(self._call, slice_index))
 
-    def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
+    def _send_query_gradients(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
         """Finish the gradients of these slices of queries, send them back, and keep those of their sinks."""
         for slice_index, slice_queries in zip(indices, queries, strict=True):
             dq, self._dsinks[slice_index] = slice_queries.gradients()

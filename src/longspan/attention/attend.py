@@ -215,6 +215,8 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
 def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -> str:
     """Return the type of layer `layer`, its global index, from one type for all layers or a list with one per layer;
     `name` is for the error.
+
+    Raises AttentionError for a layer that is not in the list.
     """
     if isinstance(types, str):
         return types
@@ -568,8 +570,8 @@ class _Attend(torch.autograd.Function):
 def _gradients_of_parts(
     dout_and_saved: Sequence[Any], call: AttendCall, slices: Sequence[int], shapes: Sequence[Sequence[int]]
 ) -> list[Tensor | None]:
-    """Return the gradients of q, k, v and sinks from `given`: that of the output, the output, and what was saved, where
-    None stands for the output of a part.
+    """Return the gradients of q, k, v and sinks from `dout_and_saved`: the output's gradient, the output, and what was
+    saved, where None stands for the output of a part.
     """
     dout, out, *saved = dout_and_saved
     parts: list[Gradients] = []

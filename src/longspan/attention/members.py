@@ -172,7 +172,7 @@ class Members:
         """Return the launches of this member's rows against the block of `owner`, or against all rows (None)."""
         if owner not in self._launches:
             if owner is None:  # every document's positions count from 0
-                laid_out, starts = self._document_extents()
+                laid_out, starts = self._rows_and_starts_of_documents()
                 lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
                 keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
                 self._launches[owner] = self._make_launches(keys, lambda: expand_runs(0 * laid_out, laid_out))
@@ -181,7 +181,7 @@ class Members:
                 self._launches[owner] = self._make_launches(self.real_segments(owner), lambda: segments.positions)
         return self._launches[owner]
 
-    def _document_extents(self) -> tuple[Integers, Integers]:
+    def _rows_and_starts_of_documents(self) -> tuple[Integers, Integers]:
         """Return how many rows each document has, padding included, and where it starts among the group's rows in
         document order.
         """
@@ -295,7 +295,7 @@ class Members:
         Rows are compared by their number among the group's rows in document order. A row before all runs of keys gets
         run −1, whose stop is the 0 that is appended, so that the row is in no run.
         """
-        _, document_starts = self._document_extents()
+        _, document_starts = self._rows_and_starts_of_documents()
         segments = self.segments(owner)
         rows = expand_runs(
             segments.start + document_starts[segments.document], segments.stop + document_starts[segments.document]

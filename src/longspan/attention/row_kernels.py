@@ -12,7 +12,7 @@ _INDICES = ("index", "a_index", "b_index")
 
 
 @triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
-def merge_rows(
+def merge_rows_kernel(
     total_out,
     total_lse,
     out,
@@ -71,7 +71,7 @@ def _move_columns(source, into, width, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES)
-def copy_rows(
+def copy_rows_kernel(
     index,
     a,
     a_row,
@@ -137,7 +137,7 @@ def _add_columns(source, into, width, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES)
-def add_rows(
+def add_rows_kernel(
     index,
     a,
     a_row,
@@ -165,7 +165,7 @@ def add_rows(
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES)
-def sum_rows(
+def sum_rows_kernel(
     total,
     total_row,
     a,
@@ -198,7 +198,7 @@ def sum_rows(
 
 
 @triton.jit
-def deltas(
+def deltas_kernel(
     dout,
     out,
     delta,

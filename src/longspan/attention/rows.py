@@ -42,7 +42,7 @@ def launch_row_copies(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | No
         a, b, c = (*launched, *[launched[0]] * (_MOST_MOVES - len(launched)))
         widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1]), "C": _padded_width(c[-1])}
         constants = {"COUNT": len(launched), "HAS_INDEX": index is not None} | widths
-        _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants)
+        _launch_kernel("copy_rows_kernel", (rows, members, 1), (index, *a, *b, *c), constants)
 
 
 def launch_deltas(dout: Tensor, out: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def launch_deltas(dout: Tensor, out: Tensor) -> Tensor:
     if sums.numel():
         arguments = (dout, out, sums, rows * heads, heads, size, *dout.stride()[:2], *out.stride()[:2])
         _launch_kernel(
-            "deltas",
+            "deltas_kernel",
             (-(-rows * heads // _PAIRS_AT_ONCE), 1, 1),
             arguments,
             {"PAIRS": _PAIRS_AT_ONCE, "WIDTH": _padded_width(size)},
@@ -127,7 +127,7 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
         arguments = (total_out, total_lse, out, lse, index, count * heads, heads, size, *strides)
         constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS_AT_ONCE, "WIDTH": _padded_width(size)}
         if count:
-            _launch_kernel("merge_rows", (-(-count * heads // _PAIRS_AT_ONCE), 1, 1), arguments, constants)
+            _launch_kernel("merge_rows_kernel", (-(-count * heads // _PAIRS_AT_ONCE), 1, 1), arguments, constants)
         return
     rows_out, rows_lse = total_out[rows], total_lse[rows]
     step = torch.sigmoid(lse - rows_lse)
@@ -169,7 +169,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
             b = pair_arguments[-1]
             widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1])}
             constants = {"HAS_B": len(pair_arguments) > 1, "HAS_INDEX": index is not None} | widths
-            _launch_kernel("add_rows", (count, 1, 1), (index, *a, *b), constants)
+            _launch_kernel("add_rows_kernel", (count, 1, 1), (index, *a, *b), constants)
         return
     for source, into in moves:
         if index is None:
@@ -295,7 +295,7 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
             b, b_index = addends[min(first + 1, len(addends) - 1)]
             arguments = (total, total.stride(0), a, a_index, a.stride(0), b, b_index, b.stride(0), width)
             constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _padded_width(width)}
-            _launch_kernel("sum_rows", (rows, 1, 1), arguments, constants)
+            _launch_kernel("sum_rows_kernel", (rows, 1, 1), arguments, constants)
         return
     total.zero_()
     for x, index in addends:

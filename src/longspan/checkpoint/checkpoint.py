@@ -30,13 +30,13 @@ from longspan.checkpoint.files import (
     STATE,
     Digest,
     check_file_hashes,
-    check_file_sizes,
     checkpoint_path,
     complete_checkpoints,
     create_partial_folder,
     newest_good_checkpoint,
     partial_path,
     publish_checkpoint,
+    read_checked_manifest,
     read_state,
     remove_folder,
     remove_old_checkpoints,
@@ -141,7 +141,7 @@ def check_checkpoint(path: Path, world: World) -> None:
 
     All ranks call it together: each reads a part of the files.
     """
-    files = run_on_first_rank(world, lambda: check_file_sizes(path), CheckpointError)
+    files = run_on_first_rank(world, lambda: read_checked_manifest(path), CheckpointError)
     by_size = sorted(files, key=lambda name: files[name], reverse=True)
     ranks = world.home.ranks
     local_files = {name: files[name] for name in by_size[ranks.index(world.rank) :: len(ranks)]}

@@ -22,10 +22,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.checkpoint.base import check_base_weights_unchanged
 from longspan.checkpoint.files import (
     check_file_hashes,
-    check_file_sizes,
     checkpoints_root,
     complete_checkpoints,
     newest_good_checkpoint,
+    read_checked_manifest,
     read_state,
 )
 from longspan.checkpoint.saved_adapter import make_saved_adapter, merge_weights_by_layer
@@ -201,7 +201,7 @@ def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -
     """
 
     def check_files(path: Path) -> None:
-        check_file_hashes(path, check_file_sizes(path))
+        check_file_hashes(path, read_checked_manifest(path))
 
     if checkpoint is not None:
         check_files(checkpoint)

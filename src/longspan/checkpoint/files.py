@@ -161,8 +161,9 @@ def write_damage_notes(damage: Mapping[Path, str], good: Path | None) -> None:
             (path / DAMAGED).write_text(text + "\n", encoding="utf-8")
 
 
-def check_file_sizes(path: Path) -> dict[str, Digest]:
-    """Compare the files of a checkpoint with its manifest; returns the manifest's size and hash of each by name.
+def read_checked_manifest(path: Path) -> dict[str, Digest]:
+    """Return the manifest of a checkpoint, the size and hash of each file by name, once the sizes of its files are
+    compared with it.
 
     Raises CheckpointError for a file that is missing or of another size, and for another version of the format.
     """
@@ -205,7 +206,7 @@ def _list_checkpoints(root: Path) -> list[Path]:
 def _looks_good(path: Path) -> bool:
     """Return whether files have the sizes of the manifest and nobody noted damage; contents are not read."""
     try:
-        check_file_sizes(path)
+        read_checked_manifest(path)
     except CheckpointError:
         return False
     return not (path / DAMAGED).exists()

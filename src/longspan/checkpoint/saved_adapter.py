@@ -29,8 +29,8 @@ from longspan.model.weights.write import (
     weight_unit,
 )
 from longspan.plain_text import LogLine
-from longspan.train.run_model.depths import add_configured_depths, find_depth_weights
 from longspan.train.run_model.load import add_configured_adapter, load_run_model
+from longspan.train.run_model.mtp import add_configured_mtp, find_depth_weights
 
 
 class SavedAdapter(NamedTuple):
@@ -56,7 +56,7 @@ def make_saved_adapter(
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
     kind = find_score_class(configuration) or image_text_class_of_architectures(configuration)
     stock = empty_model(configuration, torch.float32, kind)
-    empty = add_configured_depths(run, stock, read=False)
+    empty = add_configured_mtp(run, stock, read=False)
     modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
     model = add_configured_adapter(run, empty).get_base_model()
     adapter = find_adapter(model)

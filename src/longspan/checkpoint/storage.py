@@ -206,6 +206,8 @@ class SafetensorsReader(FileSystemReader):
 def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
     """Read the part of a chunk that the item names, from the open `file` of the chunk; of its rows (first dim) no
     others.
+
+    Raises CheckpointError for a file that ends within the chunk.
     """
     _, dtype, _, sizes = place.chunk
     lengths = list(item.lengths)
@@ -222,8 +224,9 @@ def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
 
 
 def _read_stored_chunks(file: Path) -> list[StoredChunk]:
-    """Read the places of the tensors in a safetensors file from its header. Raises CheckpointError for a
-    damaged one.
+    """Read the places of the tensors in a safetensors file, in the order of its header.
+
+    Raises CheckpointError for a damaged header.
     """
     try:
         with name_file_in_errors(file), file.open("rb") as stream:

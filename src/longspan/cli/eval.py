@@ -16,8 +16,8 @@ from longspan.cli.flags import (
     check_flags_at_least,
     parse_flags,
     split_flags,
-    write_text_file,
 )
+from longspan.cli.output_files import write_text_file
 from longspan.cli.processes import (
     Device,
     choose_processes,

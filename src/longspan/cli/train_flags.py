@@ -9,7 +9,7 @@ from longspan.cli.flags import OTHER_SPELLING, Groups, Word, parse_flags, split_
 from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import read_file
-from longspan.config.local_folders import set_local_folders
+from longspan.config.local_folders import with_local_folders
 from longspan.config.reference import OFTEN
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
@@ -74,5 +74,5 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
             )
     flags = parse_flags(TrainFlags, argv, "longspan train", partial(_file_sections, names))
     config = RunConfig(**{section: getattr(flags, section) for section in section_kinds()})
-    config = set_local_folders(config, weights=not (flags.dry_run or flags.show))
+    config = with_local_folders(config, weights=not (flags.dry_run or flags.show))
     return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

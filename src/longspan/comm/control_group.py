@@ -160,12 +160,13 @@ class ControlGroup:
         self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves
 
     def compare_digests(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
-        """Compare a hexadecimal digest over all ranks; returns which of the flags, two at most, are set on any of them.
+        """Raise CommError on all ranks if their digests differ; return, for each of at most two flags, whether any rank
+        sets it.
 
-        One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
-        of all kinds match one another, so that ranks which compare different things find that out, and do not wait.
-        Raises CommError with the ranks that hold each of the different digests: `what` names what was compared, and
-        `hint` says what to do.
+        `digest` has at most 64 hex digits. One message of maxima does it: of the digest's four words, of their
+        complements, and of the flags. Comparisons of all kinds match one another, so that ranks which compare different
+        things find that out, and do not wait. The error has the ranks that hold each of the different digests: `what`
+        names what was compared, and `hint` says what to do.
         """
         if self._is_alone:
             return flags

@@ -165,7 +165,9 @@ class FailureReports:
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
     def _collect_report(self, number: int, operation: str) -> FailureReport:
-        """The causes are ranks that left with an error, died or did not answer; if there are none, ranks that do
+        """Wait at most ANSWER_SECONDS for the answers to request `number`, and return the report of this `operation`.
+
+        The causes are ranks that left with an error, died or did not answer; if there are none, ranks that do
         something else than the others. A rank that left only because it heard of a failure (an echo) has no error of
         its own.
         """

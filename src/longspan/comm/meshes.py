@@ -96,7 +96,10 @@ class Meshes:
 
     @cached_property
     def _expert_root_mesh(self) -> DeviceMesh:
-        """The mesh of this stage with axes (replicate, outer, ep): neighbours along `ep` together hold all experts."""
+        """The mesh of this stage with axes (replicate, outer, ep): neighbours along `ep` together hold all experts.
+
+        Raises CommError where ep does not divide the slots of a replica.
+        """
         home = self._home
         width = home.slots // home.dp_replicate
         if width % home.ep:

@@ -82,7 +82,10 @@ def join_world_of_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 
 def _open_world(store: Store, place: Place, timeout: float) -> str:
-    """Begin worlds until one has all ranks, and none that left added to `_DECIDED` first; return its prefix."""
+    """As rank 0, begin worlds until one has all ranks, and none that left added to `_DECIDED` first; return its prefix.
+
+    Raises CommError with the ranks that did not come in `timeout` seconds.
+    """
     prefix = ""
     world_store = store
     for _ in _iterate_pauses(place.size, timeout):
@@ -101,7 +104,10 @@ def _open_world(store: Store, place: Place, timeout: float) -> str:
 
 
 def _join_world(store: Store, place: Place, timeout: float) -> str:
-    """Register in rank 0's newest world until one opens, and return its prefix."""
+    """As another rank, register in rank 0's newest world until one opens, and return its prefix.
+
+    Raises CommError where none opened in `timeout` seconds; the world that this rank is in then is left.
+    """
     prefix = ""
     seen = {""}
     try:
@@ -125,7 +131,7 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
 
 
 def _register_rank(world_store: Store, place: Place) -> bool:
-    """Return whether this is the first process of its rank in a world of the store."""
+    """Add this process to a world of the store; False, and nothing is added, if another one of its rank was there."""
     if world_store.add(f"joined/{place.rank}", 1) != 1:
         return False
     world_store.set(f"rank/{place.rank}", place.node)
@@ -199,7 +205,10 @@ class LimitedStore:
         return lambda *arguments: self.ask(partial(getattr(self._store, name), *arguments), STORE_SECONDS)
 
     def ask(self, request: Callable[[], T], seconds: float) -> T:
-        """Return what a function of requests returns, within so many seconds."""
+        """Return what a function of requests returns, within so many seconds.
+
+        Raises DistStoreError after these seconds, and at once while an earlier request is late.
+        """
         if self._late is not None and not self._late.done():
             raise DistStoreError("the store has not answered an earlier request yet")
         future = Future[T]()

@@ -309,7 +309,10 @@ def _leave_open_worlds() -> None:
 
 
 def _torchrun_place(home: Layout) -> Place:
-    """Return this process's place by torchrun's variables. A home of one rank needs none of them."""
+    """Return this process's place by torchrun's variables. A home of one rank needs none of them.
+
+    Raises CommError for another home where they are not set.
+    """
     absent = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
     if absent and home.ranks == (0,) and os.environ.get("WORLD_SIZE", "1") == "1":
         return Place(0, 1, 0, "")

@@ -60,8 +60,8 @@ def is_demo(model: ModelConfig) -> bool:
 
 
 def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
-    """Give a value to every key that is not given; only `optimizer.lr` of a model of one's own has no default, and
-    stays.
+    """Return the configuration with a value for every key that is not given; only `optimizer.lr` of a
+    model of one's own has no default, and stays.
 
     The demo's degrees suit the number of `ranks`. What other keys change comes before the tables (_DEMO, _OWN_MODEL),
     evaluation last, as its keys take training's values.
@@ -70,27 +70,27 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     0.006
     """
     if config.evaluation.context_parallel_size == AUTO:
-        config = _set_defaults(config, {"evaluation.cp_comm_type": AUTO})
+        config = _with_defaults(config, {"evaluation.cp_comm_type": AUTO})
     if config.evaluation.patience:
-        config = _set_defaults(config, {"checkpoint.keep_best": "eval_loss"})
+        config = _with_defaults(config, {"checkpoint.keep_best": "eval_loss"})
     if config.lora.rank:
-        config = _set_defaults(config, {"optimizer.lr": PREFERENCE_LORA_LR if config.train.loss else LORA_LR})
-    config = _set_defaults(config, {"encoder.trainable": encoder_default(config)})
+        config = _with_defaults(config, {"optimizer.lr": PREFERENCE_LORA_LR if config.train.loss else LORA_LR})
+    config = _with_defaults(config, {"encoder.trainable": encoder_default(config)})
     if not config.data.sources:
-        config = _set_defaults(config, {"data.path": STDLIB})
-    config = _set_partitions(config)
+        config = _with_defaults(config, {"data.path": STDLIB})
+    config = _with_partitions(config)
     if config.context.planner in ("", AUTO) and (planner := config.context.planner_of_degrees):
         config = config.with_keys("context", planner=planner)
     if config.evaluation.context_parallel_size == NOT_GIVEN and config.evaluation.planner_of_degrees == "dynamic":
-        config = _set_defaults(config, {"evaluation.planner": "dynamic"})
-    config = _set_demo_defaults(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
+        config = _with_defaults(config, {"evaluation.planner": "dynamic"})
+    config = _with_demo_defaults(config, ranks) if is_demo(config.model) else _with_defaults(config, _OWN_MODEL)
     # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
     train = config.train
     if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
         config = config.with_keys("train", epochs=1.0)
     if not config.train.epochs:
-        config = _set_defaults(config, {"train.steps": STEPS})
-        config = config if is_demo(config.model) else set_steps(config, config.train.steps)
+        config = _with_defaults(config, {"train.steps": STEPS})
+        config = config if is_demo(config.model) else with_steps(config, config.train.steps)
     config = replace(config, evaluation=inherit_keys(config.evaluation, config.context, config.context))
     parent = held_out_set(config)
     sets = list[EvalConfig]()
@@ -101,19 +101,19 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     return config.with_sets(sets)
 
 
-def _set_demo_defaults(config: RunConfig, ranks: int) -> RunConfig:
-    """Give the demo's values to the keys that are not given.
+def _with_demo_defaults(config: RunConfig, ranks: int) -> RunConfig:
+    """Return the configuration with the demo's values for the keys that are not given.
 
     Documents are on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part.
     """
     slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
     degree = 0 if config.context.planner == AUTO else math.gcd(2, slots)
     degrees = {"context": degree, "evaluation": math.gcd(4, slots)}
-    config = _set_defaults(
+    config = _with_defaults(
         config, {f"{key}.context_parallel_size": degree for key, degree in degrees.items()} | _DEMO
     )
     rows = max(1024, 2048 // max(1, config.context.context_parallel_size))
-    return _set_defaults(config, {"context.max_tokens_per_slot": rows})
+    return _with_defaults(config, {"context.max_tokens_per_slot": rows})
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
@@ -134,29 +134,31 @@ def is_hybrid(model: ModelConfig) -> bool:
         return False
 
 
-def _set_partitions(config: RunConfig) -> RunConfig:
-    """Give a value to the partition, and of hybrids to the type, which is chosen together with it where it is "auto".
+def _with_partitions(config: RunConfig) -> RunConfig:
+    """Return the configuration with a partition, and of hybrids a type, chosen together with it where it is "auto".
 
     Elsewhere a partition "auto" is zigzag.
     """
     if not is_hybrid(config.model):
         partition = "zigzag" if config.context.partition == AUTO else config.context.partition
         return config.with_keys("context", partition=partition)
-    config = _set_defaults(config, {"context.partition": AUTO})
+    config = _with_defaults(config, {"context.partition": AUTO})
     if config.context.partition != "zigzag":
-        config = _set_defaults(config, {"context.cp_comm_type": AUTO})
-    config = _set_defaults(config, {"context.cp_comm_type": "p2p"})
-    return _set_defaults(config, {"evaluation.cp_comm_type": config.context.cp_comm_type})
+        config = _with_defaults(config, {"context.cp_comm_type": AUTO})
+    config = _with_defaults(config, {"context.cp_comm_type": "p2p"})
+    return _with_defaults(config, {"evaluation.cp_comm_type": config.context.cp_comm_type})
 
 
-def set_steps(config: RunConfig, steps: int) -> RunConfig:
-    """Set the steps of a run and, if no warm-up is given, a twentieth of them as its warm-up, at most MOST_WARMUP."""
+def with_steps(config: RunConfig, steps: int) -> RunConfig:
+    """Return the configuration with these steps and, if no warm-up is given, a twentieth of them as its warm-up, at
+    most MOST_WARMUP.
+    """
     config = config.with_keys("train", steps=steps)
-    return _set_defaults(config, {"optimizer.warmup_steps": min(MOST_WARMUP, steps // 20)})
+    return _with_defaults(config, {"optimizer.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
 
-def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
-    """Give these values ("section.key") to the keys that are not given; later calls find them given."""
+def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with these values ("section.key") for the keys that are not given."""
     for name, value in defaults.items():
         section, _, key = name.partition(".")
         values = getattr(config, section)

@@ -152,7 +152,10 @@ def _upgrade_advice(source: str) -> str:
 
 
 def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
-    """Return the tables of an array ([[data.sources]], [[evaluation.sets]]) as their dataclass."""
+    """Return the tables of an array ([[data.sources]], [[evaluation.sets]]) as their dataclass.
+
+    Raises ConfigError, which calls the array `name`, for another value.
+    """
     is_set = name == SETS
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         content = "name, path and other keys of the set" if is_set else "path and weight"

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 STDLIB = "stdlib"  # as data.path
 
 
-def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
-    """Put absolute paths in place of those that exist, and the folder of the local cache in place of a name of the hub.
+def with_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
+    """Return the configuration with absolute paths in place of those that exist, and the folder of the local cache in
+    place of a name of the hub.
 
     `weights` false: config.json is enough, and paths stay as they are. What is missing is downloaded where
     model.download says so. Raises ConfigError for a name that is nowhere.

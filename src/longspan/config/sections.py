@@ -291,7 +291,10 @@ class OptimizerSection(Section):
 
     @property
     def schedule(self) -> tuple[str, int]:
-        """The curve of the learning rate, and the steps of wsd's decay; 0: a tenth of all steps."""
+        """The curve of the learning rate, and the steps of wsd's decay; 0: a tenth of all steps.
+
+        Raises ConfigError for steps that are not whole.
+        """
         words = {"cosine": None, "linear": None, "constant": None, "wsd": AtLeast(1)}
         word, steps = word_and_number("optimizer.lr_schedule", self.lr_schedule, words)
         if not steps.is_integer():
@@ -489,7 +492,9 @@ def held_out_set(config: RunConfig) -> EvalConfig:
     )
 
 
-def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
-    """Set other plans of evaluation: the first entry has those of the held-out documents, the others are the sets."""
+def with_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
+    """Return the configuration with other plans of evaluation: the first entry has those of the held-out documents, the
+    others are the sets.
+    """
     held_out, *sets = entries
     return config.with_keys("evaluation", **held_out.plan_keys, sets=tuple(sets))

@@ -98,6 +98,8 @@ def read_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
 
     >>> read_arguments("optimizer.arguments", ("momentum=0.9", "nesterov=true"))
     {'momentum': 0.9, 'nesterov': True}
+
+    Raises ConfigError, which names the key `name`, for a text without "=".
     """
     arguments = dict[str, Any]()
     for text in texts:
@@ -116,6 +118,8 @@ def word_and_number(name: str, text: str, words: Mapping[str, AtLeast | None]) -
 
     >>> word_and_number("optimizer.lr_schedule", "wsd:200", {"cosine": None, "wsd": AtLeast(1)})
     ('wsd', 200.0)
+
+    Raises ConfigError, which names the key `name`, for another text.
     """
     word, colon, rest = text.partition(":")
     bound = words.get(word)

@@ -55,6 +55,7 @@ def _worker_processes(encoder: DocumentEncoder, count: int) -> Iterator[Callable
     """Start `count` processes, and yield what encodes a batch in an idle one and returns the future documents.
 
     Inside there are as many threads, each of which waits for one worker at a time. The processes end with the context.
+    A future raises DataError where its process ended.
     """
     environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # as workers take all cores
     # Without a terminal's signals: an interrupted parent ends its workers itself.

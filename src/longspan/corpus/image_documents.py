@@ -92,7 +92,10 @@ class ImageReader:
         return image
 
     def _load_pictures(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
-        """Return the PIL images of an image, or of the frames of its group."""
+        """Return the PIL images of an image, or of the frames of its group.
+
+        Raises DataError, naming the image, for one that cannot be read.
+        """
         pictures = list[Any]()
         for number, file in enumerate(files):
             try:
@@ -108,6 +111,8 @@ class ImageReader:
     def _image_files(self, placed: PlacedImage) -> list[ImageFile]:
         """Return the files of an image, or of the frames of its group; their bytes may be in its row, which
         is read again.
+
+        Raises DataError for a row that changed or cannot be read.
         """
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]

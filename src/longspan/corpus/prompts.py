@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longspan.corpus.rows.messages import check_messages, read_tools
+from longspan.corpus.rows.messages import checked_messages, read_tools
 from longspan.corpus.rows.sample import BadRow, Row
 from longspan.corpus.rows.values import RowError, require_string
 from longspan.corpus.sources.row_chunks import parse_line
@@ -87,7 +87,7 @@ def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
             ids = tokenizer.set_parsing(False).encode_with_spans(require_string(value, keys[0]))[0].tolist()
             return Prompt(value, tuple(ids if ids[: len(opening)] == opening else [*opening, *ids]), temperature)
         messages = (
-            [{"role": "user", "content": value}] if isinstance(value, str) else check_messages(value, keys[0])
+            [{"role": "user", "content": value}] if isinstance(value, str) else checked_messages(value, keys[0])
         )
         template = template or ChatTemplate.of(tokenizer)  # raises DataError
         tools = read_tools(values.get("tools"))

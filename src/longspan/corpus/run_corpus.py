@@ -82,7 +82,7 @@ class _CorpusOfRun:
 
         Nothing is built if settings, files and key (which covers the tokenizer) are as recorded and no file is damaged.
         A resumed run whose documents are lost or damaged builds them again under the same key, so that rows become the
-        same tokens.
+        same tokens. Raises DataError where a resumed run's corpus is lost or changed.
         """
         if resumed and self._old_record is None:
             raise DataError(
@@ -91,7 +91,7 @@ class _CorpusOfRun:
         recorded = self._old_record
         changes = list[str]()
         if recorded is not None:
-            changes = self._compare_settings(recorded, tokenizer) + self._compare_files(recorded)
+            changes = self._changed_settings(recorded, tokenizer) + self._changed_files(recorded)
         if resumed and changes:
             raise DataError(_changes_text(self._run_dir, changes))
         if changes:
@@ -106,12 +106,11 @@ class _CorpusOfRun:
             raise DataError(_changes_text(self._run_dir, ["its rows become other tokens than they did"]))
         return self._build_corpus(recipe, tokenizer)
 
-    def _compare_settings(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
-        """Describe settings and tokenizer that are other ones than recorded, one phrase each; `tokenizer` None:
-        trained.
+    def _changed_settings(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
+        """Describe settings and tokenizer that are other ones than recorded, one phrase each, in the order of the
+        settings; `tokenizer` None: one is trained.
 
         A key that the record lacks, as of another version, counts with its default.
-
         """
         values = self._settings.deciding_values()
         changes = list[str]()
@@ -135,7 +134,7 @@ class _CorpusOfRun:
             changes.append(f"data.vocab_size is {size}, the tokenizer has {recorded.tokenizer_size} entries")
         return sorted(changes)
 
-    def _compare_files(self, recorded: Record) -> list[str]:
+    def _changed_files(self, recorded: Record) -> list[str]:
         """Describe source files, or else images, that are other ones than recorded, one phrase each.
 
         Of images there are three at most, as messages name no more. Lost documents are built again, images too.
@@ -267,7 +266,10 @@ def open_corpus_on_all_ranks(
 
 
 def load_configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
-    """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained."""
+    """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained.
+
+    Raises DataError for a model that has none, and for a chat template without a folder.
+    """
     template = config.data.chat_template
     if (folder := tokenizer_folder(config.data.tokenizer, config.model.source)) is not None:
         return replace(load_tokenizer(folder), template_file=Path(template).expanduser() if template else None)

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.data.document import NO_TARGET, Document, host_array
+from longspan.data.document import NO_TARGET, Document
+from longspan.data.host_arrays import host_array
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plain_text import short_text
@@ -67,7 +68,7 @@ class BatchDocuments:
         table = torch.full(self.shape, fill, dtype=dtype)
         for document, value in by_document.items():
             row, start, stop = self.places[document]
-            array = host_array("values", value)
+            array = host_array(f"to_batch: values of document {document}", value, "one number for each token")
             if array.shape != (stop - start,):
                 raise DataError(
                     f"to_batch got values of shape {array.shape} for document {document}, which has {stop - start} "
@@ -84,7 +85,7 @@ class BatchDocuments:
 
         Floating-point values come in float64. Raises DataError for another shape.
         """
-        array = host_array("a table", table)
+        array = host_array("from_batch: a table", table, "numbers (B, L)")
         if array.shape != self.shape:
             raise DataError(
                 f"from_batch got shape {array.shape}, the batch has {self.shape}; give a value for each column: of "
@@ -141,7 +142,7 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
         )
     if "input_ids" not in batch:
         raise DataError(f"a batch has {', '.join(batch) or 'nothing'}; give its input_ids (B, L)")
-    entries = {name: host_array(name, value) for name, value in batch.items()}
+    entries = {name: host_array(f"{name} of a batch", value, "integers (B, L)") for name, value in batch.items()}
     shape = entries["input_ids"].shape
     for name, array in entries.items():
         if array.ndim != 2 or array.shape != shape or array.dtype.kind not in ("iub" if "mask" in name else "iu"):
@@ -153,7 +154,10 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
 
 
 def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
-    """Return the columns from start to stop of a row that have tokens, (0, 0) for none."""
+    """Return the columns from start to stop of a row that have tokens, (0, 0) for none.
+
+    Raises DataError for values other than 0 and 1, and for padding between tokens.
+    """
     if not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "
@@ -185,7 +189,10 @@ def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
 
 
 def _find_first_columns(row: int, positions: Integers, start: int, stop: int) -> list[int]:
-    """Return the columns of a row at which documents begin: those of position 0; [start] for a row of padding."""
+    """Return the columns of a row at which documents begin: those of position 0; [start] for a row of padding.
+
+    Raises DataError for positions that do not count up from 0.
+    """
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))

@@ -45,7 +45,10 @@ class Corpus:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a folder of documents, or the one that the record in a run's folder names."""
+        """Open a folder of documents, or the one that the record in a run's folder names.
+
+        Raises DataError for documents that are missing or damaged.
+        """
         record = read_record(folder)
         documents_folder = folder if record is None else folder / record.documents
         if record is not None and not documents_folder.is_dir():
@@ -55,7 +58,7 @@ class Corpus:
             )
         try:
             self.documents_folder: Path = documents_folder  # shared by runs
-            self._open_arrays(documents_folder)
+            self._map_arrays(documents_folder)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too
                 raise
@@ -69,7 +72,7 @@ class Corpus:
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
 
-    def _open_arrays(self, folder: Path) -> None:
+    def _map_arrays(self, folder: Path) -> None:
         """Map all arrays of a folder of documents, as the class describes them; set once, by `__init__`.
 
         Without `source_of.npy` all documents are of source 0. Raises DataError or ValueError for a damaged folder.

@@ -17,10 +17,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from longspan.data.host_arrays import integer_array, mask_array, number_array
 from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.layout.partition import NO_TARGET
-from longspan.plain_text import short_text
 
 
 @runtime_checkable
@@ -69,14 +69,14 @@ class Document:
         if type(parent) is not int or parent < -1:
             raise DataError(f"parent of a document is {parent!r}; give the number of a document of the step, or -1")
         self.parent: int = parent
-        self._ids = _read_integers("ids", ids)
+        self._ids = integer_array("ids", ids)
         if labels is not None and loss_mask is not None:
             raise DataError("a document has labels and a loss_mask; give one of them: −100 in labels masks a token")
         self._labels = self._ids  # every token is a target
         if labels is not None:
-            self._labels = _read_integers("labels", labels)
+            self._labels = integer_array("labels", labels)
         elif loss_mask is not None:
-            self._labels = np.where(_read_mask(loss_mask, len(self._ids)), self._ids, NO_TARGET)
+            self._labels = np.where(mask_array(loss_mask, len(self._ids)), self._ids, NO_TARGET)
         columns = values if weights is None else {"weights": weights, **values}
         self._values = self._read_values(columns)
         if len(self._labels) != len(self._ids):
@@ -144,64 +144,9 @@ class Document:
 
     def _read_values(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
         """Return numbers of the document () or of its tokens (n,) by name. Raises DataError for others."""
-        return {name: _read_numbers(name, value, len(self._ids)) for name, value in values.items()}
+        return {name: number_array(name, value, len(self._ids)) for name, value in values.items()}
 
 
 def count_targets(document: Any) -> int:
     """Count the tokens that a document predicts: those that it says itself, or all but the first."""
     return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
-
-
-def host_array(name: str, values: Any) -> npt.NDArray[Any]:
-    """Return values as an array on the host; tensors of floating point come in float64, as numpy has no bfloat16."""
-    if hasattr(values, "detach"):  # a tensor; torch is not imported here, so that help texts are printed without it
-        values = values.detach()
-        return (values.double() if values.is_floating_point() else values).cpu().numpy()
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"{name} of a document is {short_text(values)}, which is no array: {error}; give one number, or one for "
-            "each token"
-        ) from error
-
-
-def _read_integers(name: str, values: Any) -> Integers:
-    """Return integers (n,). Raises DataError, which calls them `name`, for anything else."""
-    array = host_array(name, values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):  # numpy takes an empty list for floats
-        raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")
-    return array.astype(np.int64)
-
-
-def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
-    """Return a loss_mask (length,) of 0 and 1. Raises DataError for anything else."""
-    array = host_array("loss_mask", values)
-    if array.ndim == 1 and len(array) != length:
-        raise DataError(f"a loss_mask has {len(array)} values for {length} token ids; give one each")
-    if array.ndim != 1 or not np.isin(array, (0, 1)).all():
-        raise DataError(
-            f"a loss_mask is {array.dtype} of shape {array.shape}; give a 0 or a 1 for each token: what counts by "
-            "parts is weights="
-        )
-    return array.astype(bool)
-
-
-def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
-    """Return one finite number () or one for each token (length,). Raises DataError for anything else."""
-    try:
-        array = host_array(repr(name), value).astype(np.float64)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, DataError):  # which is a ValueError too, and says more
-            raise
-        raise DataError(
-            f"{name!r} of a document is {short_text(value)}; give a number, or one for each token"
-        ) from error
-    if array.ndim > 1 or (array.ndim == 1 and len(array) != length):
-        raise DataError(
-            f"{name!r} of a document has shape {array.shape}, the document {length} tokens; give one number, or one "
-            "for each token"
-        )
-    if not np.isfinite(array).all():
-        raise DataError(f"{name!r} of a document has values that are not finite; give finite numbers")
-    return array

@@ -102,7 +102,7 @@ class ImageTable:
 
     @classmethod
     def open_in_folder(cls, folder: Path) -> "ImageTable | None":
-        """The images of a folder; None if it was built without images."""
+        """Return the table of the images of a folder of documents; None if it was built without images."""
         return cls(folder) if (folder / _ENDS).is_file() else None
 
     def __len__(self) -> int:

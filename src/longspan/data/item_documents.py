@@ -120,7 +120,9 @@ def count_text_targets(documents: Any, items: ItemTable) -> tuple[int, ...]:
 
 
 def find_item_table(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
-    """Return the table of the items of documents with these lengths, checked; None for documents without `items`."""
+    """Return the documents' own table of items if it is of these lengths, else a new one; None for documents without
+    `items`. Raises DataError for items that do not fit the lengths.
+    """
     items = getattr(documents, "items", None)
     if items is None or callable(items):  # callable: the method of a mapping
         return None

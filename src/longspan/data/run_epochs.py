@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from longspan.config.defaults import set_steps
+from longspan.config.defaults import with_steps
 from longspan.config.sections import RunConfig
 from longspan.data.step_order import StepOrder
 from longspan.data.stream import ShuffledSource
@@ -13,8 +13,9 @@ FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
 MANY_TIMES = 10  # a run that reads documents more often is cautioned
 
 
-def set_epoch_steps(config: RunConfig, order: StepOrder, log: Callable[[str], None]) -> RunConfig:
-    """Set the number of steps that `train.epochs` takes, and log what is unusual about how often documents are read.
+def with_epoch_steps(config: RunConfig, order: StepOrder, log: Callable[[str], None]) -> RunConfig:
+    """Return the configuration with the steps that `train.epochs` takes, and log what is unusual about how often
+    documents are read.
 
     Raises ConfigError for no step.
     """
@@ -27,7 +28,7 @@ def set_epoch_steps(config: RunConfig, order: StepOrder, log: Callable[[str], No
                 f"train.epochs is {train.epochs:g}, by which not one of {plural(documents, 'document')} is trained "
                 f"on; give at least {1 / documents:.1g}, or train.steps in its place"
             )
-        config = set_steps(config, steps)
+        config = with_steps(config, steps)
         counted = f" of {train.epochs_of}" if train.epochs_of else ""
         warm_up = plural(config.optimizer.warmup_steps, "step") if config.optimizer.warmup_steps else "none"
         log(f"train.epochs {train.epochs:g}{counted}: {plural(steps, 'step')}; warm-up: {warm_up}")

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from longspan.data.document import Document, host_array
+from longspan.data.document import Document
+from longspan.data.host_arrays import host_array
 from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.layout.partition import NO_TARGET
@@ -54,7 +55,7 @@ class ScoredDocument(Document):
         columns = dict[str, Any]()
         is_scored = np.zeros(len(self._ids), dtype=bool)
         if labels is not None:
-            table = host_array("labels", labels)
+            table = host_array("labels of a document", labels)
             if table.ndim not in (1, 2) or len(table) != len(self._ids):
                 raise DataError(
                     f"labels of a document have shape {table.shape} for {len(self._ids)} token ids; give one for each, "
@@ -64,19 +65,24 @@ class ScoredDocument(Document):
             columns = label_columns(table)
         else:
             is_scored[self._choose_rows(rows, pad)] = True
-            columns = {} if label is None else label_columns(host_array(LABEL, label)[None])
+            columns = {} if label is None else label_columns(host_array(f"{LABEL} of a document", label)[None])
             columns = {name: column[0] for name, column in columns.items()}
         self._labels = np.where(is_scored, 0, NO_TARGET)
         self._values = self._read_values(({} if weights is None else {"weights": weights}) | columns | values)
 
     def _choose_rows(self, rows: Any, pad: int | None) -> Any:
-        """Return an index of the rows that count, by `rows` or `pad` as the class describes them."""
+        """Return an index of the rows that count, by `rows` or `pad` as the class describes them.
+
+        Raises DataError for positions that the document does not have.
+        """
         if isinstance(rows, str) and rows == "all":
             return slice(None)
         if rows is None:
             # transformers' rule: the rightmost token with another id, row 0 if there is none
             return slice(0, 0) if not len(self._ids) else int(np.flatnonzero(self._ids != pad).max(initial=0))
-        chosen: Integers = np.unique(host_array("rows", list(rows) if isinstance(rows, range) else rows))
+        chosen: Integers = np.unique(
+            host_array("rows of a document", list(rows) if isinstance(rows, range) else rows)
+        )
         if (chosen.dtype.kind not in "iu" and chosen.size) or (
             chosen.size and not 0 <= chosen[0] <= chosen[-1] < len(self)
         ):

@@ -125,8 +125,8 @@ class StepOrder:
         """Return the documents of a step whose common prefixes may be computed once; None: each is computed whole."""
         return None if self.sharing is None else self.select(self.sharing, step)
 
-    def source_tokens(self, step: int) -> list[int]:
-        """Sum the tokens of a step by the source of each document."""
+    def tokens_of_step_by_source(self, step: int) -> list[int]:
+        """Return, in the order of the mixture's sources, the tokens that a step (from 0) takes of each."""
         ids = self._units_of_step(step)
         sources = self.stream.sources
         of_source = np.searchsorted([source.first for source in sources], ids, side="right") - 1
@@ -193,7 +193,7 @@ class StepOrder:
 
 
 def documents_of_units(units: Iterable[int], unit: int) -> tuple[int, ...]:
-    """List the documents of these units.
+    """List the documents of these units, unit after unit; each has `unit` of them.
 
     >>> documents_of_units((3, 0), 2)
     (6, 7, 0, 1)

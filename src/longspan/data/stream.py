@@ -64,7 +64,10 @@ class ShuffledSource:
 def shuffled_sources(
     lengths: npt.NDArray[Any], mixture: Mixture | None, held_out: Integers, seed: int
 ) -> tuple[ShuffledSource, ...]:
-    """Return the sources of a corpus, without its held-out documents (sorted); without a mixture there is one."""
+    """Return the sources of a corpus, without its held-out documents (sorted); without a mixture there is one.
+
+    Raises DataError for a source of which no document is left.
+    """
     bounds = np.array([0, len(lengths)])
     weights = (1.0,)
     if mixture is not None:

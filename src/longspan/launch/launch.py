@@ -150,7 +150,7 @@ class LocalRanks:
         """
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
-            return self._timeout_error(running, timeout) if running else None
+            return self._make_timeout_error(running, timeout) if running else None
         first = self._rank_to_blame()
         if first.death is not None or first.answer is None:
             error: BaseException = RankLostError(f"rank {first.index} of {len(self.ranks)} {first.death}")
@@ -178,8 +178,11 @@ class LocalRanks:
         first = self._rank_to_blame()
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
-    def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
-        """Ask ranks that still run for their stacks, and return the error that has them; waits 3 s at most."""
+    def _make_timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
+        """Ask the `running` ranks for their stacks, and return the error that has them; waits 3 s at most.
+
+        `timeout` is how many seconds the launch waited.
+        """
         _signal_ranks(running, DUMP)  # a rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not all(stack_text(self.folder, rank.index) for rank in running):

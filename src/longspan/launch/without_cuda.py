@@ -1,8 +1,7 @@
-"""Imported by the fork server before what may use CUDA, which nothing forked from a process that used it can use: there
-an import that would use it fails, and ranks begin anew. In ranks everything is as elsewhere.
-
-transformers imports torchao wherever it is installed, as vllm installs it, for quantized weights, which longspan does
-not read, and torchao asks for the kind of GPU. In the server it is not there, and transformers in ranks does without.
+"""Importing this makes CUDA fail and torchao look absent in the fork server, until a rank is forked. A process that
+used CUDA forks none that can use it: where an import of the server would use it, that import fails, and ranks begin
+anew. transformers imports torchao wherever it is installed, and torchao asks for the kind of GPU; longspan does not
+need it, and transformers does without it in ranks.
 """
 
 import os
@@ -22,8 +21,10 @@ def _refuse_cuda() -> NoReturn:
     raise ImportError("CUDA is not used in the process that ranks are forked from")
 
 
-def _allow_cuda() -> None:
-    """Take back in a forked rank what this module has set, so that CUDA and hidden packages are as elsewhere."""
+def _undo_in_forked_rank() -> None:
+    """Restore CUDA's initialization and let hidden packages be imported, in a forked rank; `_is_in_bad_fork` stays as
+    `_refuse_cuda` set it.
+    """
     _c._cuda_init = _INIT
     for name in _HIDDEN:
         sys.modules.pop(name, None)
@@ -32,4 +33,4 @@ def _allow_cuda() -> None:
 _c._cuda_init = _refuse_cuda
 for _name in _HIDDEN:
     sys.modules[_name] = None  # pyright: ignore[reportArgumentType]  (as if it were not installed)
-os.register_at_fork(after_in_child=_allow_cuda)
+os.register_at_fork(after_in_child=_undo_in_forked_rank)

@@ -66,7 +66,10 @@ class Worker:
 
 
 def next_request(connection: "Connection[Any, Any]", parent: int) -> Any:
-    """Wait for the next request, in a worker; None if the parent has asked the worker to end, or is gone."""
+    """Wait in a worker for the next request; None if the parent has asked the worker to end, or is gone.
+
+    `connection` is the worker's end, and `parent` the process id of its parent.
+    """
     while not connection.poll(_PARENT_CHECK_SECONDS):
         if os.getppid() != parent:  # a process that the parent forked may hold its side of the connection
             return None

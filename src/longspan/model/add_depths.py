@@ -28,7 +28,7 @@ from longspan.model.seams.set_forwards import modules_with_instance_forward
 from longspan.model.weights.drawn_weights import DrawnWeights
 from longspan.model.weights.empty_model import empty_model, has_meta_parameters, persistent_buffers
 from longspan.model.weights.fill import JoinedWeights, WeightSource, find_deferred_weights
-from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.folder_weights import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.plan.shape.layers import depth_types
 
@@ -136,7 +136,10 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of which a depth has copies: of each type that the configuration names, else the last."""
+    """Return the layers of which a depth has copies: of each type that the configuration names, else the last.
+
+    Raises ModelError for a type of which the model has no layer.
+    """
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = depth_types(model.config.get_text_config(), [*of_type])
@@ -165,7 +168,10 @@ def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth
 
 
 def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
-    """Return the last norm of `size` values in a layer, for a model without one after its layers."""
+    """Return the last norm of `size` values in a layer, for a model without one after its layers.
+
+    Raises ModelError where there is none.
+    """
     norms = [
         module
         for module in layer.modules()
@@ -193,7 +199,10 @@ def _reset_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
 
 
 def _copy_module(module: nn.Module) -> Any:
-    """Copy a module but not its configurations, in which `prepare` sets the attention function, for the copy too."""
+    """Copy a module but not its configurations, in which `prepare` sets the attention function, for the copy too.
+
+    Raises ModelError for forwards that were set on an instance, which a copy would share.
+    """
     if names := modules_with_instance_forward(
         (f"{type(module).__name__} {name}", inner) for name, inner in module.named_modules()
     ):

@@ -64,7 +64,7 @@ class Feature:
     def rank_error(self, model: PreTrainedModel) -> ModelError | None:
         """Return why this rank cannot have the feature, where ranks may differ, in their devices."""
 
-    def compare_ranks(self, model: PreTrainedModel) -> None:
+    def check_same_on_all_ranks(self, model: PreTrainedModel) -> None:
         """Raise ModelError, on every rank, for what ranks may not differ in; entered by all ranks."""
 
     def connect(self, model: PreTrainedModel) -> None:

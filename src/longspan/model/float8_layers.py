@@ -90,7 +90,7 @@ class Float8Feature(Feature):
             )
         return None
 
-    def compare_ranks(self, model: PreTrainedModel) -> None:
+    def check_same_on_all_ranks(self, model: PreTrainedModel) -> None:
         raise_first_error(self.world, self.rank_error(model))
 
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
@@ -156,7 +156,8 @@ def float8_dtype_reason(dtype: torch.dtype) -> str:
 def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
     """Run a linear in float8: the forward that `Float8Feature` sets.
 
-    Widths are checked here as well, since the parts of linears in mixers are not known before the split.
+    Widths are checked here as well, since the parts of linears in mixers are not known before the split. Raises
+    ModelError for widths of this rank's part that float8 cannot have.
     """
     weight = linear.weight
     if any(width % MULTIPLE for width in weight.shape):

@@ -41,8 +41,8 @@ class HostArena:
 
     >>> arena = HostArena(torch.device("cpu"), 1024)
     >>> place = arena.take_range(100)
-    >>> place.memory.shape, arena.bytes_in_use, arena.bytes
-    (torch.Size([100]), 256, 1024)
+    >>> place.memory.shape, arena.bytes
+    (torch.Size([100]), 1024)
 
     A range is free once nothing holds it. The arena grows by what is missing; when it is empty its parts become one. On
     a GPU all copies run on its stream `copies`, so that a range may be taken while its last copy is under way. Raises
@@ -69,13 +69,6 @@ class HostArena:
     def parts(self) -> int:
         """In how many pieces the memory is registered: one, except after the arena grew."""
         return len(self._parts)
-
-    @property
-    def bytes_in_use(self) -> int:
-        """How many bytes of the arena are in use."""
-        with self._lock:
-            self._reclaim_freed_ranges()
-            return self._used
 
     def take_range(self, bytes: int) -> "HostRange":
         """Take a range of so many bytes (0 counts as 1), in the first piece with room; the arena grows if none has."""

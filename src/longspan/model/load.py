@@ -26,7 +26,7 @@ from longspan.model.weights.empty_model import (
     new_model,
 )
 from longspan.model.weights.fill import fill_now, fill_when_prepared
-from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.folder_weights import FolderWeights
 from longspan.model.weights.hf_folder import (
     FOLDER_OPTIONS,
     OWN_MODEL,
@@ -117,7 +117,7 @@ def _load_folder(
     model = empty_model(config, dtype, architecture)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    stored = _find_stored_weights(folder)
+    stored = _find_storage_of_folder(folder)
     fill_when_prepared(model, checked_folder_weights(folder, model, stored))  # stock's loader would let faults pass
     if sharded:
         return model
@@ -144,8 +144,11 @@ def check_folder_weights(folder: str | Path) -> None:
         load_model(folder, sharded=True)
 
 
-def _find_stored_weights(folder: Path) -> "StorageMethod | None":
-    """Return how a folder has weights in 4 or 8 bits; None if it has not. ModelError for a format that is not read."""
+def _find_storage_of_folder(folder: Path) -> "StorageMethod | None":
+    """Return how a folder stores weights in 4 or 8 bits; None if they are whole.
+
+    Raises ModelError, naming the folder, for a format that is not read.
+    """
     if not (settings := quantization_settings(folder)):
         return None
     from longspan.model.frozen.formats.storage_methods import find_storage_method

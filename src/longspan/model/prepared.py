@@ -33,7 +33,7 @@ from longspan.model.seams.model_calls import complete_model_call
 from longspan.model.seams.position_tables import position_table
 from longspan.model.seams.prefixes import has_bidirectional_prefix, make_layers_causal
 from longspan.model.seams.query_scaling import defer_query_scaling
-from longspan.model.seams.rope import choose_frequencies_by_document, length_limits
+from longspan.model.seams.rope import length_limits, replace_rotary_forwards
 from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.seams.running_layer import hook_layer_arguments
 from longspan.model.weights.fill import pop_deferred_weights
@@ -192,7 +192,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
     number_layers(model)
     if has_bidirectional_prefix(config):
         make_layers_causal(model)
-    choose_frequencies_by_document(model)
+    replace_rotary_forwards(model)
     defer_query_scaling(model)
     hook_layer_arguments(model)
     for module in model.modules():

@@ -82,7 +82,8 @@ class StockCopy:
         """Empty the stock model, gather what is around its layers and the first layers for which there is room, and
         hook the others, which gather their weights before they run and drop them after.
 
-        Runs on the first rank, while the others answer its calls. Counts `layers` and `staying`.
+        Runs on the first rank, while the others answer its calls. Counts `layers` and `staying`. Raises ModelError
+        where there is too little memory.
         """
         device = self._world.device
         layers = decoder_layers(self._stock)

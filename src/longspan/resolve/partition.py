@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RunConfig, set_evaluations
+from longspan.config.sections import RunConfig, with_evaluations
 from longspan.errors import ConfigError, LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.plan import PlanOptions
@@ -90,7 +90,7 @@ def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) ->
         allowed = trained.options.allows(choice.degree, home.tp)
         return replace(entry, cp_comm_type=config.context.cp_comm_type) if allowed else entry
 
-    return set_evaluations(config, map(set_type, config.evaluations))
+    return with_evaluations(config, map(set_type, config.evaluations))
 
 
 def compare_partitions(

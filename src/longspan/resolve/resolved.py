@@ -10,7 +10,7 @@ from typing import Any
 
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import ONE_DEGREE, EvalConfig
-from longspan.config.sections import RunConfig, set_evaluations
+from longspan.config.sections import RunConfig, with_evaluations
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, MemoryPlan
@@ -121,7 +121,7 @@ def _follow_training(config: RunConfig) -> RunConfig:
         is_open = entry.planner == "padded" and not entry.context_parallel_size
         return replace(entry, context_parallel_size=context.context_parallel_size) if is_open else entry
 
-    return set_evaluations(config, map(follow, config.evaluations))
+    return with_evaluations(config, map(follow, config.evaluations))
 
 
 def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
@@ -147,7 +147,7 @@ def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
         entries.append(_set_chosen_degree(entry, choice) if line else entry)
         lines += [line] if line else []
     reasons = replace(resolved.reasons, degrees=tuple(lines))
-    return replace(resolved, config=set_evaluations(resolved.config, entries), reasons=reasons)
+    return replace(resolved, config=with_evaluations(resolved.config, entries), reasons=reasons)
 
 
 def choose_degree(

@@ -97,7 +97,7 @@ class Steps:
             "groups": group_counts(plan),
         }
         if len(run.order.stream.sources) > 1:
-            row["source_tokens"] = run.order.source_tokens(step)
+            row["source_tokens"] = run.order.tokens_of_step_by_source(step)
         if plan.parents is not None:
             row["spared_tokens"] = plan.spared_rows
             if not self._logged_shared:

@@ -24,7 +24,7 @@ from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.for_model import check_ids_in_vocabulary
 from longspan.data.corpus_documents import CorpusDocuments
-from longspan.data.run_epochs import most_step_tokens, set_epoch_steps, source_lines
+from longspan.data.run_epochs import most_step_tokens, source_lines, with_epoch_steps
 from longspan.data.run_order import allow_sharing, forbid_sharing
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
@@ -46,8 +46,8 @@ from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
-from longspan.train.run_model.depths import depths_line
 from longspan.train.run_model.load import load_run_model, make_model_without_weights, read_model_configuration
+from longspan.train.run_model.mtp import depths_line
 from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model
 from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.start.start_times import Starts
@@ -325,7 +325,7 @@ def open_run_documents(
         run_on_first_rank(world, partial(record_base_weights, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
     config = config.with_keys("evaluation", documents=data.order.held_out_texts)
-    config = set_epoch_steps(config, data.order, log)
+    config = with_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     # not node_size: a run that goes on may be on other hosts
     run, checkpoint_keys = (

@@ -17,7 +17,7 @@ from longspan.model.activations.tiles import TiledForward, run_in_tiles
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import MtpLoss, run_step
-from tests.model.activations.test_host_arena import find_host_arena
+from tests.model.activations.test_host_arena import bytes_in_use, find_host_arena
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
@@ -78,7 +78,7 @@ def _errors_in(home: Layout, cases: Sequence[Case], options: dict[str, Any], exa
             arena = find_host_arena(model)
             here, of_rank = take_step(model, plan, world)
             assert ("+host" in str(words)) == (arena is not None), (name, words)
-            assert arena is None or (not arena.bytes_in_use and (arena.bytes or home.pp > 1)), (name, words)
+            assert arena is None or (not bytes_in_use(arena) and (arena.bytes or home.pp > 1)), (name, words)
             errors[f"{name}, {words}, {size}, {rows}"] = max(abs(here / loss - 1), worst(of_rank, gradients))
     return errors
 

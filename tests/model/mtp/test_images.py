@@ -12,7 +12,7 @@ from longspan.bridge.item_rows import AHEAD, embedding_arguments
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.multimodal.multimodal_model import _SpliceHook  # pyright: ignore[reportPrivateUsage]
-from longspan.model.seams.running_layer import keep_running_layer
+from longspan.model.seams.running_layer import forward_with_running_layer
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.mtp import MtpLoss
 from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]
@@ -105,7 +105,7 @@ def test_embeddings_are_of_the_rows_themselves_after_a_depth() -> None:
     rows = torch.full((1, 3), 7.0)
     shard.derived.add_items(rows, {2: ((torch.tensor([5]), rows),)}, {})
     assert embedding_arguments(shard, 2) == {AHEAD: 2}
-    ahead, plain_again = keep_running_layer(partial(model, shard=shard))(ids)
+    ahead, plain_again = forward_with_running_layer(partial(model, shard=shard))(ids)
     assert torch.equal(plain_again, plain)
     assert torch.equal(ahead[:, 5], torch.full((1, 3), 7.0)) and torch.equal(ahead[:, :5], plain[:, :5])
 

@@ -19,7 +19,7 @@ from longspan.model.exactness.check_model import refuse_unsupported_model
 from longspan.model.execution import model_execution
 from longspan.model.seams.meta_pass import check_attention_calls
 from longspan.model.seams.probe import RecordedCall
-from longspan.model.seams.rope import choose_frequencies_by_document
+from longspan.model.seams.rope import replace_rotary_forwards
 from tests import parity
 from tests.model.stock import SIZES, Answer, answer, at_random, texts
 from tests.versions import transformers_before
@@ -140,7 +140,7 @@ def test_a_call_leaves_the_module_as_it_was_and_earlier_calls_do_not_matter(worl
 
 def test_a_rotary_module_that_gets_no_shard_is_an_error() -> None:
     model = _model("llama longrope")
-    choose_frequencies_by_document(model)
+    replace_rotary_forwards(model)
     with pytest.raises(ModelError, match=r"LlamaRotaryEmbedding chooses 'longrope' .* and got no shard: the module"):
         model(input_ids=torch.zeros(1, 8, dtype=torch.long))
 

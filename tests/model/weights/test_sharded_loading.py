@@ -16,7 +16,7 @@ from longspan.errors import ModelError
 from longspan.model.weights.drawn_weights import RandomWeights
 from longspan.model.weights.empty_model import empty_model, has_meta_parameters
 from longspan.model.weights.fill import defer_to_checkpoint
-from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.folder_weights import FolderWeights
 from longspan.model.weights.gradients import set_earlier_gradients_aside
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.testing import run_ranks

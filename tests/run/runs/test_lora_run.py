@@ -24,7 +24,7 @@ from longspan.cli.export import main as export_main
 from longspan.cli.main import main as cli_main
 from longspan.cli.train_flags import parse_train
 from longspan.config.file import load_config, to_toml
-from longspan.config.local_folders import set_local_folders
+from longspan.config.local_folders import with_local_folders
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
 from longspan.model import load_model
@@ -213,7 +213,7 @@ def test_what_has_no_adapter_is_not_compared_with_its_base(
 def _run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
     """One step of a run over a base model, in this process."""
     changes = {**ALONE, **LORA, "train__steps": 1, "evaluation__every": 0, "checkpoint__every": 1, **keys}
-    config = set_local_folders(small_config(folder, model__path=base, model__dtype="float64", **changes))
+    config = with_local_folders(small_config(folder, model__path=base, model__dtype="float64", **changes))
     train_rows(config, 1)
     return config
 

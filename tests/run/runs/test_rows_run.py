@@ -21,7 +21,7 @@ from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
 from longspan.data.corpus_documents import Corpus
-from longspan.data.run_epochs import documents_line, set_epoch_steps, source_lines
+from longspan.data.run_epochs import documents_line, source_lines, with_epoch_steps
 from longspan.data.run_order import count_held_out, make_step_order, order_lengths
 from longspan.data.step_order import StepOrder
 from longspan.data.stream import Mixture
@@ -275,7 +275,7 @@ def test_tokens_of_sources_stand_by_their_weights(tmp_path: Path) -> None:
     corpus = Corpus(Path(config.run.dir) / "corpus")
     assert abs(totals[0] / 3 - totals[1]) <= corpus.lengths.max()
     order = make_step_order(config, corpus)
-    assert tokens.tolist() == [order.source_tokens(step) for step in range(8)]
+    assert tokens.tolist() == [order.tokens_of_step_by_source(step) for step in range(8)]
     first, second = source_lines(config, order)
     assert "weight 3, 0.75 of the tokens of steps; it has" in first and "weight 1, 0.25 of" in second
 
@@ -292,7 +292,7 @@ def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_pe
         tmp_path, train__epochs=2.0, train__tokens_per_step=tokens_per_step, optimizer__warmup_steps=0
     )
     config, lines = replace(config, evaluation=replace(config.evaluation, documents=2)), list[str]()
-    set_epoch_steps(config, order_lengths(config, np.full(40, 50)), lines.append)
+    with_epoch_steps(config, order_lengths(config, np.full(40, 50)), lines.append)
     assert len(lines) == 1 + bool(words) and re.match(words, lines[-1] if words else ""), lines
 
 
@@ -323,7 +323,7 @@ def test_a_run_that_reads_documents_often_is_cautioned(
         config = replace(config, data=replace(config.data, path="", sources=sources))
         lengths, mixture = np.full(27, 50), Mixture(np.repeat([0, 1], [9, 18]), weights, 1)
     lines, order = list[str](), order_lengths(config, lengths, mixture=mixture)
-    config = set_epoch_steps(config, order, lines.append)
+    config = with_epoch_steps(config, order, lines.append)
     found = [line for line in lines if line.startswith("caution: ")]
     assert len(found) == len(cautions) and all(re.search(*pair) for pair in zip(cautions, found, strict=True)), lines
     of_sources = source_lines(config, order) if weights else ()
@@ -336,10 +336,10 @@ def test_epochs_without_a_document_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"train.epochs is 1e-09, by which not one of 40 documents .* at least 0.03, or"
     ):
-        set_epoch_steps(config, order_lengths(config, np.full(40, 50)), lambda _: None)
+        with_epoch_steps(config, order_lengths(config, np.full(40, 50)), lambda _: None)
     train = replace(config.train, epochs=0.03)
     few = replace(config, train=train, optimizer=replace(config.optimizer, warmup_steps=0))
-    assert set_epoch_steps(few, order_lengths(few, np.full(40, 50)), lambda _: None).train.steps == 1
+    assert with_epoch_steps(few, order_lengths(few, np.full(40, 50)), lambda _: None).train.steps == 1
 
 
 def test_a_tenth_of_few_documents_is_held_out_unless_a_number_is_given() -> None:

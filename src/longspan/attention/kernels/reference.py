@@ -109,13 +109,13 @@ def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
 
 def _mask_scores_(scores: Tensor, tile: Tile, launch: Launch, call: AttendCall) -> Tensor:
     """Set the scores (K, G, Tq, Tk) of keys that rows do not see, or have not chosen, to −inf in place; return them."""
-    for seen in (visible_keys(tile, scores.device), _chosen_keys(tile, launch, call.indices)):
+    for seen in (visible_keys(tile, scores.device), _chosen_key_mask(tile, launch, call.indices)):
         if seen is not None:
             scores.masked_fill_(~seen, -torch.inf)
     return scores
 
 
-def _chosen_keys(tile: Tile, launch: Launch, indices: Tensor | None) -> Tensor | None:
+def _chosen_key_mask(tile: Tile, launch: Launch, indices: Tensor | None) -> Tensor | None:
     """Return which keys each query row of a tile has chosen: (queries, keys) bool; None where rows choose none.
 
     A mark of each position in the document is made first, with one for −1 before them.

@@ -13,7 +13,7 @@ from longspan.config.defaults import resolve_defaults
 from longspan.config.dtypes import compute_dtype
 from longspan.config.file import read_file
 from longspan.config.keys import AUTO, NOT_GIVEN
-from longspan.config.local_folders import set_local_folders
+from longspan.config.local_folders import with_local_folders
 from longspan.config.sections import (
     ContextConfig,
     LoraSection,
@@ -108,7 +108,7 @@ def parse_step_flags(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
         run=replace(file_config.run, machine=flags.run.machine),
         **{name: getattr(flags, name) for name in SECTIONS},
     )
-    return flags, set_local_folders(config)
+    return flags, with_local_folders(config)
 
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)

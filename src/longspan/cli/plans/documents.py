@@ -15,7 +15,7 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.sources.find_files import STDLIB, find_rows
 from longspan.corpus.sources.first_rows import text_sizes
 from longspan.data.manifest import SHORTEST
-from longspan.data.run_epochs import documents_line, most_step_tokens, set_epoch_steps
+from longspan.data.run_epochs import documents_line, most_step_tokens, with_epoch_steps
 from longspan.data.run_order import allow_sharing, make_step_order, order_lengths
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, plural
@@ -100,7 +100,7 @@ def _describe_documents(
 
     `target_share` is that of tokens which are targets, `rows_of_token` the mean rows of images for a token.
     """
-    config = set_epoch_steps(run.config, order, log)
+    config = with_epoch_steps(run.config, order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     run = replace(run, config=config)
     held_out = set(order.evaluation)

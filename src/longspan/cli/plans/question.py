@@ -18,7 +18,7 @@ from longspan.cli.flags import (
 )
 from longspan.cli.plans.planning import PlanningFlags
 from longspan.cli.train_flags import TrainFlags
-from longspan.config.local_folders import set_local_folders
+from longspan.config.local_folders import with_local_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
 from longspan.model.presets import find_published_preset
@@ -152,11 +152,11 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     flags = replace(flags, gpus=ranks or flags.gpus)
     config = RunConfig(**sections)
     try:
-        config = set_local_folders(config, weights=False)
+        config = with_local_folders(config, weights=False)
     except ConfigError:
         if not find_published_preset(path := config.model.path):
             raise
-        rest = set_local_folders(config.with_keys("model", path=""), weights=False)
+        rest = with_local_folders(config.with_keys("model", path=""), weights=False)
         config = rest.with_keys("model", path=path)  # for the keys; its sizes are the preset's
     return flags, Question(config, frozenset(key[2:] for key in flag_of))
 

@@ -71,7 +71,9 @@ class ImageFile(NamedTuple):
 
     @contextmanager
     def _open_image(self) -> "Iterator[Image]":
-        """Inside, errors of reading the image become DataErrors that name it."""
+        """Check the file, and open the image while the context is open; errors of reading it inside become DataErrors
+        that name it.
+        """
         pil: Any = import_pillow()
         try:
             self._check_file()

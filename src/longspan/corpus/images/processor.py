@@ -170,6 +170,8 @@ class Processor:
     def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
         """Find the text of an image by its grid, or else by processing a blank image, with `several` beside another
         one.
+
+        Raises DataError for a processor that does not tell it.
         """
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid

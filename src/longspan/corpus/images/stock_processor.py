@@ -23,7 +23,10 @@ LEGACY = "preprocessor_config.json"
 
 
 def load_stock_processor(folder: Path) -> Any:
-    """Load the stock processor with its parts for images and text only."""
+    """Load the stock processor with its parts for images and text only.
+
+    Raises DataError for one that lacks such a part.
+    """
     from transformers import AutoTokenizer
     from transformers.models.auto.image_processing_auto import (
         AutoImageProcessor,
@@ -72,7 +75,8 @@ def _stock_class(name: str) -> Any:
 def _class_name(folder: Path) -> str:
     """Return the name of the class of a folder's processor.
 
-    processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped.
+    processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped. Raises DataError where
+    no file names one.
     """
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 

@@ -27,7 +27,7 @@ from longspan.corpus.rows.kinds import (
     media_key,
     readable_keys,
 )
-from longspan.corpus.rows.messages import check_messages
+from longspan.corpus.rows.messages import checked_messages
 from longspan.corpus.rows.other_formats import convert_to_messages
 from longspan.corpus.rows.preferences import (
     check_not_empty,
@@ -172,7 +172,7 @@ class RowEncoding:
         return RowImages(self.tokenizer, template)
 
     def unread_columns(self, values: Mapping[str, Any]) -> list[str]:
-        """List the keys of a row that have a value and that nothing reads."""
+        """List the keys of a row, in its order, that have a value and that nothing reads."""
         scored = self._reads_label
         chat = is_chat(values, self.kind)
         read = readable_keys(self.kind, scored, chat, self.images is not None)
@@ -239,14 +239,13 @@ class RowEncoding:
         """Encode "prompt" and "completion" of a row: as messages they are one conversation, of which the completion is
         learnt.
 
-        As strings they have no place for images.
-
+        As strings they have no place for images. Raises RowError for strings with images.
         """
         prompt = require_key(values, "prompt")
         completion = require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
-            prompt = check_messages(prompt, "prompt", images=self.images is not None)
-            answers = check_messages(completion, "completion", images=self.images is not None)
+            prompt = checked_messages(prompt, "prompt", images=self.images is not None)
+            answers = checked_messages(completion, "completion", images=self.images is not None)
             values = {**values, "messages": [*prompt, *answers]}
             return self._chat_encoding.with_variables(values).encode_messages(values, len(prompt), media)
         if media:
@@ -259,7 +258,10 @@ class RowEncoding:
         return self.settings.num_labels > 0 or self.settings.preference == "kto"
 
     def _encode_preferences(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
-        """Encode the two documents of a pair, end to end; for kto each answer by itself, with its label."""
+        """Encode the two documents of a pair, end to end; for kto each answer by itself, with its label.
+
+        Raises RowError for two equal documents.
+        """
         form = self.settings.preference
         if self.kind != PAIRS:
             answer = self._encode_answer(values, "completion", media)
@@ -283,7 +285,10 @@ class RowEncoding:
         return [join_samples(chosen, rejected)._replace(numbers=numbers)]
 
     def _encode_answer(self, values: Mapping[str, Any], key: str, media: "RowMedia | None") -> Sample:
-        """Encode a prompt and one answer; every token from the answer's first on is a target, as TRL has it."""
+        """Encode a prompt and one answer; every token from the answer's first on is a target, as TRL has it.
+
+        Raises RowError for an answer without a target.
+        """
         for name in ("prompt", key):
             check_not_empty(values.get(name), name)
         (sample,) = self._encode_prompt_and_answer({**values, "completion": values[key]}, media)
@@ -315,7 +320,7 @@ class RowEncoding:
         parts = {key: require_key(values, key) for key in keys}
         answers = (values.get(key) for key in KEYS[PAIRS])  # both of a pair, so that neither is a text alone
         if self.kind in CHATS or any(isinstance(value, list) for value in (*parts.values(), *answers)):
-            messages = [message for key, value in parts.items() for message in check_messages(value, key)]
+            messages = [message for key, value in parts.items() for message in checked_messages(value, key)]
             return self._chat_encoding.with_variables(values).encode_whole({**values, "messages": messages})
         text = "".join(require_string(value, key) for key, value in parts.items())
         return self.tokenizer.set_parsing(self.settings.parse_special_tokens).encode_text(text)

@@ -11,7 +11,7 @@ from longspan.files import parse_json
 LEARNT = ("weight", "train", "training", "trainable", "loss")
 
 
-def check_messages(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
+def checked_messages(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
     """Return the messages of a row, each an object with a role; with `images` a part may be an image or a video.
 
     Raises RowError, with the message's place under the key `name`, for one that has another form.
@@ -20,11 +20,14 @@ def check_messages(value: Any, name: str = "messages", *, images: bool = False) 
         raise RowError(
             f'"{name}" is {"empty" if value == [] else type_name(value)}; give a list of objects with role and content'
         )
-    return [_check_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
+    return [_checked_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
 
 
-def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
-    """Return a message without keys with null in its parts: templates ask whether a part has a key."""
+def _checked_message(message: Any, name: str, images: bool) -> dict[str, Any]:
+    """Return a message without keys with null in its parts: templates ask whether a part has a key.
+
+    Raises RowError, which calls it `name`, for a message of another form.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         is_turn = isinstance(message, dict) and {"from", "value"} <= message.keys()
         hint = "; from and value are called role and content here" if is_turn else ""
@@ -70,7 +73,10 @@ def _check_target_keys(message: Mapping[str, Any], name: str) -> None:
 
 
 def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
-    """List the assistant's messages from number `first` on that are learnt: those without a 0 under a LEARNT key."""
+    """List the assistant's messages from number `first` on that are learnt: those without a 0 under a LEARNT key.
+
+    Raises RowError if there are none.
+    """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
         raise RowError("no message is of an assistant, so that there is nothing to learn; leave the row out")
@@ -93,7 +99,10 @@ def _check_tool_calls(calls: Any, name: str) -> None:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Return the tools of a row, given as a list of schemas or as its JSON; None for none."""
+    """Return the tools of a row, given as a list of schemas or as its JSON; None for none.
+
+    Raises RowError for any other value.
+    """
     if (value := read_json_value(value, "tools")) is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

@@ -37,7 +37,7 @@ def convert_to_messages(values: Mapping[str, Any], kind: Kind) -> Mapping[str, A
 
 
 def _read_turn(turn: Any, name: str) -> dict[str, Any]:
-    """Return a turn of ShareGPT, which errors call `name`, as a message."""
+    """Return a turn of ShareGPT, which errors call `name`, as a message. Raises RowError for a turn of another form."""
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES:
         roles = ", ".join(_ROLES)
         hint = ""

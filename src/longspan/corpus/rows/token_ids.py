@@ -23,7 +23,10 @@ if TYPE_CHECKING:  # of conversations and images, which texts do without
 
 
 def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
-    """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it."""
+    """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it.
+
+    Raises RowError for no tokens, padding, and labels beside masks.
+    """
     ids = _read_integers(require_key(values, "input_ids"), "input_ids")
     if not len(ids):
         raise RowError("input_ids has no tokens; leave the row out")
@@ -37,7 +40,7 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
     if padding is not None and (masked := int((_read_integers(padding, "attention_mask") == 0).sum())):
         raise RowError(f"attention_mask masks {masked} tokens of padding; leave the padding out")
     if labels is not None:
-        targets = _check_length(_read_integers(labels, "labels"), "labels", len(ids))
+        targets = _checked_length(_read_integers(labels, "labels"), "labels", len(ids))
         _check_ids(targets[targets != NO_TARGET], "labels", vocabulary_size)
         return Sample(ids, targets)
     if not masks:
@@ -61,7 +64,7 @@ def _check_one_document(values: Mapping[str, Any], length: int) -> None:
 
 def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
     """Return where a mask (length,) of 0 and 1 has a 1. Raises RowError for other values."""
-    mask = _check_length(_read_integers(values, name), name, length)
+    mask = _checked_length(_read_integers(values, name), name, length)
     if bad := [int(value) for value in mask if value not in (0, 1)]:
         raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
     return mask == 1
@@ -84,7 +87,7 @@ def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
+def _checked_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
     """Return the values. Raises RowError if there is not one for each of the `length` tokens."""
     if len(values) != length:
         raise RowError(f"{name} has {len(values)} entries for {length} input_ids; give one each")

@@ -46,7 +46,10 @@ class FileSums:
         return sources
 
     def _sum_of_file(self, file: CorpusFile) -> SourceFile:
-        """Return size, time and sum of a file, which is read unless its sum is known."""
+        """Return size, time and sum of a file, which is read unless its sum is known.
+
+        Raises DataError for a file that is not regular or cannot be read, and a path that is not UTF-8.
+        """
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()
@@ -80,7 +83,7 @@ class FileSums:
 
 
 def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
-    """Describe how the files of a corpus differ from those that it was built from, one phrase per file."""
+    """Describe how the files of a corpus differ from those that it was built from, one phrase per file, sorted."""
     old_files, new_files = _index_by_name(before), _index_by_name(now)
     changes = [f"{name} is gone" for name, _ in old_files.keys() - new_files.keys()]
     changes += [f"{name} is new" for name, _ in new_files.keys() - old_files.keys()]

@@ -171,7 +171,7 @@ def _names_to_read(names: Iterable[str]) -> list[str]:
 
 
 def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a folder that may be sources, with their names in it; hidden ones are none.
+    """Yield the files of a folder that may be sources, with their names in it, in any order; hidden ones are none.
 
     In a saved data set only files of rows count. In Python's standard library only modules do, except the one that
     describes the build of this Python, which differs between machines.

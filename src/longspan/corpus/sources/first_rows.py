@@ -63,7 +63,7 @@ def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int
 
 
 def rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
-    """Yield the rows of a file; a text that is not UTF-8, which is a whole file, has none."""
+    """Yield the rows of a file in order; a text that is not UTF-8, which is a whole file, has none."""
     for chunk in file.read_chunks(most_bytes):
         try:
             for placed in chunk_rows(chunk):

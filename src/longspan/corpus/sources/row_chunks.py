@@ -55,7 +55,7 @@ def chunk_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
 
     Raises UnicodeDecodeError for a text that is not UTF-8.
     """
-    return islice(_read_rows(chunk), *chunk.rows or (None,))
+    return islice(_parse_all_rows(chunk), *chunk.rows or (None,))
 
 
 def slice_chunks(chunks: Iterable[RowChunk], first: int, stop: int) -> Iterator[RowChunk]:
@@ -82,7 +82,7 @@ def count_rows(chunk: RowChunk) -> int:
     return sum(lines) + (last or chunk.too_long > 0)
 
 
-def _read_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
+def _parse_all_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
     """Parse all rows of a chunk, whatever its `rows` are."""
     if chunk.form == "text":
         size = chunk.too_long or len(chunk.data)

@@ -129,7 +129,10 @@ class LineFile(RowFile):
         return parse_line(line, f"{self.name}, byte {position}", self.folder)
 
     def _open_lines(self, raw: BinaryIO) -> BinaryIO:
-        """Return a stream of the decompressed lines of the file `raw`, from its beginning; it is not closed with it."""
+        """Return a stream of the decompressed lines of the file `raw`, from its beginning; it is not closed with it.
+
+        Raises EOFError for an empty file.
+        """
         if self._compressed and not raw.read(1):  # readers would take an empty file for one without lines
             raise EOFError("it has 0 bytes")
         raw.seek(0)
@@ -187,7 +190,7 @@ class TableFile(RowFile):
         with self._errors_with_name():
             first = 0
             size = self.path.stat().st_size
-            rows, batches = self._open_batches()
+            rows, batches = self._count_rows_and_batches()
             for batch in batches:
                 sink = pyarrow.BufferOutputStream()
                 with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
@@ -200,16 +203,16 @@ class TableFile(RowFile):
     def read_row_at(self, position: int) -> Row:
         """Read the row with this number, and decode its values."""
         with self._errors_with_name():
-            table = self._open_row(position)
+            table = self._read_row_table(position)
             (record,) = table.to_pylist()
             return Row(f"{self.name}, row {position + 1}", record_decoder(table.schema)(record), self.folder)
 
     @abstractmethod
-    def _open_batches(self) -> tuple[int, Iterator[Any]]:
-        """Return the number of rows, and the rows in batches of about CHUNK_BYTES."""
+    def _count_rows_and_batches(self) -> tuple[int, Iterator[Any]]:
+        """Return the number of rows, and an iterator of the rows in batches of about CHUNK_BYTES."""
 
     @abstractmethod
-    def _open_row(self, number: int) -> Any:
+    def _read_row_table(self, number: int) -> Any:
         """Return a table of row `number` alone."""
 
 
@@ -221,7 +224,7 @@ class ParquetFile(TableFile):
         """What reads a row group by its number, and keeps the last one."""
         return lru_cache(maxsize=1)(self._file.read_row_group)
 
-    def _open_batches(self) -> tuple[int, Iterator[Any]]:
+    def _count_rows_and_batches(self) -> tuple[int, Iterator[Any]]:
         meta = self._file.metadata
 
         def batches() -> Iterator[Any]:
@@ -233,7 +236,7 @@ class ParquetFile(TableFile):
 
         return meta.num_rows, batches()
 
-    def _open_row(self, number: int) -> Any:
+    def _read_row_table(self, number: int) -> Any:
         group = bisect_right(self._group_starts, number) - 1
         return self._cached_row_group(group).slice(number - self._group_starts[group], 1)
 
@@ -253,7 +256,7 @@ class ParquetFile(TableFile):
 class ArrowFile(TableFile):
     """An .arrow file in Arrow's stream or file format, mapped into memory."""
 
-    def _open_batches(self) -> tuple[int, Iterator[Any]]:
+    def _count_rows_and_batches(self) -> tuple[int, Iterator[Any]]:
         def batches() -> Iterator[Any]:
             for batch in self._table.to_batches():
                 # else Arrow follows a damaged file's offsets to bytes outside of the file
@@ -263,7 +266,7 @@ class ArrowFile(TableFile):
 
         return self._table.num_rows, batches()
 
-    def _open_row(self, number: int) -> Any:
+    def _read_row_table(self, number: int) -> Any:
         return self._table.slice(number, 1)
 
     @cached_property

@@ -48,7 +48,10 @@ def _find_end(text: str, rows: int) -> int:
 
 
 def read_split_parts(split: str, key: str) -> list[SplitPart]:
-    """Read a value of `data.split`. Raises DataError, with the grammar, for one that is none."""
+    """Read a value of `data.split`, which errors call `key`, into its parts in their order.
+
+    Raises DataError, with the grammar, for one that is none.
+    """
     parts = [match for text in split.split("+") if (match := _PART.fullmatch(text.strip()))]
     if len(parts) <= split.count("+"):
         raise DataError(

@@ -208,7 +208,7 @@ class AdapterFeature(Feature):
         check_adapter(model, adapter, self.world)
         self._adapter = adapter
 
-    def compare_ranks(self, model: PreTrainedModel) -> None:
+    def check_same_on_all_ranks(self, model: PreTrainedModel) -> None:
         """Raise ModelError, on every rank, if ranks would begin with different adapters; all ranks call it together.
 
         Compared are checksums of all that is trained; parameters on the meta device have no values yet.

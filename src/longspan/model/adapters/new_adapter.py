@@ -20,7 +20,11 @@ from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_adapted
 from longspan.model.adapters.adapted_weights import adapted_weights
 from longspan.model.adapters.adapter import adapter_parameters
-from longspan.model.adapters.target_names import _check_target_names, _default_target_names, _linears_outside_towers
+from longspan.model.adapters.target_names import (
+    _checked_target_names,
+    _default_target_names,
+    _linears_outside_towers,
+)
 from longspan.model.kinds import SCORE_HEADS, name_without_adapter
 from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.mtp.trained_depths import unwrap_trained_mtp
@@ -88,7 +92,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         ) from error
     linears, towers = _linears_outside_towers(model)
     if new.targets:
-        names, of_experts = _check_target_names(model, new.targets, linears)
+        names, of_experts = _checked_target_names(model, new.targets, linears)
     else:
         names, of_experts = _default_target_names(model, linears), []
     if of_experts and new.dropout:

@@ -33,12 +33,13 @@ def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | No
     return [name for name in linears if not (pattern and re.fullmatch(pattern, name))], pattern
 
 
-def _check_target_names(
+def _checked_target_names(
     model: PreTrainedModel, targets: Sequence[str], linears: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the targets, each once, that name linears, and those that name experts' matrices alone.
+    """Return the targets, each once and in their order, that name linears, and those that name experts' matrices alone.
 
-    A target names what its name ends with it. ModelError for one that names nothing, or that peft refuses.
+    A target names what its name ends with it; `linears` are the model's qualified names. Raises ModelError for a target
+    that names nothing, or that peft refuses.
     """
     matrices = [
         f"{path}.{name}"
@@ -62,7 +63,7 @@ def _check_target_names(
             f"indexers; {hint} {', '.join(endings)}"
         )
     modules = [target for target in dict.fromkeys(targets) if target not in of_experts]
-    if refused := _names_refused_by_peft(model, modules):
+    if refused := _names_peft_cannot_adapt(model, modules):
         instead = "leave them out"
         if matrices:
             instead += (
@@ -83,7 +84,7 @@ def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> lis
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name in linears if name.startswith(layers)]
     names = sorted({name if (last := name.rpartition(".")[2]).isdigit() else last for name in inside})
-    if refused := _names_refused_by_peft(model, names):
+    if refused := _names_peft_cannot_adapt(model, names):
         warnings.warn(
             f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes "
             "for its experts: dense layers and shared experts of these names have no adapter there",
@@ -96,8 +97,9 @@ def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> lis
     )
 
 
-def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return those of `names` that peft takes for fused experts, or refuses.
+def _names_peft_cannot_adapt(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return those of `names`, in their order, that peft takes for fused experts, or refuses. Each is a target, the
+    ending of names of modules, and is tried alone.
 
     Fused experts were linears of single experts in transformers 4. Refused are linears of mixers whose weights kernels
     read directly, past an adapter.

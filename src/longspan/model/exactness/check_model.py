@@ -178,11 +178,12 @@ def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def check_model(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
-    """Raise ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
+    """Return the random draws of a model's class; raise ModelError, naming layers and settings, for a model that cannot
+    run exactly over a sharded sequence. Entered by all ranks.
 
     In order: what it declares, a small copy of its class, its features, and what ranks must not differ in. A pass of
     the connected model on the meta device follows (`seams/meta_pass.py`), and `row_trial.py` tries the placed model;
-    images, encoders, stages and the loss by rows are tried where they are made. Returns random draws of the class.
+    images, encoders, stages and the loss by rows are tried where they are made.
     """
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
@@ -192,12 +193,12 @@ def check_model(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...
         class_draws = check_model_on_this_rank(model, features)
         assert isinstance(model, PreTrainedModel)  # others were refused
         for feature in features:  # last, as each rank has passed its own checks
-            feature.compare_ranks(model)
+            feature.check_same_on_all_ranks(model)
     return class_draws
 
 
 def check_model_on_this_rank(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
-    """Raise ModelError as `check_model` for what a rank tells alone; returns random draws of the class."""
+    """Return the random draws of a model's class; raise ModelError as `check_model` for what a rank tells alone."""
     refuse_unsupported_model(model)
     assert isinstance(model, PreTrainedModel)  # others were refused
     class_draws = draws_of_exact_class(model) if needs_class_trial(model) else ()

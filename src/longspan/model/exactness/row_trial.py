@@ -196,7 +196,7 @@ class _ObservedPass:
             places, earlier = self._compared_rows(key, x)
             if places is not None:
                 inputs = None if added_to is None or added_to.shape != x.shape else added_to[places]
-                self.errors[key] = self._relative_error(x[places], earlier, inputs)
+                self.errors[key] = self._error_as_share_of_allowed(x[places], earlier, inputs)
 
     def _compared_rows(self, key: _CallKey, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the indices of compared rows in a tensor, and what they were in the pass before; None without any."""
@@ -212,7 +212,7 @@ class _ObservedPass:
         places = to_device(compared[indices], x.device) if len(indices) else None
         return places, earlier[to_device(earlier_indices, x.device)]
 
-    def _relative_error(self, x: Tensor, earlier: Tensor, inputs: Tensor | None) -> Tensor:
+    def _error_as_share_of_allowed(self, x: Tensor, earlier: Tensor, inputs: Tensor | None) -> Tensor:
         """Return what differs beyond rounding over what was added to `inputs`, in norm, as a share of the allowed."""
         rounding = self.allowed.epsilons * max(torch.finfo(x.dtype).eps, torch.finfo(self.allowed.dtype).eps)
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
@@ -251,10 +251,10 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
         # a model in training keeps the modules that its user froze as they are
         if not (backward and model.training):
             model.train(backward)
-        error = trial.find_error(every_module=False)
+        error = trial.run_and_find_error(every_module=False)
         if world.control.any_rank(error is not None):
             # by all ranks together; modules name the culprit closer than layers
-            raise_first_error(world, trial.find_error(every_module=True) or error)
+            raise_first_error(world, trial.run_and_find_error(every_module=True) or error)
     _tried_modes(model).add(backward)
 
 
@@ -268,7 +268,7 @@ def try_rows_before_call(model: nn.Module, args: Any, kwargs: Any) -> None:
     ):
         return
     with _clean_up_after_trial(model):
-        if error := _RowTrial(model, world_of(shard.world_key)).find_error(every_module=False):
+        if error := _RowTrial(model, world_of(shard.world_key)).run_and_find_error(every_module=False):
             raise error
     _tried_modes(model).add(model.training)
 
@@ -324,7 +324,7 @@ class _RowTrial:
         self.ids = torch.randint(vocabulary, self.shape, generator=generator).to(world.device)
         self.later = torch.randint(vocabulary, (*self.shape, depths), generator=generator).to(world.device)
 
-    def find_error(self, *, every_module: bool) -> ModelError | None:
+    def run_and_find_error(self, *, every_module: bool) -> ModelError | None:
         """Run all passes, and return the first difference as an error; None without.
 
         Entered by all ranks, as the passes communicate. With `every_module` modules are compared, else decoder layers

@@ -52,12 +52,12 @@ class SplitTrial:
             """Compare this call with the twin's, once, and then run the block as before."""
             if not torch.is_inference_mode_enabled():  # which allows no gradients: the call after is compared
                 unit.forward = inner
-                self._compare_call(inner, args, kwargs)
+                self._check_call(inner, args, kwargs)
             return inner(*args, **kwargs)
 
         unit.forward = forward
 
-    def _compare_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _check_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Raise ModelError, on all ranks if any sees a difference, if the split block's call is not its twin's.
 
         All tensor-parallel ranks enter it. Gradients of sharded parameters are compared by slice.

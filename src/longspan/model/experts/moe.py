@@ -150,7 +150,8 @@ def _mix_experts_in_tiles(
 def _real_row_index(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
     """Return the index of real rows, not padding, among the `count` that experts got.
 
-    They got all rows of the shard, or a tensor-parallel rank's part of them.
+    They got all rows of the shard, or a tensor-parallel rank's part of them. Raises ModelError for another number of
+    rows.
     """
     local = shard.local_rows
     tp = world.home.tp
@@ -216,7 +217,10 @@ def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channe
 
 
 def _choose_shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
-    """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly."""
+    """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly.
+
+    Raises ModelError, which calls them `name`, if none does.
+    """
     ranks = home.slots // home.dp_replicate // home.ep * home.tp  # that hold the same experts
     sizes = (shape[0] // home.ep, *shape[1:])
     for dim, size in enumerate(sizes):

@@ -75,7 +75,10 @@ def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) ->
 
 
 def choose_formats(model: PreTrainedModel, frozen: str) -> dict[str, PackedFormat]:
-    """Return the formats of the weights that are packed by this value of `frozen`, by name; before `prepare`."""
+    """Return the formats of the weights that are packed by this value of `frozen`, by name; before `prepare`.
+
+    Raises ModelError for an unknown value.
+    """
     places = weights_to_pack(model)
     if frozen == "nf4":
         return dict.fromkeys(places, NF4)

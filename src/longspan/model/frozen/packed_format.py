@@ -50,7 +50,10 @@ class PackedFormat(ABC):
         return packed if columns == whole else torch.cat((codes, scales), -1)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Return a weight (rows, columns), of any float dtype, as uint8 (rows, bytes)."""
+        """Return a weight (rows, columns), of any float dtype, as uint8 (rows, bytes).
+
+        Raises ModelError for a format that is only read from folders.
+        """
         if weight.is_meta:
             return weight.new_empty((len(weight), self.rows.row_bytes(weight.shape[1])), dtype=torch.uint8)
         raise ModelError(

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from longspan.model.layers import MTP
-from longspan.model.weights.folder import open_tensors
+from longspan.model.weights.folder_weights import open_tensors
 from longspan.model.weights.hf_folder import weight_files
 from longspan.plan.shape.families import FAMILIES, find_family
 

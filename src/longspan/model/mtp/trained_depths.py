@@ -44,7 +44,7 @@ class MtpFeature(Feature):
 
 
 def select_mtp_weights(names: Iterable[str]) -> list[str]:
-    """Select the depths' own weights from the names of what a run with an adapter trains.
+    """Select the depths' own weights, in their order, from the names of what a run with an adapter trains.
 
     >>> select_mtp_weights(["mtp.layers.0.eh_proj.weight", "mtp.layers.0.eh_proj.lora_A.default.weight"])
     ['mtp.layers.0.eh_proj.weight']

@@ -105,7 +105,7 @@ def prepare_encoder(
             "blocks=, or switch activation checkpointing off"
         )
     parts = find_split_parts(module, units, world.home.tp, tp_plan or {})
-    _compare_weights_over_ranks(module, world)
+    _check_same_weights_on_all_ranks(module, world)
     if world.device.type == "cuda":
         split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
@@ -115,7 +115,7 @@ def prepare_encoder(
         trial.hook_next_call()
     if sharding.shard_parameters:
         _cast_first_tensor(units.values(), compute_dtype)
-        _refuse_second_calls(module, units)
+        _hook_refusal_of_second_calls(module, units)
         shard_over_slots(units.values(), world, sharding, root=module, cast_block_inputs=False)
     else:
         nn.Module.to(module, world.device)
@@ -155,7 +155,7 @@ def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sh
         sharding.check_compute_dtype(dtype)
 
 
-def _compare_weights_over_ranks(module: nn.Module, world: World) -> None:
+def _check_same_weights_on_all_ranks(module: nn.Module, world: World) -> None:
     """Raise an error on all ranks, which call it together, if shapes or some 64 numbers of a parameter differ."""
     samples = dict[str, object]()
     for name, parameter in module.named_parameters():
@@ -185,7 +185,7 @@ def _wrap_in_checkpoint(block: nn.Module, policy: str) -> None:
     block.forward = forward
 
 
-def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
+def _hook_refusal_of_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
     """Hook an encoder, so that a second call of one of its blocks in a forward pass raises ModelError.
 
     Slots would wait for each other. A block that is recomputed is not called again: its own forward runs.

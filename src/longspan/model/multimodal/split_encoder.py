@@ -277,11 +277,11 @@ def split_encoder(
             sum_input_gradients(part.module, world)
         counts: dict[str, Any] = dict.fromkeys(part.local_attributes, lambda count: count // tp)
         wrap_forward(part.module, views=counts)
-    _refuse_dropout_in_training(module)
+    _hook_refusal_of_dropout(module)
     return trials
 
 
-def _refuse_dropout_in_training(module: nn.Module) -> None:
+def _hook_refusal_of_dropout(module: nn.Module) -> None:
     """Hook an encoder, so that a forward pass in training raises ModelError if a module in it draws at random.
 
     What draws is told by an attribute called "drop…", or that of torch's dropout, with a rate above 0.

@@ -202,7 +202,10 @@ class PipelineModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
-        """Compute logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline; no gradient."""
+        """Compute logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline; no gradient.
+
+        Raises ModelError for positions that are not the shard's.
+        """
         if position_ids.ndim == 3:  # of several axes (images): layers get them, as the shard has those of one axis
             kwargs["position_ids"] = position_ids
         elif not torch.equal(position_ids[0], shard.position_ids):

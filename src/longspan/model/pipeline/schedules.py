@@ -248,7 +248,8 @@ class ScheduledStage(PipelineStage):
     ) -> Any:
         """Do as torch's method does, with this micro-batch's ids and arguments, in buffers of our own.
 
-        The watch notes the hand-off first, so that its report can say that this rank waits.
+        The watch notes the hand-off first, so that its report can say that this rank waits. Raises ModelError for
+        hidden states of another shape or dtype than the next stage awaits.
         """
         stage_input = self.inputs[fwd_chunk_id]
         if not self.is_first:

@@ -22,7 +22,7 @@ from longspan.model.saving.stock_model import empty_stock_model
 from longspan.model.saving.whole_weights import _models_of_stages
 from longspan.model.weights.empty_model import persistent_buffers
 from longspan.model.weights.fill import DeferredWeights
-from longspan.model.weights.folder import refuse_quantized_tensor
+from longspan.model.weights.folder_weights import refuse_quantized_tensor
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
 
 # ---- weights of a folder into a prepared model
@@ -54,7 +54,7 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
 def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, folder: Path) -> None:
     """Copy an adapter's tensors, and what is trained beside it, from peft's file into this rank's parts.
 
-    The file must have exactly these tensors, in the same shapes.
+    The file must have exactly these tensors, in the same shapes. Raises ModelError for another file, or none.
     """
     file = folder / WEIGHTS
     if not file.is_file():

@@ -145,7 +145,7 @@ def _record_pass(
     draws.
 
     Unless it is `judged`, as a pass that leaves out layers at random, its errors are dropped and its calls are not
-    checked.
+    checked. Raises ModelError for a model that does not run there.
     """
     probe = Probe()
     names = _NoteCallNames()

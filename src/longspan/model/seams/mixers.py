@@ -169,7 +169,7 @@ def _run_mamba2(
     """Run a Mamba 2 scan: x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) to (1, T, H, P).
 
     Steps are softplus(dt + bias), cut to `dt_limit`. The state decays by exp(step A), takes step · x at B and is read
-    at C; D · x is added to what is read.
+    at C; D · x is added to what is read. Raises ModelError for a gate `z`.
     """
     _refuse_cached_state(initial_states)
     if z is not None:

@@ -30,7 +30,10 @@ def require_shard(name: str, shard: object, call: str = "model(..., shard=shard)
 
 
 def require_one_row_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
-    """Return the shard that a layer of this name was called with, if it is one packed row of all the layer's rows."""
+    """Return the shard that a layer of this name was called with, if it is one packed row of all the layer's rows.
+
+    Raises ModelError if it is not.
+    """
     shard = require_shard(name, shard)
     if batch != 1 or rows != shard.local_rows:
         raise ModelError(f"{name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}")

@@ -87,8 +87,9 @@ def rope_types(rope: Any) -> set[str]:
     return {str(rope[key]) for key in ("rope_type", "type") if key in rope}.union(*nested)
 
 
-def choose_frequencies_by_document(model: nn.Module) -> None:
-    """Have every rotary module whose frequencies depend on a length see every document by itself.
+def replace_rotary_forwards(model: nn.Module) -> None:
+    """Replace, in place, the forward of every rotary module whose frequencies depend on a length by one that sees every
+    document by itself.
 
     It looks up the shard with which the model or layer around it runs.
     """
@@ -113,7 +114,7 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     """Return rotary cosines and sines for position_ids (1, T), each row by its own document's length.
 
     This is a rotary module's forward; x gives type and device. A probe, and a type of layer whose rope is fixed, get
-    the module's first frequencies.
+    the module's first frequencies. Raises ModelError where the running layer has no shard of these rows.
     """
     shard = running_layer().shard
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]

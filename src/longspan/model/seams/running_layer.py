@@ -71,10 +71,10 @@ def _checkpoint_inside_layer(
     function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     """Checkpoint `run`, a layer's forward, which will find its running layer also when it is recomputed."""
-    return function(keep_running_layer(run), *args, **options)
+    return function(forward_with_running_layer(run), *args, **options)
 
 
-def keep_running_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+def forward_with_running_layer(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's forward that sets the running layer at every call, as a recomputation needs it.
 
     `run` is a `partial` of the layer's keyword arguments. Without a shard among them those of the layer around it are

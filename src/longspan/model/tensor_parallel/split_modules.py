@@ -146,7 +146,8 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
     """Make the function that sums a linear's outputs over tp, and then adds its bias, as it is when called.
 
-    With `sequence_parallel` each rank gets its rows of the sum only, and the bias's gradient is summed over tp.
+    With `sequence_parallel` each rank gets its rows of the sum only, and the bias's gradient is summed over tp. `key`
+    is the world's.
     """
     total: Transform = (
         partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
@@ -209,7 +210,7 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
     """Replace the forward of experts: each rank runs them on its part of the T tokens, and gets all rows back.
 
     Tensors (T, …) are padded with zeros, expert 0 with weight 0. Without `sum_gradients`, what shards the parameters
-    must sum over tp.
+    must sum over tp. `key` is the world's.
     """
     if sum_gradients:
         sum_partial_gradients(experts, key)
@@ -227,7 +228,9 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 
 
 def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
-    """Return this rank's part of a tensor (rows, …), padded to a multiple of tp; anything else as it is."""
+    """Return this rank's part of a tensor (rows, …), padded to a multiple of tp; anything else as it is. `key` is the
+    world's.
+    """
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
     index, degree = tp_index_and_degree(key)

@@ -1,6 +1,6 @@
 """How a model that is on the meta device gets its weights: what `prepare` fills it with, and the filling.
 
-Sources are a folder's files (`folder.py`), drawn weights (`drawn_weights.py`), or nothing where a checkpoint follows.
+Sources are a folder's files (`folder_weights.py`), drawn weights (`drawn_weights.py`), or nothing, for a checkpoint.
 """
 
 import math

@@ -73,7 +73,7 @@ def folder_error_text(error: Exception, instead: str) -> str:
 
 
 def weight_files(folder: Path, *, quantized: bool = False) -> list[Path]:
-    """List a folder's files of weights, which may be in 4 or 8 bits if `quantized`.
+    """List a folder's files of weights, sorted; they may be in 4 or 8 bits if `quantized`.
 
     ModelError for none, quantized, missing or outside ones, and beside an adapter.
     """

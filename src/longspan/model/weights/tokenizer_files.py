@@ -41,7 +41,9 @@ def has_image_processor(folder: Path | None) -> bool:
 
 
 def vocabulary_files(folder: Path) -> list[str]:
-    """List the vocabulary files of a folder, of any kind of tokenizer; empty if it has no tokenizer."""
+    """List the vocabulary files of a folder, of any kind of tokenizer, by name in the order of VOCABULARIES; empty
+    if it has no tokenizer.
+    """
     return [name for name in VOCABULARIES if (folder / name).is_file()]
 
 
@@ -76,7 +78,10 @@ class RunFolderFiles:
 
 
 def read_stop_token_ids(folder: Path) -> set[int]:
-    """Read the ids at which a folder's model stops generating; an empty set without generation settings."""
+    """Read the ids at which a folder's model stops generating; an empty set without generation settings.
+
+    Raises DataError for a damaged file, and for ids that are none.
+    """
     file = folder / GENERATION
     if not file.is_file():
         return set()

@@ -111,7 +111,10 @@ class WeightWriter:
         self._bytes = 0
 
     def write_unit(self, unit: Mapping[str, Tensor]) -> None:
-        """Write the tensors of a layer, whole, or one outside the layers; names that came before are skipped."""
+        """Write the tensors of a layer, whole, or one outside the layers; names that came before are skipped.
+
+        Raises ModelError for a name or a shape that the configuration does not have.
+        """
         tensors = dict[str, Tensor]()
         for name, tensor in unit.items():
             if name in self._left_out:
@@ -131,7 +134,10 @@ class WeightWriter:
             self._file[self._rename(name)] = tensor.contiguous()
 
     def finish(self) -> WeightTotals:
-        """Write the last file, and the index if there are several; only now, being counted, files get their names."""
+        """Write the last file, and the index if there are several; only now, being counted, files get their names.
+
+        Raises ModelError for weights that never came.
+        """
         if self._to_come:
             raise ModelError(f"{len(self._to_come)} weights never came: {', '.join(sorted(self._to_come)[:4])}")
         self._write_file()

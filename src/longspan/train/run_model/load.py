@@ -14,7 +14,7 @@ from longspan.model.kinds import SCORE_HEADS
 from longspan.model.layers import MTP
 from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
-from longspan.train.run_model.depths import add_configured_depths
+from longspan.train.run_model.mtp import add_configured_mtp
 
 
 def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
@@ -62,7 +62,7 @@ def load_run_model(config: RunConfig, configuration: PreTrainedConfig, *, images
             return add_score_head(
                 load_model(model.path, config=configuration, **options), model.num_labels, seed=seed
             )
-    return add_configured_depths(config, load_model(model.path or None, config=configuration, **options))
+    return add_configured_mtp(config, load_model(model.path or None, config=configuration, **options))
 
 
 def make_model_without_weights(
@@ -70,7 +70,7 @@ def make_model_without_weights(
 ) -> PreTrainedModel:
     """Make a model of this configuration without weights: once it is prepared, a checkpoint fills them in."""
     model = load_model(config=configuration, dtype=config.model.dtype, sharded=True, images=images)
-    add_configured_depths(config, model, read=False)
+    add_configured_mtp(config, model, read=False)
     defer_to_checkpoint(model)
     return model
 

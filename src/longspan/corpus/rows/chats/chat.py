@@ -17,7 +17,7 @@ from longspan.corpus.rows.chats.infer_turns import TurnSpans, find_assistant_spa
 from longspan.corpus.rows.chats.turn_tokens import TurnTokens, find_turn_tokens
 from longspan.corpus.rows.media.placeholders import RowImages
 from longspan.corpus.rows.media.row_media import NOTHING_SHOWN, RowMedia, check_media_counts, kinds_of_parts
-from longspan.corpus.rows.messages import check_messages, learnt_messages, read_tools
+from longspan.corpus.rows.messages import checked_messages, learnt_messages, read_tools
 from longspan.corpus.rows.sample import RowSettings, Sample, count_inside_tokens
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message, read_variables
 from longspan.corpus.rows.values import RowError, check_strings, require_key
@@ -76,7 +76,7 @@ class ChatEncoding:
         in its texts, unless these are parsed.
         """
         tools = read_tools(values.get("tools"))
-        messages = check_messages(require_key(values, "messages"), images=self.images is not None)
+        messages = checked_messages(require_key(values, "messages"), images=self.images is not None)
         messages = self.template.fit_arguments(messages, tools)
         check_media_counts(kinds_of_parts(messages), media, "its messages")
         if not self.settings.parse_special_tokens:  # the rendering has special tokens, so its texts must have none
@@ -130,7 +130,10 @@ class ChatEncoding:
         return self.images.add_images(self._add_end_of_chat(sample, messages, learnt), expanded)
 
     def _add_end_of_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
-        """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens."""
+        """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens.
+
+        Raises RowError for an end that is no token, and where the template writes another one there.
+        """
         end = self.settings.end_of_chat
         engine = self.tokenizer.engine
         is_answer = len(messages) - 1 in learnt and not messages[-1].get("tool_calls")

@@ -104,7 +104,8 @@ def marked_spans(
 ) -> TurnSpans:
     """Return the template's own marks of the `learnt` messages as spans, and count what the rendering lacks.
 
-    A mark without a text belongs to the assistant's messages between the texts next to it.
+    A mark without a text belongs to the assistant's messages between the texts next to it. Raises RowError for a mark
+    around several messages of which some are not learnt.
     """
     answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
     all_learnt = answers == set(learnt)

@@ -64,7 +64,10 @@ def _locate_marks(
 
 
 def _locate_mark(rendered: str, mark: str, text: str, field: Field) -> list[int]:
-    """Return where `text` goes on as `rendered` does after the mark: one place, or [] if `rendered` lacks the mark."""
+    """Return where `text` goes on as `rendered` does after the mark: one place, or [] if `rendered` lacks the mark.
+
+    Raises RowError where what follows is another text with the mark.
+    """
     at = rendered.rfind(mark)
     if at < 0:
         return []

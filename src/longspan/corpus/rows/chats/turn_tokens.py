@@ -70,7 +70,7 @@ class TurnTokens:
         If a token that ends generation follows it directly, the turn ends after that one. The token must stand before
         `limit`, and no other turn may begin before it. Another special token ends the turn too, if nothing but blanks
         stands between that token and the next turn or the end of the text. The last turn of the text needs no token at
-        its end.
+        its end. Raises RowError where no token ends the turn.
         """
         tokens = list(self.any_token.finditer(text, start, limit))
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))

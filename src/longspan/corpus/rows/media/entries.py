@@ -21,6 +21,8 @@ def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
 
     >>> read_image_entry("a.png", "/data", "images[0]").path
     '/data/a.png'
+
+    Raises RowError for an entry that names or brings no image.
     """
     if isinstance(entry, dict):
         check_entry_keys(entry, ("bytes", "path"), name)
@@ -71,7 +73,10 @@ def _entry_path(entry: str, name: str) -> str:
 
 
 def _decode_base64(text: Any, name: str) -> bytes:
-    """Return the bytes that a text in base64 stands for; blanks in it are left out."""
+    """Return the bytes that a text in base64 stands for; blanks in it are left out.
+
+    Raises RowError, which calls it `name`, for another value.
+    """
     if not isinstance(text, str):
         raise RowError(f"{name} is {type_name(text)}; give base64 in a string")
     try:
@@ -114,7 +119,8 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
     """Return the time of each frame of a video in seconds, and the mean seconds from one to the next.
 
     An entry gives its frames a second, or a timestamp for each frame, or neither, which is FPS frames a second. A
-    single frame with a timestamp lasts as long as one at FPS.
+    single frame with a timestamp lasts as long as one at FPS. Raises RowError, which calls the entry `name`, for times
+    that are none or not of these frames.
     """
     rate = next((entry[key] for key in _RATES if entry.get(key) is not None), None)
     times = entry.get("timestamps")

@@ -112,7 +112,8 @@ class RowImages:
     def expand_placeholders(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
         """Replace placeholders in a text, one for each file in order, by what the processor writes for these.
 
-        `spans` of the text, in characters, move by as many as the placeholders before them grow.
+        `spans` of the text, in characters, move by as many as the placeholders before them grow. Raises RowError for
+        another number of placeholders than of files.
         """
         tokens = self._processor_tokens(videos=bool(media.videos))
         if media.videos:
@@ -181,7 +182,10 @@ class RowImages:
     def _place_images(
         self, ids: npt.NDArray[np.int64], kind: str, placeholder: int, shown: Sequence[Shown]
     ) -> Iterator[SampleImage]:
-        """Yield images, or groups of frames, with the places of their placeholders in a text's ids (n,)."""
+        """Yield images, or groups of frames, with the places of their placeholders in a text's ids (n,).
+
+        Raises RowError for another number of placeholders than the images have rows.
+        """
         places = np.flatnonzero(ids == placeholder)
         engine = self.tokenizer.set_parsing(True).engine
         counts = [engine.encode(m.text, add_special_tokens=False).ids.count(placeholder) for m in shown]
@@ -204,7 +208,10 @@ class RowImages:
     def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
-        """Yield a video's groups of frames; each has an equal share of its placeholders, at these places (n,)."""
+        """Yield a video's groups of frames; each has an equal share of its placeholders, at these places (n,).
+
+        Raises RowError where the groups cannot have equal shares.
+        """
         size = self._videos.frames_per_group
         groups, height, width = grid  # of patches
         if len(places) % groups:
@@ -220,7 +227,10 @@ class RowImages:
             yield SampleImage(*at, path, *stamp, frame=group * size, seconds=video.interval * size)
 
     def _process_size(self, kind: str, numbered_file: tuple[int, ImageFile | VideoFile], images: int) -> Shown:
-        """Ask the processor what it writes for a file; `images` is how many the row has."""
+        """Ask the processor what it writes for a file; `images` is how many the row has.
+
+        Raises RowError, naming the file, where that fails.
+        """
         number, file = numbered_file
         name = f"{kind}s[{number}]"
         try:

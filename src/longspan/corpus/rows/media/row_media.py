@@ -62,7 +62,10 @@ def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
 
 
 def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
-    """Read the media under keys of a row; relative paths begin in `folder`."""
+    """Read the media under keys of a row; relative paths begin in `folder`.
+
+    Raises RowError for keys that are not read, and for entries that are none.
+    """
     if values.get("video"):
         raise RowError('"video" is no key of a row; give "videos", a list of lists of frames')
     if audio := next((key for key in MEDIA_KEYS["audio"] if values.get(key)), None):
@@ -146,7 +149,8 @@ class _PartMedia:
     def _extract_from_part(self, part: Any, name: str) -> Any:
         """Return a bare part in place of one with media, which are added here, and any other part as it is.
 
-        A part of a medium that brings none names the row's next entry, and is counted.
+        A part of a medium that brings none names the row's next entry, and is counted. Raises RowError, which calls the
+        part `name`, for keys that its type has not, several media, and an image out of order.
         """
         if not isinstance(part, dict):
             return part

@@ -134,7 +134,7 @@ def stored_float8_weight(
     """Return a weight of float8 codes and one tensor of scales, of the weight, of rows, or of blocks.
 
     `blocks` lists how many rows and columns may share a scale (0: all); with `scale_dtype` products have the scales'
-    dtype, and float32 without.
+    dtype, and float32 without. Raises ModelError for scales of another shape.
     """
     codes = _checked_tensor(name, tensors, "F8_E4M3")
     (scales_name,) = tensors.keys() - {name}
@@ -178,7 +178,7 @@ class Int8(PackedFormat):
 
 
 def stored_int8_weight(name: str, tensors: Tensors) -> StoredWeight:
-    """Return a weight of int8 codes and its maxima, SCB."""
+    """Return a weight of int8 codes and its maxima, SCB. Raises ModelError for codes in the layout of a GPU."""
     prefix = name.removesuffix("weight")
     codes = _checked_tensor(name, tensors, "I8")
     rows, columns = tensor_shape(codes)
@@ -213,7 +213,10 @@ class MXFP4(PackedFormat):
 
 
 def stored_mxfp4_weight(name: str, tensors: Tensors) -> StoredWeight:
-    """Return experts' weights of blocks (experts, outputs, blocks, 16) and scales, which the model has transposed."""
+    """Return experts' weights of blocks (experts, outputs, blocks, 16) and scales, which the model has transposed.
+
+    Raises ModelError where the files have the whole weight too.
+    """
     if name in tensors:
         raise ModelError(f"the files hold {name} and {name}_blocks, which is the same in 4 bits; keep one of them")
     block = MXFP4_ROWS.block
@@ -236,7 +239,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
-    """Return a weight of codes that lie in a row, in a dtype of any size, its scales, and its state as JSON."""
+    """Return a weight of codes that lie in a row, in a dtype of any size, its scales, and its state as JSON.
+
+    Raises ModelError for a kind that is not read, and for damaged codes or states.
+    """
     (state_name,) = (key for key in tensors if key.startswith(f"{name}{_STATE}"))
     try:
         state: dict[str, Any] = json.loads(bytes(tensors[state_name][...].tolist()))
@@ -277,6 +283,8 @@ def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
 def _whole_scales(name: str, tensors: Tensors, state: Mapping[str, Any]) -> Tensor:
     """Return the scales of all blocks in float32; quantised ones are codes of values, with a maximum for each nested
     block.
+
+    Raises ModelError for tensors that are missing.
     """
     scales = tensors[f"{name}.absmax"][...]
     if "nested_offset" not in state:

@@ -12,7 +12,7 @@ from longspan.model.add_depths import add_mtp
 from longspan.model.mtp.published_names import count_depths
 
 
-def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:
+def add_configured_mtp(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:
     """Add the depths of [mtp] to the model, in place, if there are any; without `read` their weights come from a
     checkpoint.
 

@@ -110,7 +110,7 @@ class FolderWeights:
         self.unread: dict[str, str] = {}
         with ExitStack() as stack:
             slices = self._open_slices(stack)
-            self._recipes = self._find_recipes(slices)
+            self._recipes = self._make_recipes(slices)
             for name, recipe in self._recipes.items():
                 if recipe.converter is None:
                     tensor = slices[self._single_key(name)]  # of safetensors, or a Tensor
@@ -183,6 +183,8 @@ class FolderWeights:
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
         """Open the files until `stack` closes; return their tensors by the names of `rename`, joined where a join was
         given.
+
+        Raises ModelError, naming the folder, for tensors that cannot be joined.
         """
         tensors = open_tensors(self._files, stack)
         if self._join is not None:
@@ -192,10 +194,12 @@ class FolderWeights:
                 raise ModelError(f"{self._folder}: {error}") from error
         return {self._rename(name): tensor for name, tensor in tensors.items()}
 
-    def _find_recipes(self, slices: _Slices) -> dict[str, _ParameterRecipe]:
-        """Return what each parameter is made of, by the first of those that one conversion makes; note `unread`.
+    def _make_recipes(self, slices: _Slices) -> dict[str, _ParameterRecipe]:
+        """Return what each parameter is made of, by its name; fill `unread` with the file tensors that the model lacks.
 
-        A tied one in the files under its second name is under its first.
+        `slices` are keyed by the file tensors' names after `rename`, and are taken in natural order, so that experts
+        stay in order. A conversion that makes several parameters has one recipe, under the name of the first. A tied
+        parameter that the files have under its second name is under its first. Raises ModelError for quantized tensors.
         """
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
