@@ -26,8 +26,8 @@ from longspan.doctor.cases import (
     list_image_cases,
     list_type_cases,
 )
+from longspan.doctor.documents import no_video_reason
 from longspan.doctor.proof import Proof, ProofRanks, WorldOutcomes, proof_json, proof_text, run_proof
-from longspan.doctor.stock import no_video_reason
 from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, plural
 from longspan.model.exactness.small_copies import has_only_image_text_class, shrink_configuration
