@@ -1,6 +1,7 @@
 """Checks of what planners and plans have in common: counts, names, communication types, sizes of two levels.
 
-Each raises PlanError that names the value and what would do. What makes a whole plan sound is checked in `plan.py`.
+A `check_` raises PlanError that names the value and what would do; `heads_allow_degree` and `replace_argument_names`
+raise nothing. What makes a whole plan sound is checked in `plan.py`.
 """
 
 import math
