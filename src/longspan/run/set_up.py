@@ -38,7 +38,7 @@ from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.facts import Facts
-from longspan.resolve.kept_rows import keep_rows, read_kept_rows, set_rows
+from longspan.resolve.kept_rows import read_kept_rows, set_rows, write_kept_rows
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.run_cost import KEY, read_run_machine, set_node_size
 from longspan.resolve.ways import Way
@@ -389,7 +389,7 @@ def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
     kept_rows = read_kept_rows(config, ranks)
     resolved = resolve(set_rows(config, kept_rows.planned) if kept_rows else config, facts)
     if kept_rows is None:
-        keep_rows(config, int(resolved.config.context.max_tokens_per_slot), ranks)
+        write_kept_rows(config, int(resolved.config.context.max_tokens_per_slot), ranks)
     elif kept_rows.rows < kept_rows.planned:
         halved = resolve(set_rows(config, kept_rows.rows), replace(facts, budget=None))
         cost = Way(halved.config, facts).cost(resolved.memory)
