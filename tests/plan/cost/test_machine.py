@@ -65,7 +65,7 @@ def test_key_value_heads_are_sent_as_attention_deals_them() -> None:
 )
 def test_choices(members: Group, call: AttentionCall, node_size: int, expected: str) -> None:
     prices = H200.attention_seconds(members, call, node_size=node_size)
-    assert H200.fastest_type(members, call, node_size=node_size).name == expected, [*map(str, prices.values())]
+    assert H200.fastest_type_price(members, call, node_size=node_size).name == expected, [*map(str, prices.values())]
 
 
 @pytest.mark.parametrize(
