@@ -14,11 +14,11 @@ import numpy as np
 from longspan.layout import Layout
 from longspan.plan.check import check_choice
 from longspan.plan.dynamic.free import plan_free
+from longspan.plan.dynamic.free_slots import FreeSlots
 from longspan.plan.dynamic.lockstep import lockstep_seconds, make_micro_batch, plan_lockstep
 from longspan.plan.dynamic.problem import (
     MORE_MICRO_BATCHES,
     Floats,
-    FreeSlots,
     Ints,
     Problem,
     slots_in_parts,
