@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+from longspan.checkpoint.files import find_run_and_checkpoint
 from longspan.cli.flags import Word, parse_flags
 from longspan.errors import plural
-from longspan.evaluation.request import split_target
 from longspan.files import as_json
 
 
@@ -38,7 +38,7 @@ class ExportFlags:
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_flags(ExportFlags, argv, "longspan export")
-    run_dir, checkpoint = split_target(Path(flags.checkpoint))
+    run_dir, checkpoint = find_run_and_checkpoint(Path(flags.checkpoint))
     from longspan.checkpoint.export import export_checkpoint
 
     log = partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
