@@ -28,7 +28,7 @@ from longspan.data.run_epochs import most_step_tokens, set_epoch_steps, source_l
 from longspan.data.run_order import allow_sharing, forbid_sharing
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
-from longspan.evaluation.reference import compute_references, open_references
+from longspan.evaluation.reference import compute_references, read_references
 from longspan.files import read_json, write_atomically
 from longspan.model.load import torch_dtype
 from longspan.model.marks import find_language_model
@@ -373,14 +373,14 @@ def resolve_with_kept_rows(config: RunConfig, facts: Facts, world: World, log: L
 
     Where an earlier start has kept rows, they hold again. Entered by all ranks; the first decides.
     """
-    resolved = resolve_on_ranks(config, facts, world, log, decide=_resolve_or_take_kept)
+    resolved = resolve_on_ranks(config, facts, world, log, decide=_resolve_and_write_rows)
     kept_rows = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
     assert kept_rows is not None
     log(kept_rows.line)
     return resolved
 
 
-def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
+def _resolve_and_write_rows(config: RunConfig, facts: Facts) -> Resolved:
     """Resolve with the rows that the run's folder has, else choose rows and write them there; on the first rank.
 
     Memory is planned for the rows that were chosen at first, also where the run has halved them since.
@@ -417,7 +417,7 @@ def set_up(
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
     compared = data.list_reference_documents(config, done) if config.train.needs_reference else ()
-    has_references = open_references(compared, config, world) if compared else True
+    has_references = read_references(compared, config, world) if compared else True
     reads_checkpoint = checkpoint is not None and has_references
     model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
     if data.order.sharing is not None:
