@@ -67,7 +67,8 @@ class AsyncPlanner:
 
     def start(self, step: int) -> None:
         """Begin with the plans of this step and the next ones, without waiting for them. A step outside the window of
-        the last call voids all earlier requests: the run has jumped to it.
+        the last call voids all earlier requests: the run has jumped to it. Raises PlanError outside the `with` block,
+        and in a fork of the process that opened it.
         """
         step = check_count("step", step, least=0)
         if not self.ahead:
