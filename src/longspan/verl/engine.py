@@ -491,7 +491,9 @@ class LongspanEngine(BaseEngine):
         del_local_after_load: bool = True,
         **keywords: Any,
     ) -> None:
-        """Load what `save_checkpoint` wrote into `local_path`, which is kept."""
+        """Load what `save_checkpoint` wrote into `local_path`, which is kept. Raises CheckpointError for a folder that
+        holds none.
+        """
         if local_path is None:
             return
         _refuse_hdfs(hdfs_path)

@@ -218,7 +218,7 @@ class StepSettings:
 def make_settings(
     flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]
 ) -> StepSettings:
-    """Make the settings of the flags; impossible ones are refused before a process starts."""
+    """Make the settings of the flags. Raises a LongspanError for impossible ones, before a process starts."""
     gpu = backend != "gloo"
     planners = _choose_planners(flags, config)
     flags.check_flags()
@@ -295,7 +295,9 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
 
 
 def _read_timed_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
-    """Return the model's configuration, with the layers of --layers and positions for the longest document."""
+    """Return the model's configuration, with the layers of --layers and positions for the longest document. Raises
+    ConfigError for --layers beside weights.
+    """
     from longspan.train.run_model.load import read_model_configuration
     from longspan.train.run_model.rope_scaling import scale_positions
 

@@ -63,7 +63,9 @@ def _class_fault_text(kind: type[Optimizer]) -> str:
 
 
 def parse_optimizer_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Read the arguments of an optimizer's class, as `read_arguments` does, and check them."""
+    """Read the arguments of an optimizer's class, as `read_arguments` does, and check them. Raises ConfigError for one
+    that has a key of its own, or that the class does not take.
+    """
     arguments = read_arguments("optimizer.arguments", texts)
     for key in KEYS_OF_ARGUMENTS.keys() & arguments.keys():
         raise ConfigError(f"optimizer.arguments has {key}, which is {KEYS_OF_ARGUMENTS[key]}")
