@@ -1,6 +1,6 @@
 """Machine: what a device and its network sustain; the only place where prices of a machine stand.
 
-`Machine.cost` makes the `Cost` of a model on it, by the settings of a run; `Machine.attention_seconds` prices one call
+`Machine.cost` makes the `Cost` of a model on it, by the settings of a run; `Machine.attention_prices` prices one call
 of attention under every communication type, by which "auto" is resolved.
 """
 
@@ -145,7 +145,7 @@ class Machine:
 
     >>> machine = Machine.known("H200").with_link("across", bytes_per_second=2.65e9)
     >>> call = AttentionCall(heads=32, kv_heads=8, head_dim=128)
-    >>> prices = machine.attention_seconds(Group(tuple(range(8)), (0,), (131072,)), call, node_size=4)
+    >>> prices = machine.attention_prices(Group(tuple(range(8)), (0,), (131072,)), call, node_size=4)
     >>> min(prices, key=lambda kind: prices[kind].seconds)
     'a2a'
 
@@ -512,7 +512,7 @@ class Machine:
             network=network,
         )
 
-    def attention_seconds(
+    def attention_prices(
         self, group: Group, call: AttentionCall, *, node_size: int | None = None
     ) -> dict[str, TypePrice]:
         """Return the price of one layer's call for a group under all four types, whatever the group's own is; one that
@@ -540,7 +540,7 @@ class Machine:
         if group.degree == 1:
             return TypePrice(cp_comm_type="p2p", sizes=(1, 1), seconds=0.0, exposed=0.0)
         return min(
-            self.attention_seconds(group, call, node_size=node_size).values(), key=lambda price: price.seconds
+            self.attention_prices(group, call, node_size=node_size).values(), key=lambda price: price.seconds
         )
 
     def to_json(self) -> dict[str, Any]:
