@@ -24,7 +24,7 @@ from longspan.hf.ahead import (
     coefficients_agree,
     read_step_documents,
 )
-from longspan.hf.batch_entries import document_entries, move_to_device, write_counts
+from longspan.hf.batch_entries import counts_of_writes, document_entries, move_to_device
 from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import (
@@ -290,7 +290,7 @@ class StepsPart(StockTrainer):
         self._guessed_documents = [*self._guessed_documents, *step.documents]
         all_entries = [document_entries(moved) for _, moved in self._moved]
         self._facade.ahead = [
-            AheadBatch(entries, rows, OffsetValues(values, first), write_counts(entries))
+            AheadBatch(entries, rows, OffsetValues(values, first), counts_of_writes(entries))
             for entries, rows, first in zip(all_entries, step.rows, step.firsts, strict=True)
         ]
 
@@ -305,7 +305,7 @@ class StepsPart(StockTrainer):
         if not documents:
             return None
         shared, plan = self._plan_documents(self._facade.inner_model, documents, training=True)
-        versions = [write_counts(document_entries(batch)) for batch in batches]
+        versions = [counts_of_writes(document_entries(batch)) for batch in batches]
         return ComingStep(batches, rows, documents, shared, firsts, documents_digest(documents), plan, versions)
 
     def _prepare_next_step_and_wait(self) -> None:

@@ -112,7 +112,9 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
 
 
 def _follow_training(config: RunConfig) -> RunConfig:
-    """Set the planner "auto" of evaluations, and a padded degree 0, which is not compared, to training's."""
+    """Return the configuration in which evaluations with a planner "auto", or a padded degree 0, which is not compared,
+    have that of training.
+    """
     context = config.context
 
     def follow(entry: EvalConfig) -> EvalConfig:
