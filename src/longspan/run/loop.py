@@ -247,7 +247,7 @@ class _Loop:
             evaluated_step = saves.load_best() if saves.end_reason else done
             save_final_model(run)
             final = self.evaluations.evaluate_at_end(evaluated_step)
-            saves.keep_if_best(self.evaluations.take_new_rows())
+            saves.save_if_best(self.evaluations.take_new_rows())
             saves.remove_old_saves()
         return TrainResult(
             dir=run.dir,
@@ -276,7 +276,7 @@ class _Loop:
         with saves.save_before_errors():
             if 0 < run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
-                saves.keep_if_best(self.evaluations.take_new_rows())
+                saves.save_if_best(self.evaluations.take_new_rows())
                 is_over = saves.loses_patience(evaluated)
             while saves.done < settings.steps and not stopped and not is_over:
                 self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
@@ -303,7 +303,7 @@ class _Loop:
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
                     rows = self.evaluations.take_new_rows()
-                    saves.keep_if_best(rows)
+                    saves.save_if_best(rows)
                     is_over = bool(rows) and saves.loses_patience(evaluated)
                     if stopped or is_over:
                         saves.save_if_unsaved()
