@@ -141,8 +141,8 @@ def list_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple
 
 
 def list_contiguous_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple[Case, ...]:
-    """List cases in which a slot has consecutive rows, as state-space layers need; a2a only where its degree divides
-    the ranks.
+    """List the cases of a set, `name`, in which a slot has consecutive rows, as state-space layers need; a2a only where
+    its degree divides the ranks.
     """
     widest = min(4 if name == "whole" else 3, ranks)
     cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]

@@ -297,8 +297,8 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
 
 
 def _check_families(where: str, group: Group) -> None:
-    """Raise PlanError unless each document of a family stands behind its parent, with only descendants of the parent
-    between both (as `Group` says).
+    """Raise PlanError, beginning with `where`, unless each document of a family stands behind its parent, with only
+    descendants of the parent between both (as `Group` says).
     """
     parents = group.parents or ()
     if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:

@@ -339,7 +339,8 @@ def _time_more_steps(answer: Answer, facts: Facts) -> Answer:
 def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     """Compare the ways to run the documents of `facts`, and answer with the best, or with what is missing.
 
-    Raises ConfigError or PlanError where no way can be planned.
+    Raises ConfigError or PlanError where no way can be planned. `title` says in the answer, and in errors, what the
+    documents are.
     """
     config = run.config
     longest = facts.longest_document

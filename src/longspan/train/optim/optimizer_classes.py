@@ -76,7 +76,7 @@ def parse_optimizer_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]
 def check_optimizer_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that the optimizer's class does not take, and for a wrong value of a switch.
 
-    A switch is true, false or null. Other values are left to the class.
+    A switch is true, false or null. Other values are left to the class. `name` is that of the class in [optimizer].
     """
     kind = optimizer_class(name)
     parameters = inspect.signature(kind).parameters
