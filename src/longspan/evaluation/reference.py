@@ -62,7 +62,7 @@ def compute_references(
     log: LogLine,
     stopped: Callable[[], str] | None,
 ) -> None:
-    """Compute what the documents lack with the reference's weights, into `corpus.reference`, and keep it in files.
+    """Compute what the documents lack with the reference's weights, into `corpus.reference`, and write it to files.
 
     All ranks call it together, after `read_references`. Raises EvaluationStopped for a signal; what was computed before
     is kept.

@@ -164,7 +164,7 @@ class StepsPart(StockTrainer):
 
         The model's mode is restored. Raises CommError where ranks have other documents.
         """
-        self._compare_rows_on_ranks(documents)
+        self._check_same_documents(documents)
         prepared = facade.inner_model
         head = facade.head
         training = facade.inner_model.training
@@ -180,7 +180,7 @@ class StepsPart(StockTrainer):
         finally:
             prepared.train(training)  # the pass has put the model into evaluation mode
 
-    def _compare_rows_on_ranks(self, documents: list[Document], digest: str = "") -> None:
+    def _check_same_documents(self, documents: list[Document], digest: str = "") -> None:
         """Raise CommError, on every rank, where ranks have other documents; entered by all. `digest` is theirs, if
         known.
         """
@@ -389,7 +389,7 @@ class StepsPart(StockTrainer):
         `names` are further values to collect. `coming` has the plan of a step that was prepared. Notes the gradients'
         norm.
         """
-        self._compare_rows_on_ranks(documents, coming.digest if coming else "")
+        self._check_same_documents(documents, coming.digest if coming else "")
         facade = self._facade
         model = facade.inner_model
         shared, plan = (

@@ -95,7 +95,9 @@ class Evaluations:
             yield int(sum(entry.documents.lengths)), entry.config.every, at_end
 
     def _evaluate_set_at_end(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
-        """Held-out documents at 1, 2, 4, … and all slots too, as far as heads allow, under caps that hold them."""
+        """Yield the evaluation of a set at its configured degree, and then of held-out documents at 1, 2, 4, … and all
+        slots, as far as heads allow, under caps that hold them; None for one that a signal ended.
+        """
         choice = self.run.evaluation_choice(entry.config)
         first = self._evaluate_set(entry, choice, done)
         yield first

@@ -130,7 +130,8 @@ def set_up_model(
     *,
     resumed: bool,
 ) -> AnyModel:
-    """Load the run's model with a configuration that fits its data, keep its files, and prepare it.
+    """Load the run's model with a configuration that fits its data, write its files (`write_model_files`) into the
+    run's folder, and return it prepared; entered by all ranks.
 
     A `resumed` run reads no weights, as its checkpoint has them; under [lora] the base model is read.
     """
@@ -163,7 +164,9 @@ def set_up_model(
 
 
 def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
-    """Return the model's configuration for this vocabulary and the longest document; ConfigError for misfits."""
+    """Return the model's configuration for this vocabulary and the longest document; entered by all ranks. Raises
+    DataError for a token id without a row of the embedding, ConfigError for a document beyond the positions.
+    """
     vocabulary = data.corpus.manifest.tokenizer_size if config.data.tokenizer else config.data.vocab_size
     configuration = run_on_every_rank(world, lambda: read_model_configuration(config, vocabulary), ModelError)
     for corpus in (
@@ -369,7 +372,7 @@ def resolve_run(
 
 
 def resolve_with_kept_rows(config: RunConfig, facts: Facts, world: World, log: LogLine) -> Resolved:
-    """Resolve a configuration with rows of a slot that are "auto", and keep the rows in the run's folder.
+    """Resolve a configuration with rows of a slot that are "auto", and write the rows into the run's folder.
 
     Where an earlier start has kept rows, they hold again. Entered by all ranks; the first decides.
     """
