@@ -317,9 +317,9 @@ def _set_limits(
     *,
     gpu: bool,
 ) -> RunConfig:
-    """Set a cap of rows and a degree where flags give none. Documents listed by length are few and get no cap (0).
-    Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256 on CPUs; more where the
-    longest needs more on all slots. Sequences that are timed one by one get all slots.
+    """Return the configuration with a cap of rows and a degree where flags give none. Documents listed by length are
+    few and get no cap (0). Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256
+    on CPUs; more where the longest needs more on all slots. Sequences that are timed one by one get all slots.
     """
     context = config.context
     if context.max_tokens_per_slot == NOT_GIVEN:
