@@ -26,7 +26,9 @@ def read_prompts_of_run(run: TrainingRun) -> Sequence[Prompt]:
     every rank; all ranks call it, before the first step. Raises DataError for prompts that cannot be read, ModelError
     for a model of which there is no stock copy.
     """
-    StockCopy(run.model, run.world)  # for its check: it gathers no weights, and completions make one of their own
+    # For its check alone: it refuses a model that has no stock copy before the first step, and gathers no weights.
+    # Completions make a copy of their own, of the weights as they are then.
+    StockCopy(run.model, run.world)
     file = Path(run.config.evaluation.prompts)
 
     def read_prompts() -> list[Prompt]:
