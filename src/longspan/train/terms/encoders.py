@@ -1,7 +1,7 @@
 """The encoders' part of a step, as a term.
 
-An item is what an encoder reads for one place of a document, such as an image; a wave is the items that all ranks
-encode at once. `encoding.py` says how waves run, `waves_ahead.py` plans those of a coming step.
+An item, such as an image, takes places of a document, for which an encoder makes rows; a wave is one pass of an encoder
+over some of a step's items, on all ranks. `encoding.py` runs waves, `waves_ahead.py` plans those of a coming step.
 """
 
 from collections.abc import Sequence
