@@ -153,5 +153,5 @@ def _predict_layer(machine: Machine, kind: str, by: dict[str, Any]) -> float:
     slots = tuple(range(by["group"]["slots"]))
     documents = tuple(range(len(lengths)))
     group = Group(slots, documents, tuple(lengths), hierarchical_context_parallel_sizes=levels)
-    prices = machine.attention_seconds(group, AttentionCall(**by["attention"]), node_size=by.get("node_size", 8))
+    prices = machine.attention_prices(group, AttentionCall(**by["attention"]), node_size=by.get("node_size", 8))
     return max(by.get("host_seconds", 0.0), prices[kind].seconds)

@@ -297,7 +297,7 @@ def emulated_rows() -> Iterator[Row]:
     machine = Machine.known("H200").with_link("across", bytes_per_second=EMULATED_GBPS * 1e9)
     call = AttentionCall(heads=32, kv_heads=8, head_dim=128)
     for rows in EMULATED_ROWS:
-        price = machine.attention_seconds(Group(tuple(range(8)), (0,), (rows,)), call, node_size=4)["a2a"]
+        price = machine.attention_prices(Group(tuple(range(8)), (0,), (rows,)), call, node_size=4)["a2a"]
         flops = 3.5 * 4 * 32 * 128 * rows**2 / 2  # forward and backward of a causal document
         yield {
             "rows": rows,

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from longspan.comm import World
 from longspan.doctor import proof as proving, stock
 from longspan.doctor.cases import LENGTHS, Case, list_cases, list_contiguous_cases, plan_case
+from longspan.doctor.documents import draw_documents, make_image_documents, make_item_documents, no_video_reason
 from longspan.doctor.proof import CaseRun, Outcome, ProofRanks, Task, outcome_text, prove, run_proof
 from longspan.doctor.stock import (
     EXACT,
@@ -21,11 +22,7 @@ from longspan.doctor.stock import (
     compute_expected_answers,
     compute_in_float64,
     compute_stock_answer,
-    draw_documents,
     gradient_errors,
-    make_image_documents,
-    make_item_documents,
-    no_video_reason,
 )
 from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, LayoutError

@@ -17,7 +17,7 @@ import longspan
 from longspan import Layout, World
 from longspan.hf import ahead, steps, with_longspan
 from longspan.hf.ahead import AheadBatch, BatchesAhead, ComingStep, OffsetValues, read_step_documents
-from longspan.hf.batch_entries import document_entries, write_counts
+from longspan.hf.batch_entries import counts_of_writes, document_entries
 from longspan.hf.steps import CollectedTokens, documents_digest
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
@@ -58,7 +58,7 @@ def batch() -> dict[str, torch.Tensor]:
 def coming(batches: list[Any]) -> ComingStep:
     rows, documents, firsts = read_step_documents(batches, 4.0)
     plan = plan_fixed([len(d) for d in documents], Layout(1), cp=1, targets=4)
-    versions = [write_counts(document_entries(x)) for x in batches]
+    versions = [counts_of_writes(document_entries(x)) for x in batches]
     return ComingStep(batches, rows, documents, documents, firsts, documents_digest(documents), plan, versions)
 
 
@@ -73,7 +73,9 @@ def test_a_step_is_of_its_batches_until_they_are_written_to() -> None:
 
 def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to() -> None:
     called, values = batch(), OffsetValues(None, 0)  # pyright: ignore[reportArgumentType]
-    made = AheadBatch(document_entries(called), read_step_documents([called], 4.0)[0][0], values, write_counts(called))
+    made = AheadBatch(
+        document_entries(called), read_step_documents([called], 4.0)[0][0], values, counts_of_writes(called)
+    )
     assert made.matches(called) and made.has_same_tensors(called)
     assert made.matches(batch()) and not made.has_same_tensors(batch())
     assert not made.has_same_tensors(called | {"position_ids": torch.arange(3).expand(2, 3)})

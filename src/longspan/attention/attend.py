@@ -195,7 +195,7 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
         comm_type = "all_gather"  # queries and their indices stay where they are
     elif comm_type == "auto":
         world = world_of(shard.world_key)
-        fastest = world.machine.fastest_type(group, call.sizes, node_size=world.node_size)
+        fastest = world.machine.fastest_type_price(group, call.sizes, node_size=world.node_size)
         comm_type, sizes = fastest.cp_comm_type, fastest.sizes
     inner = group.degree if comm_type == "a2a" else 1
     if comm_type == "a2a+p2p":

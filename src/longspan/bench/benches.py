@@ -109,7 +109,9 @@ def origin_text(record: dict[str, Any]) -> str:
 
 
 def change_layer_count(configuration: "PreTrainedConfig", count: int) -> "PreTrainedConfig":
-    """Change a configuration to `count` layers, whose kinds (full attention, window) repeat in the model's order."""
+    """Give a configuration, in place, `count` layers, whose kinds (full attention, window) repeat in the model's order;
+    returns it.
+    """
     text = configuration.get_text_config()
     types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     text.num_hidden_layers = count

@@ -51,6 +51,20 @@ def step_of(path: Path) -> int:
     return int(digits) if digits.isdigit() and path.name.startswith("step-") else -1
 
 
+def find_run_and_checkpoint(target: Path) -> tuple[Path, Path | None]:
+    """Find the folder of the run that a path names, and the checkpoint where it names one (None: it names the run).
+    Raises CheckpointError where either is missing.
+    """
+    is_checkpoint = step_of(target) >= 0
+    run_dir = target.resolve().parent.parent if is_checkpoint else target
+    if not target.is_dir():
+        kind = "checkpoint" if is_checkpoint else "run"
+        raise CheckpointError(f"there is no {kind} {target}; give a run's folder, or RUN/checkpoints/step-NNNNNN")
+    if not (run_dir / "config.toml").is_file():
+        raise CheckpointError(f"{run_dir} is not the folder of a run: it has no config.toml")
+    return run_dir, target if is_checkpoint else None
+
+
 def create_partial_folder(partial: Path) -> None:
     """Create an empty folder to write a checkpoint into; what an interrupted save left is removed."""
     remove_folder(partial)

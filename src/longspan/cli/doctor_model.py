@@ -26,8 +26,8 @@ from longspan.doctor.cases import (
     list_image_cases,
     list_type_cases,
 )
+from longspan.doctor.documents import no_video_reason
 from longspan.doctor.proof import Proof, ProofRanks, WorldOutcomes, proof_json, proof_text, run_proof
-from longspan.doctor.stock import no_video_reason
 from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, plural
 from longspan.model.exactness.small_copies import has_only_image_text_class, shrink_configuration
@@ -94,7 +94,9 @@ def prove_model(
 
 
 def compare_preset(world: int, backend: Backend, timeout: float) -> Proof:
-    """Compare a Qwen3 of two layers at every degree and type, in two dtypes. CommError where ranks did not end well."""
+    """Compare a Qwen3 of two layers at every degree and type, in two dtypes. Raises CommError where ranks did not end
+    well.
+    """
     processes = next(_list_proof_processes(world, backend))
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
     cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from longspan import __version__
+from longspan.checkpoint.files import find_run_and_checkpoint
 from longspan.cli.flags import Word, parse_flags
 from longspan.errors import ConfigError, plural
-from longspan.evaluation.request import split_target
 from longspan.files import as_json
 from longspan.hub import check_push_access, push_folder
 
@@ -45,7 +45,7 @@ class ExportFlags:
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_flags(ExportFlags, argv, "longspan export")
-    run_dir, checkpoint = split_target(Path(flags.checkpoint))
+    run_dir, checkpoint = find_run_and_checkpoint(Path(flags.checkpoint))
     if flags.public and not flags.push:
         raise ConfigError("--public is given without --push; add --push ORG/NAME, or leave it out")
     if flags.push:

@@ -104,7 +104,7 @@ def _generate_on_rank(
         from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
         from longspan.corpus.rows.sample import Row
         from longspan.evaluation.completions import CompletionSettings, complete_prompts
-        from longspan.evaluation.load_saved import check_saved_weights, load_saved_model
+        from longspan.evaluation.load_saved import find_checked_weights, load_saved_model
         from longspan.plan.shape.positions import position_limit
 
     (subject,) = request.subjects
@@ -117,7 +117,7 @@ def _generate_on_rank(
         ProgressDisplay(0, sys.stderr if rank == 0 else None) as display,
         StopSignal() as stop,
     ):
-        checked = check_saved_weights(subject, request.tokenizer, world, display.log)
+        checked = find_checked_weights(subject, request.tokenizer, world, display.log)
 
         def read_prompts() -> list[Prompt]:
             of_file = read_prompt_rows(Path(flags.prompts)) if flags.prompts else []

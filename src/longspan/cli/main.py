@@ -114,7 +114,9 @@ def _escape_controls(text: str) -> str:
 
 
 def _run_verb(words: list[str]) -> int:
-    """Run the verb that the first word names, or print the list of verbs or the version; returns the exit code."""
+    """Run the verb that the first word names, or print the list of verbs or the version; returns the exit code. Raises
+    ConfigError for a verb that is not there.
+    """
     if not words or words[0] in ("-h", "--help", "--help-all", "help"):
         verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
         print(

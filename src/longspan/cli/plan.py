@@ -122,7 +122,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan_one_step(flags: PlanFlags) -> int:
-    """Plan a step of the documents that flags name, print the plan and draw it; returns the exit code."""
+    """Plan a step of the documents that flags name, print the plan and draw it; returns the exit code. Raises
+    ConfigError for a drawing that cannot be written.
+    """
     for path in flags.plot:
         if Path(path).suffix.lower() not in (".html", ".svg", ".png"):
             raise ConfigError(f"--plot {path}: a plan is drawn as .html, .svg or .png; give a name that ends so")
@@ -230,7 +232,8 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
 def plan_by_flags(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: PlanOptions) -> tuple[Plan, str]:
     """Plan these documents by the planner and degrees of flags, under `options`.
 
-    Also returns why the rows of a hybrid are dealt out as they are ("" for others).
+    Also returns why the rows of a hybrid are dealt out as they are ("" for others). Raises ConfigError for --cp beside
+    dynamic plans.
     """
     if flags.planner == "dynamic" and flags.cp:
         raise ConfigError(

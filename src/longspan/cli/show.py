@@ -31,9 +31,10 @@ _COLOURS = "\x1b[30;42m", "\x1b[0m"
 
 def show_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows of each source: tokens between dots, each run of targets marked, and both counts. A
-    row is shown as it is before it is cut or packed. A tokenizer that the run would train is trained, and not kept.
-    Raises DataError as the run does, also for a bad row unless data.on_bad_row is "skip", which is shown with its
-    reason.
+    row is shown as it is before it is cut or packed. At the end come the trees of families: the rows shown that begin
+    alike, where the run would compute their beginnings once. A tokenizer that the run would train is trained, and not
+    kept. Raises DataError as the run does, also for a bad row unless data.on_bad_row is "skip", which is shown with
+    its reason.
     """
     settings = CorpusSettings.for_run(config)
     data = config.data

@@ -100,7 +100,7 @@ def train_rank(
             import torch
 
             from longspan.comm import World
-            from longspan.resolve.kept_rows import halve_saved_rows, ran_short_of_memory
+            from longspan.resolve.kept_rows import halve_kept_rows, ran_short_of_memory
             from longspan.run.loop import train
             from longspan.run.progress import ProgressDisplay
     finally:
@@ -120,7 +120,7 @@ def train_rank(
             if config.context.max_tokens_per_slot != AUTO or not ran_short_of_memory(error):
                 raise
         if rank == 0:
-            halve_saved_rows(config)
+            halve_kept_rows(config)
         gc.collect()  # the model, its optimizer and their tensors are in cycles
         torch.cuda.empty_cache()
 

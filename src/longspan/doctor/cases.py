@@ -86,7 +86,9 @@ class Case:
         return self.tp * self.pp * self.ep
 
     def home(self, ranks: int) -> Layout:
-        """The home of this case over the largest number of these ranks that tp x pp x ep divides."""
+        """The home of this case over the largest number of these ranks that tp x pp x ep divides. Raises LayoutError
+        where there are too few ranks.
+        """
         multiple = self.rank_multiple
         if ranks < multiple:
             raise LayoutError(
@@ -97,9 +99,10 @@ class Case:
 
 
 def list_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple[Case, ...]:
-    """List the cases of a set over this number of ranks. "basic": FSDP2 at degrees 2 and 3 under
-    p2p, all_gather and full recomputation at 2, and a step of several micro-batches. "whole": every degree and type,
-    tp, pp, ep where they divide the ranks, losses of routers, evaluation at another degree and a dynamic plan.
+    """List the cases of a set over this number of ranks. "basic": FSDP2 at degrees 2 and 3 under p2p, all_gather and
+    full recomputation at 2, and a step of several micro-batches. "whole": every degree and type, tp, pp, ep where they
+    divide the ranks, losses of routers, evaluation at another degree and a dynamic plan. Raises ConfigError for another
+    set.
     """
     if name not in get_args(CaseSet):
         raise ConfigError(f"there is no set of cases {name!r}; use one of {', '.join(get_args(CaseSet))}")
@@ -138,8 +141,8 @@ def list_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple
 
 
 def list_contiguous_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple[Case, ...]:
-    """List cases in which a slot has consecutive rows, as state-space layers need; a2a only where its degree divides
-    the ranks.
+    """List the cases of a set, `name`, in which a slot has consecutive rows, as state-space layers need; a2a only where
+    its degree divides the ranks.
     """
     widest = min(4 if name == "whole" else 3, ranks)
     cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]

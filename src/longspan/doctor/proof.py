@@ -20,22 +20,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longspan.comm import World, run_local
 from longspan.doctor.cases import LENGTHS, Case, plan_case
+from longspan.doctor.documents import draw_documents, make_image_documents, make_item_documents
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
     Expected,
     ModelAnswer,
-    choose_every_expert,
     collect_gradients,
     compute_expected_answers,
     compute_in_float64,
-    draw_documents,
+    config_with_every_expert,
     error_text,
     errors_of_missing_gradients,
     gradient_errors,
     loss_error,
-    make_image_documents,
-    make_item_documents,
 )
 from longspan.doctor.which_model import register_class
 from longspan.errors import CommError, LongspanError, ModelError, plural
@@ -216,7 +214,7 @@ class CaseRun:
         self.mode: Callable[[], AbstractContextManager[Any]] = (
             compute_in_float64 if expected.in_float64 else nullcontext
         )
-        config = choose_every_expert(task.config) if expected.every_expert else task.config
+        config = config_with_every_expert(task.config) if expected.every_expert else task.config
         self.documents: Any = (
             make_item_documents(task.config, task.image_documents) if first.encoder else task.documents
         )

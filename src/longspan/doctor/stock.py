@@ -1,4 +1,4 @@
-"""What the cases of a proof should give: the stock model's answers to documents one by one, and tolerances.
+"""What the cases of a proof should give: the stock model's answers to documents one by one, tolerances, and errors.
 
 Its attention is transformers' eager one, the only one with every model's soft caps and sinks. In float64 the casts to
 float32 inside models are left out, on both sides of a comparison (`compute_in_float64`).
@@ -21,88 +21,20 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.data.document import Document
-from longspan.data.item_documents import MediaDocuments, items_at_placeholders
-from longspan.doctor.cases import IMAGES, LENGTHS, Case
+from longspan.doctor.cases import Case
+from longspan.doctor.documents import NO_LABEL, document_labels
 from longspan.errors import LongspanError, ModelError
 from longspan.model.exactness.image_documents import (
     TOKEN_KINDS,
     TrialDocument,
     make_stock_arguments,
-    make_trial_documents,
-    make_video_document,
-    ordinary_ids,
     token_kinds,
 )
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.multimodal.image_modules import refuse_model_without_images
-from longspan.model.multimodal.video_tokens import video_tokens
 from longspan.model.seams.chosen_keys.indexers import order_equal_scores
-from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.shape.model_shape import read_experts
-
-NO_LABEL = -100
-
-# ---- documents
-
-
-def draw_documents(config: PreTrainedConfig, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Draw documents of random token ids, without those that mean something to the model: padding, images."""
-    usual = np.array(ordinary_ids(config))
-    random = np.random.default_rng(0)
-    return [random.choice(usual, length) for length in lengths]
-
-
-def make_image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
-    """Make documents with images for a small configuration, LENGTHS tokens of text and IMAGES images each, and one with
-    videos if its model reads them. Raises ModelError if `prepare(encoder=…)` refuses the model.
-    """
-    model = make_tiny_model(config, torch.float32, images=True)
-    refuse_model_without_images(model)
-    image_trials = make_trial_documents(model, tuple(zip(LENGTHS, IMAGES, strict=True)))
-    return (*image_trials, *(() if no_video_reason(config) else (make_video_document(model),)))
-
-
-def no_video_reason(config: PreTrainedConfig) -> str:
-    """Return why no document of a small configuration has videos; "" where one has."""
-    try:
-        video_tokens(config)
-    except ModelError as error:
-        return str(error)
-    return ""
-
-
-def make_item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> MediaDocuments:
-    """Return the documents as `run_step` takes them, with images of all documents before frames of all videos."""
-    ids = [document.ids for document in documents]
-    of_images, of_videos = zip(*(_split_items(document, document.rows) for document in documents), strict=True)
-    items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
-    if any(of_videos):
-        items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
-    images = [x for kind in (0, 1) for document in documents for x in _split_items(document, document.images)[kind]]
-    tokens = [
-        Document(d.ids, loss_mask=np.arange(len(d.ids)) >= d.prefix) if d.prefix else d.ids for d in documents
-    ]
-    return MediaDocuments(tokens, items, images, lambda number: documents[number].positions)
-
-
-def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split what a document has for each item into that of its images and that of its videos' frames."""
-    groups = document.groups
-    return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
-
-
-def _document_labels(document: np.ndarray | TrialDocument) -> Tensor:
-    """Return what each token but the last predicts, (T − 1,): NO_LABEL for placeholders and a prefix that all tokens
-    see.
-    """
-    if not isinstance(document, TrialDocument):
-        return torch.from_numpy(document[1:])
-    not_predicted = document.at_images | (np.arange(len(document.ids)) < document.prefix)
-    return torch.from_numpy(np.where(not_predicted, NO_LABEL, document.ids)[1:])
-
 
 # ---- the stock model
 
@@ -194,7 +126,7 @@ def compute_stock_answer(
             for weight in model.parameters():  # times 1 + eps or 1 − eps
                 signs = torch.randint(2, weight.shape, generator=random) * 2 - 1
                 weight.mul_(1 + torch.finfo(weight.dtype).eps * signs.to(weight.dtype))
-    labels_of_documents = [_document_labels(document) for document in documents]
+    labels_of_documents = [document_labels(document) for document in documents]
     targets = sum(int((labels != NO_LABEL).sum()) for labels in labels_of_documents)
     losses = []
     router_logits = []
@@ -240,8 +172,10 @@ def make_stock_model(
     return model.train()
 
 
-def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy a configuration so that every row gets all experts of all groups; one without experts is returned itself."""
+def config_with_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a configuration in which every row gets all experts of all groups; one without experts is
+    returned itself.
+    """
     experts = read_experts(config.get_text_config()).of_layer
     copied_config = copy.deepcopy(config)
     text = copied_config.get_text_config()
@@ -403,7 +337,7 @@ def _compute_expected_answer(
     casts to float32 and EXACT; its attention is then "sdpa" in float64, as the eager one casts its softmax to float32.
     """
     if dtype not in EXACT:
-        every = config if every_expert is False else choose_every_expert(config)
+        every = config if every_expert is False else config_with_every_expert(config)
         try:
             exact = answer_of(every, weights=dtype, compute=torch.float32)
             rounded = answer_of(every, weights=dtype, compute=dtype)

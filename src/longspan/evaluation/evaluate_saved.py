@@ -35,9 +35,9 @@ from longspan.data.stream import ORDER_OF_SOURCES
 from longspan.errors import ConfigError, DataError
 from longspan.evaluation.fit_layout import Change, changes_line, fit_evaluation_plans, layout_changes
 from longspan.evaluation.live import evaluate
-from longspan.evaluation.load_saved import CheckedWeights, check_saved_weights, load_saved_model
+from longspan.evaluation.load_saved import CheckedWeights, find_checked_weights, load_saved_model
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
-from longspan.evaluation.reference import open_references
+from longspan.evaluation.reference import read_references
 from longspan.evaluation.request import EvalRequest
 from longspan.evaluation.saved_results import SetResult, SubjectResult
 from longspan.plan import Cost
@@ -71,7 +71,7 @@ def evaluate_saved(
         key = "evaluation.metrics"
         names = first.config.evaluation.metrics
     metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
-    checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
+    checked = [find_checked_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     _check_same_tokens(checked)
     if request.paths:
         sets = _build_sets(request, checked[0].tokenizer, world, log)
@@ -155,7 +155,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
 
 
 def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
-    """Build the corpus of one set in a new folder; errors name the flags in place of keys."""
+    """Build the corpus of one set in a new folder. Raises DataError that names the flags in place of keys."""
     try:
         folder.mkdir()
         files = settings.find_source_files(folder)
@@ -271,7 +271,7 @@ class _Evaluator:
                 if reason:
                     self.log(reason)
             loss = None
-            if fit.config.train.needs_reference and not open_references([documents], fit.config, self.world):
+            if fit.config.train.needs_reference and not read_references([documents], fit.config, self.world):
                 self.log(
                     "no log-probabilities of these documents by the reference model are kept: their loss is the cross "
                     "entropy of their answers"

@@ -40,7 +40,7 @@ class CheckedWeights:
     tokenizer: TextTokenizer
 
 
-def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
+def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
     """Find the weights of a subject, their configuration and their tokenizer (or that of the folder `tokenizer`).
 
     Entered by all ranks, which raise the same errors. No weight is read.
@@ -89,7 +89,8 @@ def load_saved_model(
 ) -> tuple[AnyModel, int]:
     """Load the prepared model with the weights; return the model, and the steps that trained it (0 for a folder).
 
-    `configuration` is the model's, with positions that may have been scaled. Entered by all ranks.
+    `configuration` is the model's, with positions that may have been scaled. Entered by all ranks. Raises
+    CheckpointError for documents with images and a checkpoint without encoders.
     """
     checkpoint = checked.checkpoint
     if checkpoint is None:
@@ -99,8 +100,8 @@ def load_saved_model(
         return prepare_run_model(config, world, model, training=False, images=images), 0
 
     def has_encoders() -> bool:
-        """Return whether the checkpoint has weights of encoders, by their names; CheckpointError if the documents need
-        some.
+        """Return whether the checkpoint has weights of encoders, by their names. Raises CheckpointError if the
+        documents need some.
         """
         names = [name for name in read_metadata(checkpoint).state_dict_metadata if name.startswith("model.")]
         weights = [name.removeprefix("model.") for name in names]

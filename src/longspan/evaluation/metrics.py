@@ -63,7 +63,7 @@ class Mean:
 
 
 def check_sum_and_count(name: str, answer: Any) -> tuple[Any, Any]:
-    """Return the answer of a metric, a pair (sum, count). Raises EvaluationError for any other answer."""
+    """Return the answer of the metric `name`, a pair (sum, count). Raises EvaluationError for any other answer."""
     if isinstance(answer, tuple) and len(answer) == 2 and all(map(_is_number, answer)):
         return answer
     if isinstance(answer, Tensor):
@@ -84,7 +84,9 @@ def check_metric_names(names: Iterable[str]) -> None:
 
 
 def check_columns(name: str, answer: Any, rows: int) -> Tensor:
-    """Return values and counts of n rows as one float64 tensor (2, n), 0 where nothing counts; or EvaluationError."""
+    """Return the values and counts that the metric of documents `name` gave for n rows, as one float64 tensor (2, n), 0
+    where nothing counts. Raises EvaluationError for any other answer.
+    """
     is_pair = isinstance(answer, tuple) and len(answer) == 2
     if is_pair and all(isinstance(x, Tensor) and x.shape == (rows,) for x in answer):
         values, counts = (column.double() for column in answer)
@@ -135,7 +137,9 @@ class EvaluationOptions:
 
 
 def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
-    """Load the metrics that a key of the configuration names, by the last part of their names."""
+    """Load the metrics that a key of the configuration names, by the last part of their names. Raises ConfigError for a
+    name of no function, and for two functions of one name.
+    """
     metrics = dict[str, Metric]()
     for dotted in names:
         module, _, name = dotted.rpartition(".")

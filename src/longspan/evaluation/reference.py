@@ -35,10 +35,11 @@ _STEPS = 16  # whose tokens are evaluated at a time
 _NEWS_SECONDS = 30.0
 
 
-def open_references(documents: Sequence[CorpusDocuments], config: RunConfig, world: World) -> bool:
-    """Give each corpus what is kept of its documents, NaN elsewhere; return whether all of `documents` have it.
+def read_references(documents: Sequence[CorpusDocuments], config: RunConfig, world: World) -> bool:
+    """Read into each corpus what files have of its documents, NaN elsewhere; return whether all of `documents` have it.
 
     Sets `corpus.reference` (documents of the corpus,), the same on every rank, which all enter. Nothing is computed.
+    Raises DataError, on every rank, where the disk refuses a file.
     """
     key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
 
@@ -61,9 +62,9 @@ def compute_references(
     log: LogLine,
     stopped: Callable[[], str] | None,
 ) -> None:
-    """Compute what the documents lack with the reference's weights, into `corpus.reference`, and keep it in files.
+    """Compute what the documents lack with the reference's weights, into `corpus.reference`, and write it to files.
 
-    All ranks call it together, after `open_references`. Raises EvaluationStopped for a signal; what was computed before
+    All ranks call it together, after `read_references`. Raises EvaluationStopped for a signal; what was computed before
     is kept.
     """
     key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)

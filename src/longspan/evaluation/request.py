@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checkpoint.files import step_of
+from longspan.checkpoint.files import find_run_and_checkpoint, step_of
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError
@@ -72,7 +72,7 @@ def find_saved_weights(target: str) -> SavedWeights:
     local = target if Path(target).parent.is_dir() else find_local_path(target, "the model", weights=True)
     path = Path(local)  # step_of gives −1 for a path that is not named as a checkpoint
     if step_of(path) >= 0 or not path.is_dir() or (path / "config.toml").is_file():
-        return SavedWeights(path, *split_target(path))
+        return SavedWeights(path, *find_run_and_checkpoint(path))
     if (path / "config.json").is_file():
         return SavedWeights(path)
     advice = "give RUN, RUN/checkpoints/step-NNNNNN, or a folder with config.json and safetensors"
@@ -80,18 +80,6 @@ def find_saved_weights(target: str) -> SavedWeights:
         f"{path} is neither the folder of a run (it has no config.toml) nor a Hugging Face folder (no config.json); "
         f"{adapter_folder_advice(path) or advice}"
     )
-
-
-def split_target(target: Path) -> tuple[Path, Path | None]:
-    """Split a target into the run's folder, and the checkpoint if it is one. Raises CheckpointError without a run."""
-    is_checkpoint = step_of(target) >= 0
-    run_dir = target.resolve().parent.parent if is_checkpoint else target
-    if not target.is_dir():
-        kind = "checkpoint" if is_checkpoint else "run"
-        raise CheckpointError(f"there is no {kind} {target}; give a run's folder, or RUN/checkpoints/step-NNNNNN")
-    if not (run_dir / "config.toml").is_file():
-        raise CheckpointError(f"{run_dir} is not the folder of a run: it has no config.toml")
-    return run_dir, target if is_checkpoint else None
 
 
 def parse_named_paths(words: Sequence[str]) -> dict[str, str]:

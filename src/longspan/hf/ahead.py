@@ -11,7 +11,7 @@ import torch
 
 from longspan.data.batch_documents import BatchDocuments
 from longspan.data.document import NO_TARGET, Document
-from longspan.hf.batch_entries import IGNORED, document_entries, read_documents_of_batch, write_counts
+from longspan.hf.batch_entries import IGNORED, counts_of_writes, document_entries, read_documents_of_batch
 from longspan.layout import Floats
 from longspan.plan import Plan
 from longspan.train import TokenLogProbs
@@ -35,7 +35,7 @@ class AheadBatch(NamedTuple):
     entries: Mapping[str, Any]  # by `document_entries`
     rows: BatchDocuments
     values: OffsetValues
-    versions: tuple[int, ...]  # of the entries, by `write_counts`
+    versions: tuple[int, ...]  # of the entries, by `counts_of_writes`
 
     def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:
         """Return whether a call has these very tensors and no others: its rows need no second reading."""
@@ -49,7 +49,7 @@ class AheadBatch(NamedTuple):
 
         Other tensors count as the same batch if all that decide its documents are equal.
         """
-        if write_counts(self.entries) != self.versions:
+        if counts_of_writes(self.entries) != self.versions:
             return False
         if self.has_same_tensors(batch):
             return True
@@ -119,7 +119,7 @@ class ComingStep:
     def has_batches(self, batches: Sequence[Any]) -> bool:
         """Return whether these are the step's batches, into which nothing was written since they were read."""
         return len(batches) == len(self.batches) and all(
-            batch is batch_read and write_counts(document_entries(batch)) == versions
+            batch is batch_read and counts_of_writes(document_entries(batch)) == versions
             for batch, batch_read, versions in zip(batches, self.batches, self.versions, strict=True)
         )
 

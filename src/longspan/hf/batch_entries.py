@@ -25,7 +25,7 @@ def document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: batch[name] for name in names if batch.get(name) is not None}
 
 
-def write_counts(entries: Mapping[str, Any]) -> tuple[int, ...]:
+def counts_of_writes(entries: Mapping[str, Any]) -> tuple[int, ...]:
     """Return how often each tensor was written to."""
     return tuple(getattr(x, "_version", 0) for x in entries.values())
 

@@ -45,7 +45,7 @@ class EvaluationPart(StockTrainer):
 
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
         """Return logits (length, V) of each document, on every rank; all enter."""
-        self._compare_rows_on_ranks(documents)
+        self._check_same_documents(documents)
         targets = sum(document.targets for document in documents)
         plan = cached_plan(self._choices[False], tuple(map(len, documents)), self.world.home, targets=targets)
         with torch.autocast(self.args.device.type, enabled=False):

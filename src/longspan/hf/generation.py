@@ -123,7 +123,7 @@ class GenerationPart(StockTrainer):
         return result
 
     def _token_values(self, facade: Any, documents: list[Document]) -> Any:
-        """Refuse a pass of the model while the first rank works alone; `StepsPart` computes the values."""
+        """Compute the values as `StepsPart` does. Raises ModelError while the first rank works alone."""
         if self._first_rank.is_working:
             raise ModelError(
                 "the model is called inside a reward, a rollout or _generate_single_turn, which longspan runs on the "

@@ -96,7 +96,7 @@ class OneProcess:
 
     def _patch_libraries(self) -> None:
         """Have accelerate and transformers take all ranks for one process, until `_close`; each change is noted for
-        that.
+        that. A stock trainer that is made meanwhile raises ConfigError.
         """
         PartialState._shared_state.update({"num_processes": 1, "distributed_type": DistributedType.NO})
         make_stock, save_stock = Trainer.__init__, Trainer.save_model
@@ -104,7 +104,7 @@ class OneProcess:
 
         @wraps(make_stock)  # constructors are asked for their signature
         def refuse_stock(trainer: Any, *args: Any, **keywords: Any) -> None:
-            """Make a trainer, but refuse a stock one, which would sum no gradients over the ranks."""
+            """Make a trainer. Raises ConfigError for a stock one, which would sum no gradients over the ranks."""
             if not hasattr(trainer, "longspan"):
                 raise ConfigError(
                     f"{type(trainer).__name__} is made while a longspan trainer is open, and would train on "

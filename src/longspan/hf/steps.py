@@ -24,7 +24,7 @@ from longspan.hf.ahead import (
     coefficients_agree,
     read_step_documents,
 )
-from longspan.hf.batch_entries import document_entries, move_to_device, write_counts
+from longspan.hf.batch_entries import counts_of_writes, document_entries, move_to_device
 from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import (
@@ -164,7 +164,7 @@ class StepsPart(StockTrainer):
 
         The model's mode is restored. Raises CommError where ranks have other documents.
         """
-        self._compare_rows_on_ranks(documents)
+        self._check_same_documents(documents)
         prepared = facade.inner_model
         head = facade.head
         training = facade.inner_model.training
@@ -180,7 +180,7 @@ class StepsPart(StockTrainer):
         finally:
             prepared.train(training)  # the pass has put the model into evaluation mode
 
-    def _compare_rows_on_ranks(self, documents: list[Document], digest: str = "") -> None:
+    def _check_same_documents(self, documents: list[Document], digest: str = "") -> None:
         """Raise CommError, on every rank, where ranks have other documents; entered by all. `digest` is theirs, if
         known.
         """
@@ -290,7 +290,7 @@ class StepsPart(StockTrainer):
         self._guessed_documents = [*self._guessed_documents, *step.documents]
         all_entries = [document_entries(moved) for _, moved in self._moved]
         self._facade.ahead = [
-            AheadBatch(entries, rows, OffsetValues(values, first), write_counts(entries))
+            AheadBatch(entries, rows, OffsetValues(values, first), counts_of_writes(entries))
             for entries, rows, first in zip(all_entries, step.rows, step.firsts, strict=True)
         ]
 
@@ -305,7 +305,7 @@ class StepsPart(StockTrainer):
         if not documents:
             return None
         shared, plan = self._plan_documents(self._facade.inner_model, documents, training=True)
-        versions = [write_counts(document_entries(batch)) for batch in batches]
+        versions = [counts_of_writes(document_entries(batch)) for batch in batches]
         return ComingStep(batches, rows, documents, shared, firsts, documents_digest(documents), plan, versions)
 
     def _prepare_next_step_and_wait(self) -> None:
@@ -389,7 +389,7 @@ class StepsPart(StockTrainer):
         `names` are further values to collect. `coming` has the plan of a step that was prepared. Notes the gradients'
         norm.
         """
-        self._compare_rows_on_ranks(documents, coming.digest if coming else "")
+        self._check_same_documents(documents, coming.digest if coming else "")
         facade = self._facade
         model = facade.inner_model
         shared, plan = (

@@ -140,7 +140,9 @@ def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def check_degree(name: str, value: object) -> int:
-    """Return a degree or count as a Python integer of at least 1; anything else raises LayoutError naming it."""
+    """Return a degree or count as a Python integer of at least 1. Raises LayoutError, which calls it `name`, for
+    anything else.
+    """
     degree = _as_integer(value)
     if degree is None or degree < 1:
         raise LayoutError(f"{name} is {value!r}; {name} is an integer of at least 1")

@@ -101,7 +101,9 @@ def _document_starts(lengths: tuple[int, ...]) -> Integers:
 
 
 def find_runs(member: int, rows: Iterable[int]) -> Integers:
-    """Find the runs of consecutive ids in a member's list of rows: (runs, 2), half-open (start, stop) in list order."""
+    """Find the runs of consecutive ids in a member's list of rows: (runs, 2), half-open (start, stop) in list order.
+    Raises LayoutError for rows that are not integers from 0; `member` is named in it.
+    """
     try:
         ids = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
     except TypeError as error:

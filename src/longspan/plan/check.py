@@ -1,6 +1,7 @@
 """Checks of what planners and plans have in common: counts, names, communication types, sizes of two levels.
 
-Each raises PlanError that names the value and what would do. What makes a whole plan sound is checked in `plan.py`.
+A `check_` raises PlanError that names the value and what would do; `heads_allow_degree` and `replace_argument_names`
+raise nothing. What makes a whole plan sound is checked in `plan.py`.
 """
 
 import math
@@ -33,14 +34,16 @@ def check_count(name: str, value: object, *, least: int = 1) -> int:
 
 
 def check_number(name: str, value: object, *, above_zero: bool = False) -> None:
-    """Raise PlanError unless the value is a finite number of at least 0, or above it."""
+    """Raise PlanError unless the value is a finite number of at least 0, or above it. `name` is what the error calls
+    it.
+    """
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not math.isfinite(number) or number < 0 or (above_zero and number == 0):
         raise PlanError(f"{name} is {value!r}; give a finite number {'above 0' if above_zero else 'of at least 0'}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise PlanError if the value is none of the choices."""
+    """Raise PlanError if the value is none of the choices. `name` is what the error calls it."""
     if value not in choices:
         raise PlanError(f"{name} is {value!r}; use one of {', '.join(choices)}")
 

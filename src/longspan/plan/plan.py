@@ -288,7 +288,7 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
         )
     check_choice(f"{where}: partition", group.partition, PARTITIONS)
     if group.parents is not None:
-        _check_parents(where, group)
+        _check_families(where, group)
     try:
         if "a2a+p2p" in check_comm_types(group.cp_comm_type):
             check_hierarchical_sizes(group.hierarchical_context_parallel_sizes, group.degree)
@@ -296,9 +296,9 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
         raise PlanError(f"{where}: {error}") from None
 
 
-def _check_parents(where: str, group: Group) -> None:
-    """Raise PlanError unless each document of a family stands behind its parent, with only descendants of the parent
-    between both (as `Group` says).
+def _check_families(where: str, group: Group) -> None:
+    """Raise PlanError, beginning with `where`, unless each document of a family stands behind its parent, with only
+    descendants of the parent between both (as `Group` says).
     """
     parents = group.parents or ()
     if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:

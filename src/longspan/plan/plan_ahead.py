@@ -67,7 +67,8 @@ class AsyncPlanner:
 
     def start(self, step: int) -> None:
         """Begin with the plans of this step and the next ones, without waiting for them. A step outside the window of
-        the last call voids all earlier requests: the run has jumped to it.
+        the last call voids all earlier requests: the run has jumped to it. Raises PlanError outside the `with` block,
+        and in a fork of the process that opened it.
         """
         step = check_count("step", step, least=0)
         if not self.ahead:
@@ -111,7 +112,9 @@ class AsyncPlanner:
         return None
 
     def close(self) -> None:
-        """End the planning process. In a fork of the process that opened it nothing happens."""
+        """End the planning process; plans that are made and not yet taken are lost. In a fork of the process that
+        opened it nothing happens.
+        """
         if self._worker is not None and os.getpid() == self._owner:
             for answer in self._answers.values():
                 answer.cancel()
@@ -176,7 +179,10 @@ def check_planner_result(plan: Any, step: int) -> Plan:
 
 
 def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
-    """Plan requested steps in order, in the planning process, until the owner ends it or is gone."""
+    """Plan requested steps in order, in the planning process, until the owner ends it or is gone. `connection` brings
+    (script, pickled planner) once and then steps, and takes a pickled plan or error for each; `parent` is the id of the
+    owner.
+    """
     global _serving
     _serving = True
     for number in SIGNALS:  # meant for the parent, which may want plans until it has stopped

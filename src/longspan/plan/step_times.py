@@ -345,7 +345,8 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
 def _least_seconds_of_document(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
     """A lower bound of one document's seconds, in a group of its own: the least over all degrees that the cap allows
     and all types of compute / degree + messages that show on ideal links, and one launch. Of states the latency alone
-    counts: their bytes depend on the group's other documents.
+    counts: their bytes depend on the group's other documents. Raises PlanError for a document that the widest group
+    cannot hold.
     """
     narrowest = 1 if cap is None else -(-length // cap)
     if narrowest > widest:

@@ -65,7 +65,7 @@ def loss_unit(run: RunFolder) -> str:
     return "mean of what is scored" if run.configured_value("model", "num_labels") else NATS
 
 
-def set_sections(run: RunFolder) -> Iterator[Part]:
+def sections_of_sets(run: RunFolder) -> Iterator[Part]:
     """Yield the curves and the last row of every set, if any has a name, and losses by position and by length. With a
     single set its first evaluation is shown too, so that the change over the run is seen.
     """

@@ -20,7 +20,7 @@ from longspan.report.evaluation_page import (
     degree_curves,
     degree_sections,
     loss_unit,
-    set_sections,
+    sections_of_sets,
 )
 from longspan.report.gantt import plan_part
 from longspan.report.page import (
@@ -437,7 +437,7 @@ RUN_SECTIONS: tuple[Callable[[RunFolder], Iterator[Part]], ...] = (
     card_sections,
     loss_sections,
     degree_sections,
-    set_sections,
+    sections_of_sets,
     completion_sections,
     plan_sections,
     step_sections,

@@ -71,7 +71,7 @@ class Facts:
     @cached_property
     def timed_steps(self) -> tuple[int, ...]:
         """The steps whose seconds are compared: of the whole run, so that one that is resumed chooses the same."""
-        return evenly(max(1, min(self.steps, MOST_STEPS)), TIMED_STEPS)
+        return evenly_spaced_numbers(max(1, min(self.steps, MOST_STEPS)), TIMED_STEPS)
 
     @cached_property
     def coming_steps(self) -> range:
@@ -136,7 +136,7 @@ class Facts:
         return choice.plan_documents(self.lengths(step), documents, self.home, targets=self.targets(step))
 
 
-def evenly(count: int, most: int) -> tuple[int, ...]:
-    """At most `most` numbers below `count`, evenly apart, the first one among them."""
+def evenly_spaced_numbers(count: int, most: int) -> tuple[int, ...]:
+    """Return at most `most` numbers below `count`, evenly apart, rising from 0."""
     most = min(count, most)
     return tuple(i * count // most for i in range(most))

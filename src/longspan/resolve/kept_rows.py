@@ -49,7 +49,9 @@ class SlotRows:
 
 
 def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
-    """Read the rows that an earlier start chose on as many ranks, under these keys; None if there are none."""
+    """Read the kept rows, which an earlier start chose on as many ranks under these keys; None if there are none.
+    Raises ConfigError for a damaged file.
+    """
     file = Path(config.run.dir) / FILE
     keys = keys_that_decide_rows(config)
     if not file.is_file():
@@ -61,8 +63,10 @@ def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
     return slot_rows if slot_rows.ranks == ranks and slot_rows.keys.items() >= keys.items() else None
 
 
-def keep_rows(config: RunConfig, rows: int, ranks: int) -> SlotRows:
-    """Keep the rows that were chosen for this configuration."""
+def write_kept_rows(config: RunConfig, rows: int, ranks: int) -> SlotRows:
+    """Write max_tokens_per_slot.json, with the rows that were chosen for this configuration, in the run's folder, and
+    return what it says; for the first rank.
+    """
     slot_rows = SlotRows(rows, rows, ranks, keys_that_decide_rows(config))
     write_atomically(Path(config.run.dir) / FILE, json.dumps(vars(slot_rows), indent=1))
     return slot_rows
@@ -75,8 +79,8 @@ def ran_short_of_memory(error: BaseException) -> bool:
     )
 
 
-def halve_saved_rows(config: RunConfig) -> None:
-    """Halve the rows that a run has kept in its folder; for the first rank."""
+def halve_kept_rows(config: RunConfig) -> None:
+    """Halve the kept rows, in their file; for the first rank. A run whose rows were not kept raises OSError."""
     file = Path(config.run.dir) / FILE
     multiple = plan_row_multiple(config.parallel)
     values = read_json(file)
@@ -85,7 +89,9 @@ def halve_saved_rows(config: RunConfig) -> None:
 
 
 def set_eval_rows_of_training(config: RunConfig) -> RunConfig:
-    """Put the rows that the run chose for training in place of "auto" of evaluation."""
+    """Return the configuration with the kept rows, which the run chose for training, in place of "auto" of evaluation.
+    Raises ConfigError where none are kept.
+    """
     if config.evaluation.max_tokens_per_slot != AUTO:
         return config
     file = Path(config.run.dir) / FILE
@@ -110,5 +116,5 @@ def keys_that_decide_rows(config: RunConfig) -> dict[str, Any]:
 
 
 def set_rows(config: RunConfig, rows: int) -> RunConfig:
-    """Give training, and evaluations with "auto", these rows of a slot."""
+    """Return the configuration in which training, and evaluations with "auto", have these rows of a slot."""
     return set_evaluation_rows(config.with_keys("context", max_tokens_per_slot=rows), rows)

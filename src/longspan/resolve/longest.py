@@ -28,7 +28,8 @@ def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
 
 def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     """Find the most tokens of one document that fit under one way (0: none), and return them with the way at their
-    rows.
+    rows. `way`: a configuration with the facts of its ranks, whose budget must be known. Its plans are fixed ones, at
+    the degree that it gives or over all slots.
     """
     facts = way.facts
     home = facts.home

@@ -55,14 +55,16 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
 
 
 def set_default_partition(config: RunConfig) -> RunConfig:
-    """Put "contiguous", which every model can have, in place of a partition "auto"."""
+    """Return the configuration with "contiguous", which every model can have, in place of a partition "auto"."""
     if config.context.partition == AUTO:
         config = config.with_keys("context", partition="contiguous")
     return config
 
 
 def _choose_fastest_partition(way: Way) -> PartitionChoice:
-    """Price the first PARTITION_STEPS steps under each partition and type that the widest degree allows."""
+    """Choose as `compare_partitions` does, by the first PARTITION_STEPS steps, under each partition and type that the
+    widest degree allows. Raises PlanError where none is possible.
+    """
     choice = way.choice
     facts = way.facts
     widest = choice.widest_degree(facts.home)
@@ -80,7 +82,9 @@ def _choose_fastest_partition(way: Way) -> PartitionChoice:
 
 
 def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
-    """Give evaluations of type "auto" that of training, but those whose degree is chosen later, or is not one alone."""
+    """Return the configuration in which evaluations of type "auto" have that of training, but those whose degree is
+    chosen later, or is not one alone.
+    """
     trained = PlannerConfig.training(config, heads=heads)
 
     def set_type(entry: EvalConfig) -> EvalConfig:
@@ -98,9 +102,10 @@ def compare_partitions(
     options: PlanOptions,
     partition: Literal["auto"] | PartitionKind = "auto",
 ) -> PartitionChoice:
-    """Price a hybrid's plans under each partition and type that comes into question; those that `partition` and
-    `options` name are kept. `seconds_of` makes a plan under the options of a way and returns its predicted seconds; a
-    way that it refuses with a LongspanError is left out. Raises PlanError where nothing is possible.
+    """Price a hybrid's plans under each partition and type that comes into question, and choose the first way that is
+    nearly as fast as the fastest; what `partition` and `options` name is kept. `seconds_of` makes a plan under the
+    options of a way and returns its predicted seconds; a way that it refuses with a LongspanError is left out. Raises
+    PlanError where nothing is possible.
     """
     seconds = dict[PlanOptions, float]()
     refused = dict[PlanOptions, str]()

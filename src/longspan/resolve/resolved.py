@@ -112,7 +112,9 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
 
 
 def _follow_training(config: RunConfig) -> RunConfig:
-    """Set the planner "auto" of evaluations, and a padded degree 0, which is not compared, to training's."""
+    """Return the configuration in which evaluations with a planner "auto", or a padded degree 0, which is not compared,
+    have that of training.
+    """
     context = config.context
 
     def follow(entry: EvalConfig) -> EvalConfig:
@@ -125,7 +127,9 @@ def _follow_training(config: RunConfig) -> RunConfig:
 
 
 def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
-    """Put these rows of a slot in place of "auto" of evaluations, which keep less of a row than training."""
+    """Return the configuration with these rows of a slot in place of "auto" of evaluations, which keep less of a row
+    than training.
+    """
     if config.evaluation.max_tokens_per_slot == AUTO:
         config = config.with_keys("evaluation", max_tokens_per_slot=rows)
     sets = (
@@ -181,7 +185,7 @@ def choose_degree(
 
 
 def _set_chosen_degree(entry: EvalConfig, choice: PlannerConfig) -> EvalConfig:
-    """Put the degree, type and levels of a choice in place of those of an evaluation."""
+    """Return an evaluation's settings with the degree, type and levels of a choice in place of its own."""
     types = choice.options.cp_comm_type
     sizes = choice.options.hierarchical_context_parallel_sizes
     return replace(

@@ -40,7 +40,9 @@ def run_machine(config: RunConfig, *, gpu: bool) -> Machine:
 
 
 def set_node_size(config: RunConfig, slots: int) -> RunConfig:
-    """Set how many slots a host of the world has, in place of "auto"; ConfigError for a key with another number."""
+    """Return the configuration with the slots that a host of the world has in place of "auto". Raises ConfigError for a
+    key with another number.
+    """
     number = config.context.node_size
     if number not in (AUTO, slots):
         raise ConfigError(

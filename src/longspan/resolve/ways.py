@@ -213,7 +213,7 @@ class Way:
 
 
 def set_usual_mode(config: RunConfig) -> RunConfig:
-    """Put lockstep in place of a mode "auto"."""
+    """Return the configuration with lockstep in place of a mode "auto"."""
     return config.with_keys("context", mode="lockstep") if config.context.mode == AUTO else config
 
 

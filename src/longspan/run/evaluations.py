@@ -1,47 +1,25 @@
 """The evaluations of a run: the sets that are due after a step, and their records."""
 
-import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import run_on_every_rank
 from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.keys import AUTO
-from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
-from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
-from longspan.errors import DataError, EvaluationStopped, ModelError, RunFolderError
-from longspan.evaluation.completions import CompletionSettings, complete_prompts
+from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
-from longspan.model.stock_copy import StockCopy
-from longspan.plan.shape.positions import position_limit
 from longspan.resolve.choice import PlannerConfig, degrees_to_compare, query_heads
 from longspan.run.progress import ProgressDisplay
+from longspan.run.prompts import PromptCompletions
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
 from longspan.train.training import loss_of_documents
-
-_SHOWN = 240  # characters of a completion in lines of the log
-
-
-def open_prompts(run: TrainingRun) -> Sequence[Prompt]:
-    """Read the prompts of `evaluation.prompts` with the run's tokenizer; all ranks call it, before the first step.
-
-    Raises DataError for prompts that cannot be read, ModelError for a model of which there is no stock copy.
-    """
-    StockCopy(run.model, run.world)
-    file = Path(run.config.evaluation.prompts)
-
-    def read_prompts() -> list[Prompt]:
-        return encode_prompts(read_prompt_rows(file), load_tokenizer(run.dir), position_limit(run.model.config))
-
-    return run_on_first_rank(run.world, read_prompts, DataError)
 
 
 @dataclass(frozen=True)
@@ -64,7 +42,7 @@ class Evaluations:
     display: ProgressDisplay
     records: Records
     stop: StopSignal
-    prompts: Sequence[Prompt] = ()
+    completions: PromptCompletions
     _recorded: list[dict[str, Any]] = field(default_factory=list)
 
     def take_new_rows(self) -> list[dict[str, Any]]:
@@ -84,7 +62,7 @@ class Evaluations:
             elif signal := signal_of_any_rank(self.run.world, self.stop.received):
                 return signal
         if is_due(done, self.run.config.evaluation.every):
-            self._complete_prompts(done)
+            self.completions.record_completions(done)
         return ""
 
     def evaluate_at_end(self, done: int) -> Final:
@@ -103,7 +81,7 @@ class Evaluations:
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
             (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
-        self._complete_prompts(done)
+        self.completions.record_completions(done)
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def list_work(self) -> Iterator[tuple[int, int, int]]:
@@ -117,7 +95,9 @@ class Evaluations:
             yield int(sum(entry.documents.lengths)), entry.config.every, at_end
 
     def _evaluate_set_at_end(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
-        """Held-out documents at 1, 2, 4, … and all slots too, as far as heads allow, under caps that hold them."""
+        """Yield the evaluation of a set at its configured degree, and then of held-out documents at 1, 2, 4, … and all
+        slots, as far as heads allow, under caps that hold them; None for one that a signal ended.
+        """
         choice = self.run.evaluation_choice(entry.config)
         first = self._evaluate_set(entry, choice, done)
         yield first
@@ -146,39 +126,6 @@ class Evaluations:
         except EvaluationStopped as stopped:
             self.display.log(str(stopped))
             return None
-
-    @cached_property
-    def _tokenizer(self) -> TextTokenizer:
-        return load_tokenizer(self.run.dir)
-
-    def _complete_prompts(self, done: int) -> None:
-        """Complete `evaluation.prompts`, unless it has been done after this step."""
-        run = self.run
-        completions = self.records.completions
-        if not self.prompts or run.world.control.broadcast_object(done in completions.steps):
-            return
-        self.display.begin_work("completions of prompts")
-        run.finish_update()
-        settings = CompletionSettings(
-            self._tokenizer,
-            run.dir,
-            run.config.evaluation.max_new_tokens,
-            seed=run.config.train.seed,
-            stopped=lambda: self.stop.received,
-        )
-        try:
-            written = complete_prompts(run.model, self.prompts, run.world, settings)
-        except ModelError as error:  # there is no room; every rank has it
-            self.display.log(f"prompts are not completed: {error}")
-            return
-        rows = [row._asdict() for row in written.rows]
-        if len(rows) < len(self.prompts):  # a signal came: it is made up for when the run goes on
-            return
-        run_on_every_rank(run.world, partial(completions.write_rows, done, rows), RunFolderError)
-        for row in written.rows:
-            rest = " …" if len(row.completion) > _SHOWN else ""
-            self.display.log(f"  {reprlib.repr(row.prompt)} -> {row.completion[:_SHOWN]!r}{rest}")
-        self.display.log(f"after step {done}: {written.cost}")
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
         """Return whether metrics.jsonl, of the first rank, has an evaluation of the set after `done` steps."""

@@ -26,13 +26,14 @@ from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.choice import plan_steps_ahead
 from longspan.run.checks import check_config
-from longspan.run.evaluations import Evaluations, Final, open_prompts
+from longspan.run.evaluations import Evaluations, Final
 from longspan.run.facts import TrainResult
 from longspan.run.free_disk import check_free_disk
 from longspan.run.lock import run_lock
 from longspan.run.loggers import logger_classes
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
+from longspan.run.prompts import PromptCompletions, read_prompts_of_run
 from longspan.run.records import Records, open_records, record_start_seconds, save_plan, write_facts
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, save_final_model
@@ -206,8 +207,10 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         )
         run = set_up(config, world, display.log, starts, stop.stop_reason)
         with open_records(run, classes, display.log) as records:
-            prompts = open_prompts(run) if config.evaluation.prompts else ()
-            evaluations = Evaluations(run, display, records, stop, prompts)
+            prompts = read_prompts_of_run(run) if config.evaluation.prompts else ()
+            evaluations = Evaluations(
+                run, display, records, stop, PromptCompletions(run, display, records, stop, prompts)
+            )
             display.set_length(run.config.train.steps, evaluations.list_work())
             result = _Loop(run, display, records, evaluations, starts).train(stop)
         write_facts(run, "summary.json", result.summary())
@@ -244,7 +247,7 @@ class _Loop:
             evaluated_step = saves.load_best() if saves.end_reason else done
             save_final_model(run)
             final = self.evaluations.evaluate_at_end(evaluated_step)
-            saves.keep_if_best(self.evaluations.take_new_rows())
+            saves.save_if_best(self.evaluations.take_new_rows())
             saves.remove_old_saves()
         return TrainResult(
             dir=run.dir,
@@ -273,7 +276,7 @@ class _Loop:
         with saves.save_before_errors():
             if 0 < run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
-                saves.keep_if_best(self.evaluations.take_new_rows())
+                saves.save_if_best(self.evaluations.take_new_rows())
                 is_over = saves.loses_patience(evaluated)
             while saves.done < settings.steps and not stopped and not is_over:
                 self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
@@ -300,7 +303,7 @@ class _Loop:
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
                     rows = self.evaluations.take_new_rows()
-                    saves.keep_if_best(rows)
+                    saves.save_if_best(rows)
                     is_over = bool(rows) and saves.loses_patience(evaluated)
                     if stopped or is_over:
                         saves.save_if_unsaved()

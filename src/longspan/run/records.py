@@ -90,7 +90,9 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
 
 
 def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
-    """Write a file of facts in the run's folder; all ranks call it together."""
+    """Write the first rank's values as a file, called `name`, in the run's folder; all ranks call it together. Raises
+    RunFolderError, on every rank, for what the disk refuses.
+    """
     write = partial(write_atomically, run.dir / name, as_json(values, indent=1))
     run_on_first_rank(run.world, write, RunFolderError)
 

@@ -291,6 +291,6 @@ class StepReader:
             documents = self._select_documents(step, plan)
             self._next = (step, documents, plan)
             if model is not None:
-                from longspan.train.terms.encoders import plan_waves_ahead
+                from longspan.train.terms.waves_ahead import plan_waves_ahead
 
                 plan_waves_ahead(model, plan, documents, depths=run.config.mtp.num_layers)

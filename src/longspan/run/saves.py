@@ -105,8 +105,11 @@ class Saves:
         if self.done > self._saved:
             self.save()
 
-    def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep this step's checkpoint if the `rows` of its evaluations have the best figure so far."""
+    def save_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Note this step as the best, and save its weights unless the last checkpoint has them, if the `rows` of its
+        evaluations have the best figure so far; all ranks call it with the same rows. Raises ConfigError where rows do
+        not name the figure.
+        """
         if self._best is None or not rows or not self._best.record_if_best(rows, self.done):
             return
         self.save_if_unsaved()

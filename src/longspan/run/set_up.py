@@ -28,7 +28,7 @@ from longspan.data.run_epochs import most_step_tokens, source_lines, with_epoch_
 from longspan.data.run_order import allow_sharing, forbid_sharing
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
-from longspan.evaluation.reference import compute_references, open_references
+from longspan.evaluation.reference import compute_references, read_references
 from longspan.files import read_json, write_atomically
 from longspan.model.load import torch_dtype
 from longspan.model.marks import find_language_model
@@ -38,7 +38,7 @@ from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.facts import Facts
-from longspan.resolve.kept_rows import keep_rows, read_kept_rows, set_rows
+from longspan.resolve.kept_rows import read_kept_rows, set_rows, write_kept_rows
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.run_cost import KEY, read_run_machine, set_node_size
 from longspan.resolve.ways import Way
@@ -130,7 +130,8 @@ def set_up_model(
     *,
     resumed: bool,
 ) -> AnyModel:
-    """Load the run's model with a configuration that fits its data, keep its files, and prepare it.
+    """Load the run's model with a configuration that fits its data, write its files (`write_model_files`) into the
+    run's folder, and return it prepared; entered by all ranks.
 
     A `resumed` run reads no weights, as its checkpoint has them; under [lora] the base model is read.
     """
@@ -163,7 +164,9 @@ def set_up_model(
 
 
 def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
-    """Return the model's configuration for this vocabulary and the longest document; ConfigError for misfits."""
+    """Return the model's configuration for this vocabulary and the longest document; entered by all ranks. Raises
+    DataError for a token id without a row of the embedding, ConfigError for a document beyond the positions.
+    """
     vocabulary = data.corpus.manifest.tokenizer_size if config.data.tokenizer else config.data.vocab_size
     configuration = run_on_every_rank(world, lambda: read_model_configuration(config, vocabulary), ModelError)
     for corpus in (
@@ -369,18 +372,18 @@ def resolve_run(
 
 
 def resolve_with_kept_rows(config: RunConfig, facts: Facts, world: World, log: LogLine) -> Resolved:
-    """Resolve a configuration with rows of a slot that are "auto", and keep the rows in the run's folder.
+    """Resolve a configuration with rows of a slot that are "auto", and write the rows into the run's folder.
 
     Where an earlier start has kept rows, they hold again. Entered by all ranks; the first decides.
     """
-    resolved = resolve_on_ranks(config, facts, world, log, decide=_resolve_or_take_kept)
+    resolved = resolve_on_ranks(config, facts, world, log, decide=_resolve_and_write_rows)
     kept_rows = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
     assert kept_rows is not None
     log(kept_rows.line)
     return resolved
 
 
-def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
+def _resolve_and_write_rows(config: RunConfig, facts: Facts) -> Resolved:
     """Resolve with the rows that the run's folder has, else choose rows and write them there; on the first rank.
 
     Memory is planned for the rows that were chosen at first, also where the run has halved them since.
@@ -389,7 +392,7 @@ def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
     kept_rows = read_kept_rows(config, ranks)
     resolved = resolve(set_rows(config, kept_rows.planned) if kept_rows else config, facts)
     if kept_rows is None:
-        keep_rows(config, int(resolved.config.context.max_tokens_per_slot), ranks)
+        write_kept_rows(config, int(resolved.config.context.max_tokens_per_slot), ranks)
     elif kept_rows.rows < kept_rows.planned:
         halved = resolve(set_rows(config, kept_rows.rows), replace(facts, budget=None))
         cost = Way(halved.config, facts).cost(resolved.memory)
@@ -417,7 +420,7 @@ def set_up(
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
     compared = data.list_reference_documents(config, done) if config.train.needs_reference else ()
-    has_references = open_references(compared, config, world) if compared else True
+    has_references = read_references(compared, config, world) if compared else True
     reads_checkpoint = checkpoint is not None and has_references
     model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
     if data.order.sharing is not None:

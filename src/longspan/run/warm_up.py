@@ -125,7 +125,9 @@ def make_plan_like(plan: Plan, batches: Sequence[MicroBatch]) -> Plan:
 
 
 def run_warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
-    """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans."""
+    """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans.
+    Raises SlotRowsError on a rank that runs out of memory.
+    """
     started = time.perf_counter()
     world = training.world
     coming = [*plans, *([evaluation] if evaluation else [])]

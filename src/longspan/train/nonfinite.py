@@ -37,7 +37,9 @@ def check_finite(
 ) -> None:
     """Raise NonFiniteError, on every rank, with names of parameters, where the loss or the norm is not finite.
 
-    `loss` is None in a caller's own loop; `nonfinite_inputs` names items for which this rank read something not finite.
+    All ranks call it before the update, with the same `norm` and `loss`: where one is not finite they gather what each
+    has, and a rank that saw other numbers would keep the rest waiting. `loss` is None in a caller's own loop;
+    `nonfinite_inputs` names items for which this rank read something not finite.
     """
     if math.isfinite(norm) and (loss is None or math.isfinite(loss)):
         return

@@ -168,7 +168,9 @@ class LongspanEngine(BaseEngine):
         self.to("cpu", model=offload, optimizer=self.is_optimizer_offload_enabled, grad=offload)
 
     def _load_model(self) -> Any:
-        """Return the model of `model.path`, with a new adapter if one is asked for, not yet prepared."""
+        """Return the model of `model.path`, with a new adapter if one is asked for, not yet prepared. Raises
+        ConfigError for a new adapter of a model that reads images.
+        """
         if (rank := self.model_config.lora_rank) > 0 and self._has_images:
             raise ConfigError(
                 f"model.lora_rank is {rank}, and {self.model_config.hf_config.model_type} reads images: an adapter's "
@@ -237,8 +239,10 @@ class LongspanEngine(BaseEngine):
             self._offloaded["optimizer"] = device == "cpu"
 
     @contextmanager
-    def _loaded(self) -> Iterator[None]:
-        """Have all on the device inside, and where it was afterwards."""
+    def _device_context(self) -> Iterator[None]:
+        """Return a context in which parameters and states are on the device; they go back to where they were at its
+        end, unless an error ends it.
+        """
         away = dict(self._offloaded)
         self.to(get_device_name(), **away, grad=False)
         yield
@@ -250,6 +254,7 @@ class LongspanEngine(BaseEngine):
         """Return documents whose common prefixes are apart, where all is exact then, and their plan.
 
         The bound of rows is the engine's, or verl's tokens per GPU of this batch. Documents with images stay whole.
+        Raises ConfigError where neither says how many.
         """
         settings = self.engine_config
         limit = settings.max_tokens_per_slot
@@ -471,7 +476,7 @@ class LongspanEngine(BaseEngine):
         """Write model, optimizer and schedule, on any number of ranks to be loaded; with "hf_model" stock weights."""
         _refuse_hdfs(hdfs_path)
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        with self._loaded():
+        with self._device_context():
             state = {"schedule": schedule}
             save_checkpoint(local_path, self.module, self.optimizer, self.world, step=global_step, state=state)
             if "hf_model" in self.checkpoint_config.save_contents:
@@ -491,7 +496,9 @@ class LongspanEngine(BaseEngine):
         del_local_after_load: bool = True,
         **keywords: Any,
     ) -> None:
-        """Load what `save_checkpoint` wrote into `local_path`, which is kept."""
+        """Load what `save_checkpoint` wrote into `local_path`, which is kept. Raises CheckpointError for a folder that
+        holds none.
+        """
         if local_path is None:
             return
         _refuse_hdfs(hdfs_path)
@@ -499,7 +506,7 @@ class LongspanEngine(BaseEngine):
             raise CheckpointError(
                 f"{local_path} holds no checkpoint of longspan's engine; give the folder of its save"
             )
-        with self._loaded():
+        with self._device_context():
             state = load_checkpoint(checkpoint, self.module, self.optimizer, self.world)
         if self.lr_scheduler is not None and state.get("schedule"):
             self.lr_scheduler.load_state_dict(state["schedule"])

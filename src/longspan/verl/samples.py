@@ -71,7 +71,9 @@ def read_samples(data: Any) -> Samples:
 
 
 def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
-    """Cut pixels of a sample into those of its images: (patches, size) by grids (images, 3), or (images, 3, H, W)."""
+    """Cut pixels of a sample into those of its images: (patches, size) by grids (images, 3), or (images, 3, H, W).
+    Raises DataError for other entries of images, and for patches that the grids do not count.
+    """
     tensors = {name: x for name, x in entry.items() if x is not None and name != "mm_token_type_ids"}  # as ids say
     if further := sorted(tensors.keys() - {"pixel_values", "image_grid_thw"}):
         raise DataError(

@@ -64,8 +64,8 @@ def test_key_value_heads_are_sent_as_attention_deals_them() -> None:
     ],
 )
 def test_choices(members: Group, call: AttentionCall, node_size: int, expected: str) -> None:
-    prices = H200.attention_seconds(members, call, node_size=node_size)
-    assert H200.fastest_type(members, call, node_size=node_size).name == expected, [*map(str, prices.values())]
+    prices = H200.attention_prices(members, call, node_size=node_size)
+    assert H200.fastest_type_price(members, call, node_size=node_size).name == expected, [*map(str, prices.values())]
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def test_contiguous_rows_are_as_slow_as_the_busiest_member(members: Group, call:
     machine = replace(H200, memory_bytes_per_second=1e20)  # nothing is merged or laid out
     computed: dict[str, dict[str, float]] = {}
     for partition in ("zigzag", "contiguous"):
-        prices = machine.attention_seconds(replace(members, partition=partition), call, node_size=8)
+        prices = machine.attention_prices(replace(members, partition=partition), call, node_size=8)
         computed[partition] = {kind: price.seconds - price.exposed for kind, price in prices.items()}
     ratios = {kind: computed["contiguous"][kind] / computed["zigzag"][kind] for kind in ("a2a", "p2p", "all_gather")}
     assert ratios == pytest.approx({"a2a": 1.0, "p2p": skew, "all_gather": skew}, rel=1e-3)
 
 
 def test_all_types_are_priced_whatever_the_groups_own() -> None:
-    prices = H200.attention_seconds(replace(group(6, 3000), cp_comm_type="a2a"), QWEN3_8B)
+    prices = H200.attention_prices(replace(group(6, 3000), cp_comm_type="a2a"), QWEN3_8B)
     assert set(prices) == {"p2p", "all_gather", "a2a", "a2a+p2p"}
     assert prices["a2a"].seconds == math.inf and prices["a2a"].impossible == "32 query heads do not divide by 6"
     assert prices["a2a+p2p"].sizes == (2, 3)
@@ -99,7 +99,7 @@ def test_the_cost_of_a_model_prices_groups_as_its_layers() -> None:
     cost, rows = SOCKETS.cost(CONFIG), 131072
     halves = SOCKETS.cost(CONFIG, CostSettings(tp=2))
     assert halves.linear_seconds == cost.linear_seconds / 2 and halves.network and halves.network.heads == 16
-    layers = SOCKETS.attention_seconds(group(8, rows), QWEN3_8B, node_size=4)
+    layers = SOCKETS.attention_prices(group(8, rows), QWEN3_8B, node_size=4)
     for kind, inner in (("p2p", 1), ("all_gather", 1), ("a2a", 1), ("a2a+p2p", 4)):
         seconds = float(cost.under(kind, inner).group_seconds(rows, rows**2, 8, False, together=4))
         assert seconds - cost.linear_seconds * rows / 8 == pytest.approx(36 * layers[kind].seconds, rel=1e-9)

@@ -5,7 +5,7 @@ import pytest
 from longspan import Plan, World, plan_dynamic, run_step
 from longspan.multimodal import MediaDocuments
 from longspan.testing import run_ranks
-from longspan.train.terms.encoders import plan_waves_ahead
+from longspan.train.terms.waves_ahead import plan_waves_ahead
 from tests.train.multimodal.cases import Case, few_pairs, pairs
 from tests.train.multimodal.documents import documents_of
 from tests.train.multimodal.oracle import LIMITS, answers_of, in_worlds, model_of, run, worst_of_ranks

@@ -16,12 +16,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import World, plan_dynamic, plan_fixed, plan_padded, prepare, run_step
 from longspan.comm import run_local
+from longspan.doctor.documents import draw_documents
 from longspan.doctor.stock import (
     ModelAnswer,
     collect_gradients,
     compute_in_float64,
     compute_stock_answer,
-    draw_documents,
     gradient_errors,
     loss_error,
 )

@@ -113,7 +113,9 @@ def make_training(settings: StepSettings, world: World) -> Training:
 
 
 def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Facts) -> Resolved:
-    """Rows and mode are those of the first planner, or the rows that a run has kept; memory suits all of them."""
+    """Decide what the configuration leaves open: rows and mode are those of the first planner, or the rows that a run
+    has kept; memory suits all planners.
+    """
     if config.context.max_tokens_per_slot == AUTO and (kept_rows := read_kept_rows(config, len(facts.home.ranks))):
         config = set_rows(config, kept_rows.rows)
     resolved = resolve(config.with_keys("context", planner=planners[0]), facts)
@@ -196,7 +198,9 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
 
 
 def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
-    """The first rank writes the record with its newest row, so that rows survive an interruption."""
+    """Write the record with its newest row, so that rows survive an interruption, and say the row; the first rank alone
+    does.
+    """
     if rank:
         return
     write_record(record, settings.out)

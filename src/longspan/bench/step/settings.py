@@ -218,7 +218,7 @@ class StepSettings:
 def make_settings(
     flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]
 ) -> StepSettings:
-    """Make the settings of the flags; impossible ones are refused before a process starts."""
+    """Make the settings of the flags. Raises a LongspanError for impossible ones, before a process starts."""
     gpu = backend != "gloo"
     planners = _choose_planners(flags, config)
     flags.check_flags()
@@ -295,7 +295,9 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
 
 
 def _read_timed_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
-    """Return the model's configuration, with the layers of --layers and positions for the longest document."""
+    """Return the model's configuration, with the layers of --layers and positions for the longest document. Raises
+    ConfigError for --layers beside weights.
+    """
     from longspan.train.run_model.load import read_model_configuration
     from longspan.train.run_model.rope_scaling import scale_positions
 
@@ -315,9 +317,9 @@ def _set_limits(
     *,
     gpu: bool,
 ) -> RunConfig:
-    """Set a cap of rows and a degree where flags give none. Documents listed by length are few and get no cap (0).
-    Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256 on CPUs; more where the
-    longest needs more on all slots. Sequences that are timed one by one get all slots.
+    """Return the configuration with a cap of rows and a degree where flags give none. Documents listed by length are
+    few and get no cap (0). Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256
+    on CPUs; more where the longest needs more on all slots. Sequences that are timed one by one get all slots.
     """
     context = config.context
     if context.max_tokens_per_slot == NOT_GIVEN:

@@ -31,7 +31,7 @@ from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflo
 from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_rows
-from longspan.resolve.facts import Facts, evenly
+from longspan.resolve.facts import Facts, evenly_spaced_numbers
 from longspan.resolve.longest import find_longest
 from longspan.resolve.partition import choose_partition
 from longspan.resolve.resolved import Reasons, settle
@@ -250,7 +250,9 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
 
 
 def _leave_open(config: RunConfig, question: Question) -> RunConfig:
-    """Set planner, degree and rows to "auto" where a question does not give them, also where a run's default is one."""
+    """Return the configuration with planner and rows "auto" and degree 0 where a question does not give them, also
+    where a run's default is another.
+    """
     context = config.context
     gives = question.gives_any
     keys = dict[str, Any]()
@@ -319,7 +321,7 @@ def _time_more_steps(answer: Answer, facts: Facts) -> Answer:
         return answer
     sampled = len(fitting[0].plans)
     if all(fit.way.choice.has_one_degree for fit in fitting):
-        sample = evenly(facts.steps, PRICED)
+        sample = evenly_spaced_numbers(facts.steps, PRICED)
         sampled = len(sample)
         for i, fit in enumerate(fitting):
             plans = tuple(fit.way.plan_steps(sample))
@@ -337,7 +339,8 @@ def _time_more_steps(answer: Answer, facts: Facts) -> Answer:
 def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     """Compare the ways to run the documents of `facts`, and answer with the best, or with what is missing.
 
-    Raises ConfigError or PlanError where no way can be planned.
+    Raises ConfigError or PlanError where no way can be planned. `title` says in the answer, and in errors, what the
+    documents are.
     """
     config = run.config
     longest = facts.longest_document

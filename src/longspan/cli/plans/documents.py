@@ -46,7 +46,7 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
         texts = _estimate_texts(config, log)
         lengths = np.concatenate(texts)
         order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(texts)), [*map(len, texts)]))
-        documents = _describe_documents(run, order, lengths, log)
+        documents = _planned_documents(run, order, lengths, log)
         yield replace(documents, line=f"{documents.line}; estimated")
         return
     from longspan.corpus.recipe import CorpusSettings
@@ -60,7 +60,7 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
         allow_sharing(config, order, corpus, log)
         rows = corpus.image_share
         lengths = np.asarray(corpus.lengths)
-        yield _describe_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
+        yield _planned_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
 
 
 def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
@@ -87,7 +87,7 @@ def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
     return texts
 
 
-def _describe_documents(
+def _planned_documents(
     run: GpuRun,
     order: StepOrder,
     lengths: npt.NDArray[Any],

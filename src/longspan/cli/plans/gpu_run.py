@@ -101,7 +101,9 @@ class GpuRun:
 
 
 def choose_position_scaling(config: RunConfig, model: Any, longest: int) -> RunConfig:
-    """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
+    """Return the configuration with model.rope_scaling "yarn" where a document needs it, the key is not given, and the
+    model can be scaled.
+    """
     limit = position_limit(model)
     if limit is None or longest <= limit or config.model.rope_scaling or not can_scale_positions(model):
         return config

@@ -45,7 +45,8 @@ class Gpus:
 
 def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     """Read the GPUs that flags name; `run_machine` is the key run.machine. The speed is that of run.machine or of
-    --tflops, else that of --gpu; with only --gpu-bytes that of an H200.
+    --tflops, else that of --gpu; with only --gpu-bytes that of an H200. Raises ConfigError for a number of bytes or a
+    speed that is impossible, or not known.
     """
     check_flags_at_least(flags, gpus=1, gpu_bytes=0, host_bytes=0)
     for name, size in (("gpu-bytes", flags.gpu_bytes), ("host-bytes", flags.host_bytes)):

@@ -56,7 +56,9 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
 
 
 def read_json_lengths(path: str) -> tuple[int, ...]:
-    """Read lengths from a JSON list, or the "lengths" of an object such as a plan; "-" is standard input."""
+    """Read lengths from a JSON list, or the "lengths" of an object such as a plan; "-" is standard input. Raises
+    ConfigError for a file that cannot be read or has no lengths.
+    """
     try:
         value = parse_json(sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -162,7 +162,9 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
 
 
 def find_document_source(flags: GpuFlags, question: Question) -> str:
-    """Find which documents are asked about: "longest", "data", or the flag of their lengths, such as "same"."""
+    """Find which documents are asked about: "longest", "data", or the flag of their lengths, such as "same". Raises
+    ConfigError where flags name none, or several.
+    """
     sources = [name for name in ("lengths", "same", "distribution") if getattr(flags, name)]
     sources += ["data"] * question.gives_any("data.path")
     if flags.longest and sources:

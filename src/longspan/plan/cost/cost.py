@@ -421,7 +421,7 @@ class Cost:
         """
         degree = _float_array(degree)
         types = ("p2p", "all_gather") if self.cp_comm_type == "auto" else (self.cp_comm_type,)
-        least = np.min([_latency_seconds(self, kind, degree) for kind in types], axis=0)
+        least = np.min([_message_latency_of_type(self, kind, degree) for kind in types], axis=0)
         return least + (self.states.step_seconds * (degree > 1) if self.states else 0.0)
 
     def with_closing(
@@ -595,11 +595,14 @@ def attention_and_message_seconds(cost: Cost, rows: PricedRows) -> tuple[Floats,
     if not (rows.degree > 1).any():  # groups of one slot send nothing
         return computed, np.zeros_like(computed)
     shown = _shown_seconds_on_network if cost.network else _shown_seconds_on_ideal_links
-    return computed, shown(cost, rows, around, computed) + _latency_seconds(cost, cost.cp_comm_type, rows.degree)
+    return computed, shown(cost, rows, around, computed) + _message_latency_of_type(
+        cost, cost.cp_comm_type, rows.degree
+    )
 
 
-def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
-    """Return the seconds that messages of this type take however few rows they carry. A ring of r members has r − 1
+def _message_latency_of_type(cost: Cost, kind: str, degree: Floats) -> Floats:
+    """Return the seconds that attention's messages of one type, `kind`, take however few rows they carry: what
+    `Cost.latency_seconds` compares, without state-space layers. A ring of r members has r − 1
     steps, a gather one, and an exchange of heads one more. On ideal links each takes `ring_step_seconds`. On measured
     links each is several messages of `step_seconds` in every layer: a step's block goes round in both passes, and its
     gradients in backward; an exchange goes there and back.

@@ -1,6 +1,6 @@
 """Machine: what a device and its network sustain; the only place where prices of a machine stand.
 
-`Machine.cost` makes the `Cost` of a model on it, by the settings of a run; `Machine.attention_seconds` prices one call
+`Machine.cost` makes the `Cost` of a model on it, by the settings of a run; `Machine.attention_prices` prices one call
 of attention under every communication type, by which "auto" is resolved.
 """
 
@@ -145,7 +145,7 @@ class Machine:
 
     >>> machine = Machine.known("H200").with_link("across", bytes_per_second=2.65e9)
     >>> call = AttentionCall(heads=32, kv_heads=8, head_dim=128)
-    >>> prices = machine.attention_seconds(Group(tuple(range(8)), (0,), (131072,)), call, node_size=4)
+    >>> prices = machine.attention_prices(Group(tuple(range(8)), (0,), (131072,)), call, node_size=4)
     >>> min(prices, key=lambda kind: prices[kind].seconds)
     'a2a'
 
@@ -512,11 +512,12 @@ class Machine:
             network=network,
         )
 
-    def attention_seconds(
+    def attention_prices(
         self, group: Group, call: AttentionCall, *, node_size: int | None = None
     ) -> dict[str, TypePrice]:
-        """Return the price of one layer's call for a group under all four types, whatever the group's own is. Hosts
-        have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
+        """Return the price of one layer's call for a group under all four types, whatever the group's own is; one that
+        the heads forbid takes infinite seconds. Hosts have `node_size` slots (None: the machine's). Of a2a+p2p the
+        group's sizes count, or the fastest pair.
         """
         # A model of one layer with nothing but this call.
         width = call.head_dim + (call.value_dim or call.head_dim)  # of a key and a value together
@@ -532,12 +533,14 @@ class Machine:
         cost = cost if call.passes == "both" else cost.forward_only()
         return price_types(cost, group, call, node_size or self.node_size)
 
-    def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
-        """Return the price of the type that takes least time, which "auto" stands for; p2p takes any heads."""
+    def fastest_type_price(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
+        """Return the price of one layer's call under the type that takes least time, which "auto" stands for. That is
+        never a type that the heads forbid, whose seconds are infinite: p2p takes any heads.
+        """
         if group.degree == 1:
-            return TypePrice("p2p", (1, 1), 0.0, 0.0)
+            return TypePrice(cp_comm_type="p2p", sizes=(1, 1), seconds=0.0, exposed=0.0)
         return min(
-            self.attention_seconds(group, call, node_size=node_size).values(), key=lambda price: price.seconds
+            self.attention_prices(group, call, node_size=node_size).values(), key=lambda price: price.seconds
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -87,7 +87,8 @@ def price_types(cost: Cost, group: Group, call: AttentionCall, node_size: int) -
 def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: AttentionCall, together: int) -> TypePrice:
     """Price a call under one type, of whose group `inner` members exchange heads and `together` members at least share
     a host. A kernel's typical document has Σ n² / Σ n rows, or those of a chunk if that is shorter. Under a narrow
-    window or chunk a ring sends only what its members see.
+    window or chunk a ring sends only what its members see. `kind` is the type; it may be impossible, as `price_types`
+    says.
     """
     degree = group.degree
     laid_out = group.laid_out

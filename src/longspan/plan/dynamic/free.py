@@ -113,17 +113,17 @@ class _Queues:
         queue = int(ends.argmin())
         is_pack = len(self.problem.documents[item]) > 1 and not self.problem.families[item]
         if ends[queue] > goal and not is_pack:
-            queues, end = self._choose_slots(item, goal)
+            queues, end = self._choose_queues(item, goal)
             if queues is not None and end < ends[queue]:
                 self._make_group(item, queues)
                 return
         self.end[queue] = ends[queue]
         self.items[queue].append(item)
 
-    def _choose_slots(self, item: int, goal: float) -> tuple[Ints | None, float]:
-        """Return the fewest queues that end a document by the goal, or those that end it earliest, and when that is;
-        None where no number of queues makes a degree. A long group follows the last one of its queues, and what a queue
-        works on alone comes after its long groups.
+    def _choose_queues(self, item: int, goal: float) -> tuple[Ints | None, float]:
+        """Return 2 to MOST_QUEUES of the queues that end first, and when they end a document: the fewest that end it by
+        the goal, or those that end it earliest. None where no number of them makes a degree. A long group follows the
+        last one of its queues, and what a queue works on alone comes after its long groups.
         """
         best = None
         earliest = np.inf

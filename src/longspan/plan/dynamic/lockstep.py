@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.plan.dynamic.free_slots import FreeSlots
 from longspan.plan.dynamic.problem import (
     MORE_MICRO_BATCHES,
     Floats,
-    FreeSlots,
     Ints,
     Parts,
     Problem,
@@ -413,7 +413,7 @@ class _Placing:
                 if degree > free.total:
                     continue
                 if (in_block if free.smallest_fit(degree) else across)[row][m] <= self.durations[m]:
-                    self._take_slots(item, m, degree, (across[row][m], in_block[row][m]))
+                    self._place_item_in_slots(item, m, degree, (across[row][m], in_block[row][m]))
                     break
             else:
                 self._defer_or_lengthen(item)
@@ -425,8 +425,8 @@ class _Placing:
         rows = np.array(items).reshape(-1, *[1] * (width.ndim - 1))
         return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
-    def _take_slots(self, item: int, micro_batch: int, width: int, prices: tuple[float, float]) -> None:
-        """Take `width` free slots of a micro-batch for a long item, and make bins of them for short ones. `prices` are
+    def _place_item_in_slots(self, item: int, micro_batch: int, width: int, prices: tuple[float, float]) -> None:
+        """Place a long item in `width` free slots of a micro-batch, and make bins of them for short ones. `prices` are
         the item's seconds across nodes and within one; a last block that has taken in a smaller last node has slots of
         both, which are across nodes.
         """
@@ -455,7 +455,7 @@ class _Placing:
             self._add_micro_batch(seconds)
         self.durations[micro_batch] = max(self.durations[micro_batch], seconds)
         across = float(self._seconds_at_widths([item], np.array([width]), 0)[0])
-        self._take_slots(item, micro_batch, width, (across, seconds))
+        self._place_item_in_slots(item, micro_batch, width, (across, seconds))
 
     def _add_micro_batch(self, duration: float) -> None:
         """Add a micro-batch of this duration, whose slots are all free."""

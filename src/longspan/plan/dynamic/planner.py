@@ -14,11 +14,11 @@ import numpy as np
 from longspan.layout import Layout
 from longspan.plan.check import check_choice
 from longspan.plan.dynamic.free import plan_free
+from longspan.plan.dynamic.free_slots import FreeSlots
 from longspan.plan.dynamic.lockstep import lockstep_seconds, make_micro_batch, plan_lockstep
 from longspan.plan.dynamic.problem import (
     MORE_MICRO_BATCHES,
     Floats,
-    FreeSlots,
     Ints,
     Problem,
     slots_in_parts,
@@ -117,7 +117,7 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
         if min(plans, key=itemgetter(0))[0] > CLOSE * goal:
             if few := plan_few_items(problem):
                 add_plan(few)
-            if powers := _keep_powers_of_two(problem):
+            if powers := _problem_of_powers_of_two(problem):
                 add_plan(plan_lockstep(powers, _count_search_steps(effort, powers)))
     best = min(plans, key=itemgetter(0))[0]
     if (request.slots <= COMPARED_SLOTS and len(request.lengths) <= COMPARED_DOCUMENTS) or best > DISTANT * goal:
@@ -137,7 +137,7 @@ def _count_search_steps(effort: EffortName, problem: Problem) -> int:
     return scale * max(min(3, most), min(40, 4000 // size), min(10, 32 * problem.request.slots // size, most))
 
 
-def _keep_powers_of_two(problem: Problem) -> Problem | None:
+def _problem_of_powers_of_two(problem: Problem) -> Problem | None:
     """Return the problem with powers of two as its only degrees; None where that is not worth a search. On measured
     links groups of other degrees have slower types, or leave slots of a host over. Ideal links show no difference, many
     slots take long, and where all or none of the degrees are powers of two nothing is left to plan.
@@ -319,7 +319,7 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
     """
     problem = prices.problem
     seconds_by_degree = prices.seconds_at_degrees(groups)
-    chosen = _choose_widths(seconds_by_degree, prices.degrees, problem.request.slots)
+    chosen = _choose_degree_indices(seconds_by_degree, prices.degrees, problem.request.slots)
     if chosen is None:
         return None
     widths = prices.degrees[chosen]
@@ -341,7 +341,7 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
     return Arrangement(items, slots, slowest, float(seconds[slowest]))
 
 
-def _choose_widths(seconds: Floats, degrees: Ints, slots: int) -> Ints | None:
+def _choose_degree_indices(seconds: Floats, degrees: Ints, slots: int) -> Ints | None:
     """Return the index of each group's degree (groups,): the fewest slots with which the slowest ends earliest, by the
     `seconds` of each at each degree (groups, degrees); None if so many slots are not there. The slowest ends at one of
     these times, which are searched by halving: with more time groups never need more slots.

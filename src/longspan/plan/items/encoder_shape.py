@@ -1,4 +1,4 @@
-"""The work of encoding images: of a model's tower by its configuration, and of any encoder.
+"""The sizes of an image encoder by its model's configuration, and its work by them: FLOPs and cost.
 
 Towers are those of Qwen's vision-language models, LLaVA, Gemma 3 and PaliGemma, as transformers describes them.
 """

@@ -82,7 +82,7 @@ def slot_loads(
             kind = main_type(group.cp_comm_type)
             sizes = group.hierarchical_context_parallel_sizes
             if kind == "auto":
-                price = machine.fastest_type(group, call, node_size=plan.node_size)
+                price = machine.fastest_type_price(group, call, node_size=plan.node_size)
                 kind = price.cp_comm_type
                 sizes = price.sizes
             # members that exchange heads (1: none do)

@@ -49,7 +49,7 @@ def choose_memory(
 
 def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> MemoryPlan:
     """Choose as `choose_memory` does, for needs that were counted already. Choices are tried by the least seconds that
-    they may add, until the next cannot beat the best that fits.
+    they may add, until the next cannot beat the best that fits. Raises PlanError as it does.
     """
     home = needs.places[0].home
     settings = needs.places[0].settings

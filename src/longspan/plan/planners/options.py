@@ -182,7 +182,7 @@ class Request(PlanOptions):
         if isinstance(self.hierarchical_context_parallel_sizes, int) and "a2a+p2p" in self.types:
             check_count("hierarchical_context_parallel_sizes", self.hierarchical_context_parallel_sizes)
         if self.parents is not None:
-            _check_parents(self.parents, len(self.lengths))
+            _check_parent_numbers(self.parents, len(self.lengths))
         if self.max_tokens_per_slot is not None:
             cap = check_count("max_tokens_per_slot", self.max_tokens_per_slot)
             if cap < self.row_multiple:
@@ -387,7 +387,7 @@ class Request(PlanOptions):
         return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
 
 
-def _check_parents(parents: Sequence[int], count: int) -> None:
+def _check_parent_numbers(parents: Sequence[int], count: int) -> None:
     """Raise PlanError unless there is an integer for each of `count` documents, −1 or the number of a document."""
     if len(parents) != count or {type(parent) for parent in parents} - {int}:
         raise PlanError(

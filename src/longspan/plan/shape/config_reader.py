@@ -35,7 +35,9 @@ class ConfigReader:
 
     @classmethod
     def read_whole_model(cls, config: Any) -> "ConfigReader":
-        """Read a whole model's configuration, which may have those of a text model and of encoders as sections."""
+        """Read a whole model's configuration, which may have those of a text model and of encoders as sections. Raises
+        PlanError for a file that cannot be read or holds none.
+        """
         if not isinstance(config, (str, Path)):
             return cls(config, type(config).__name__)
         path = Path(config)

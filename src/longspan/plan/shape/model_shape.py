@@ -164,9 +164,9 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 
 
 def _check_can_be_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
-    """Raises PlanError for layers that cannot be priced. Counts of attention and of MLPs are needed if some
-    layer has such a part, or if the configuration names no layers. Latent attention is priced only in a model with a
-    mixer, as Kimi's are, and with the size of a value head, or where all rows choose their keys.
+    """Raise PlanError for layers that cannot be priced. Counts of attention and of MLPs are needed if some layer has
+    such a part, or if the configuration names no layers. Latent attention is priced only in a model with a mixer, as
+    Kimi's are, and with the size of a value head, or where all rows choose their keys.
     """
     types = layer_types(read)
     kinds = layer_kinds(read)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 COLUMNS = tl.constexpr(20)  # of a tensor's row in the table, 8 bytes each
 FACTORS = tl.constexpr(16)  # the column with which float32 factors begin
-# As in one_pass_adamw.py.
+# As in stochastic_rounding.py.
 GOLDEN = tl.constexpr(0x9E3779B9)
 FAR = tl.constexpr(0x85EBCA6B)
 FIRST = tl.constexpr(0x21F0AAAD)
@@ -197,7 +197,9 @@ def decode_square(code, scales, lane, left):
 
 @triton.jit
 def encode_share(share, noise, scales, left, BLOCK: tl.constexpr):
-    """Write the scales of a block's BLOCK numbers, and return their codes: `encode_mean` of moment_codes.py."""
+    """Write the scales of a block's BLOCK shares (means over roots of mean squares), and return their codes, as
+    `encode_mean` of moment_codes.py does. `noise` and `left` as of `encode_square`.
+    """
     largest = tl.max(tl.reshape(tl.abs(share), (BLOCK // SIZE, SIZE)), 1)
     unit = tl.div_rn(largest, tl.full(largest.shape, LEVELS * LEVELS, tl.float32))
     rows = tl.arange(0, BLOCK // SIZE)
@@ -211,7 +213,7 @@ def encode_share(share, noise, scales, left, BLOCK: tl.constexpr):
 
 @triton.jit
 def encode_square(square, noise, scales, left, BLOCK: tl.constexpr):
-    """Write the scales of a block's BLOCK numbers, and return their codes: `encode_square` of moment_codes.py.
+    """Write the scales of a block's BLOCK mean squares, and return their codes: `encode_square` of moment_codes.py.
 
     `noise` are sixteen random bits of each number, `left` is how many lanes are numbers.
     """
@@ -281,7 +283,7 @@ def start_of_row(at_row, rows, near, far):
 
 @triton.jit
 def random_words(place, start_key, middle_key):
-    """Compute a word of 32 random bits for each place; `random_words` in `one_pass_adamw.py` is the same hash."""
+    """Compute a word of 32 random bits for each place; `random_words` of stochastic_rounding.py is the same hash."""
     word = place.to(tl.uint32) * GOLDEN + start_key
     word = word ^ (word >> 16) ^ ((place >> 32).to(tl.uint32) * FAR + middle_key)
     word *= FIRST

@@ -234,7 +234,9 @@ class OffloadedStates(Optimizer):
         return values
 
     def host_tensor(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """Return the host's memory of a moment, in the parameter's type, as torch has it; the first call takes it."""
+        """Return the host's memory of a moment, `name` in the optimizer's state, in the parameter's type, as torch has
+        it; the first call takes it.
+        """
         local = local_tensor(parameter.detach())
         if (parameter, name) not in self._places:
             place = self._arena.take_range(local.nbytes)

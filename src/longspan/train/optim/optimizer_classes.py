@@ -63,7 +63,9 @@ def _class_fault_text(kind: type[Optimizer]) -> str:
 
 
 def parse_optimizer_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Read the arguments of an optimizer's class, as `read_arguments` does, and check them."""
+    """Read the arguments of an optimizer's class, as `read_arguments` does, and check them. Raises ConfigError for one
+    that has a key of its own, or that the class does not take.
+    """
     arguments = read_arguments("optimizer.arguments", texts)
     for key in KEYS_OF_ARGUMENTS.keys() & arguments.keys():
         raise ConfigError(f"optimizer.arguments has {key}, which is {KEYS_OF_ARGUMENTS[key]}")
@@ -74,7 +76,7 @@ def parse_optimizer_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]
 def check_optimizer_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that the optimizer's class does not take, and for a wrong value of a switch.
 
-    A switch is true, false or null. Other values are left to the class.
+    A switch is true, false or null. Other values are left to the class. `name` is that of the class in [optimizer].
     """
     kind = optimizer_class(name)
     parameters = inspect.signature(kind).parameters

@@ -88,7 +88,7 @@ def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
 
 
 def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
-    """Return the name of the innermost of these modules that holds a parameter; ConfigError if none does."""
+    """Return the name of the innermost of these modules that holds a parameter. Raises ConfigError if none does."""
     around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
     if not around:
         raise ConfigError(

@@ -26,7 +26,7 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
     pairs = list(_make_whole_and_sharded(model, world.device))
     refusal = reason = ""
     try:
-        reason = _describe_difference(choice, pairs) if pairs else ""
+        reason = _update_and_compare(choice, pairs) if pairs else ""
     except ConfigError as error:
         refusal = str(error)
     except Exception as error:  # an optimizer of any package may raise anything
@@ -72,7 +72,7 @@ def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _describe_difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
+def _update_and_compare(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
     """Update both of each pair by optimizers of the choice; return how they differ, "" if they do not.
 
     Both take STEPS steps along the same gradients; states must be shards too, or plain numbers.

@@ -386,7 +386,7 @@ def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
     Raises DataError on every rank for names of values that not all have, and for documents that two ranks bring.
     """
     shares = world.control.gather_objects(local.make_share(), "lengths of documents")
-    _check_value_names(shares, world.home.ranks)
+    _refuse_other_value_names(shares, world.home.ranks)
     _refuse_same_documents(shares, world.home.ranks)
     facts = np.concatenate([share.facts for share in shares])  # columns: length, 4 more
     lengths = facts[:, 0]
@@ -402,7 +402,7 @@ def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
     return GatheredDocuments(world, numbers, tuple(columns), ends, Facts(*facts.T), rows, rows)
 
 
-def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
+def _refuse_other_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
     """Raise DataError, on every rank, for values that documents of some ranks bring and those of others do not."""
     having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
     all_names = {name for _, share in having for name in share.names} - {number_column(WEIGHTS)}

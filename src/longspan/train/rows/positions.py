@@ -40,8 +40,8 @@ def read_own_positions(positions_of: Callable[[int], Any], shard: SequenceShard)
 
 
 def _checked_positions(positions: Any, document: int, length: int) -> Integers | None:
-    """Return the positions (n, length) of a document as int64, None for plain ones; DataError for another shape or
-    type.
+    """Return the positions (n, length) of a document as int64, None for plain ones. Raises DataError for another shape
+    or type.
     """
     if positions is None:
         return None

@@ -224,7 +224,9 @@ def check_integers(document: int, values: npt.NDArray[Any], positions: Integers,
 
 
 def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
-    """Return what a step runs over, with rows of GatheredDocuments brought to this rank; entered by all ranks."""
+    """Return what a step runs over, with rows of GatheredDocuments brought to this rank; entered by all ranks. Raises
+    DataError for documents that were gathered in another world.
+    """
     gathered = inputs.documents.documents
     if not hasattr(gathered, "rows_under"):
         return inputs

@@ -33,7 +33,9 @@ def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: "I
 def _document_prefixes(
     shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None"
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Yield each document of this rank's groups by its number, with its prefix as one run (first row, end), or none."""
+    """Yield each document of this rank's groups by its number, with its prefix as one run (first row, end), or none.
+    Raises DataError for a prefix that is longer than the layers' window.
+    """
     groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]  # −1: padding
     for group in groups:
         for number, length in zip(group.documents, group.lengths, strict=True):

@@ -42,7 +42,8 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
     for the log.
 
     The model is made without weights, and dropped again. The data decide whether a model with towers sees images: it is
-    refused here if it could run neither way.
+    refused here if it could run neither way. Raises a LongspanError with the reason, and with
+    that beside images where it is another.
     """
     ways = [True] if encoder_is_given(config) else [False, True]
     if not ways[0] and type(configuration) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

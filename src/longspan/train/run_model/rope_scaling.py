@@ -75,7 +75,8 @@ def _check_positions(
 ) -> None:
     """Raise ConfigError where a document of `tokens` has more than the `scaled` configuration has positions.
 
-    `configuration` is that before scaling, by which the error names a factor that would do.
+    `configuration` is that before scaling, by which the error names a factor that would do. It quotes `origin`,
+    where the document is from, and `cut_by`, the key that would cut it.
     """
     limit = position_limit(scaled)
     if limit is not None and tokens > limit:

@@ -80,7 +80,7 @@ def compile_kernels_ahead(
             ]:
                 note = Path(folder) / f"ahead-{digest}-{kind.name}"
                 if not note.exists():
-                    worker = Worker(compile_in_worker, environment=environment, own_session=True)
+                    worker = Worker(serve_block_compilation, environment=environment, own_session=True)
                     stack.callback(worker.connection.close)
                     stack.callback(worker.end)
                     worker.connection.send((config.model, kind, note))
@@ -101,8 +101,12 @@ def _model_digest(model: ModelConfig) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def compile_in_worker(connection: "Connection[Any, Any]", parent: int) -> None:
-    """Compile one kind of block in a worker, and note that the cache has it. Ranks compile what fails here."""
+def serve_block_compilation(connection: "Connection[Any, Any]", parent: int) -> None:
+    """Compile one kind of block in a worker, and note that the cache has it. `connection` brings one message, (model,
+    kind, note), from `compile_kernels_ahead`; `parent` is the id of the process that sends it, without which the worker
+    ends. Output goes to /dev/null, for compilers write to the terminal, and errors are silent: ranks compile what fails
+    here, and raise its error.
+    """
     request = next_request(connection, parent)
     if request is not None:
         model, kind, note = request

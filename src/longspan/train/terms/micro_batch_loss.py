@@ -165,7 +165,7 @@ def loss_with_slopes(
 
 def check_scalar(loss: Any, kind: str, documents: tuple[int, ...]) -> Tensor:
     """Return the loss of these documents as a scalar. Raises LossError for what is no floating-point tensor of one
-    number.
+    number. `kind` names the loss in it.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.sum()

@@ -1,0 +1,80 @@
+"""The waves of a coming step, planned in a thread while another step runs; the term of encoders takes them."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.plan import Plan
+from longspan.plan.items.item_table import ItemTable
+from longspan.train.step_inputs import StepDocuments
+from longspan.train.terms.encoding import Encoding
+
+MOST_AHEAD = 4  # steps of a model whose waves are planned and not yet taken; older ones are dropped
+_pool = ThreadPoolExecutor(1, "longspan-waves")
+_planned_encodings = WeakKeyDictionary[nn.Module, "dict[Any, Future[Encoding]]"]()
+
+
+def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, depths: int = 0) -> None:
+    """Begin to plan the waves of a coming step with a backward pass; `run_step` takes them when it comes to the step.
+
+    >>> following = plans.plan(step + 1)
+    >>> plan_waves_ahead(model, following, documents_of(step + 1))
+    >>> run_step(model, plan, documents, world, optimizer=optimizer)
+
+    `depths` of multi-token prediction are those of the step. What is planned is on the host: which items a rank
+    encodes, and which rows go where. A method `read_ahead(items)` of the documents is called
+    with the items that this rank will read; nothing else is read. An error is raised by the step. Raises what
+    `run_step` raises for documents without items.
+    """
+    table = StepDocuments(model, documents, plan.lengths).items
+    assert table is not None  # a MultimodalModel's documents have items
+    planned = _planned_encodings.setdefault(model, {})
+    device = model.world.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    make = partial(Encoding, model, plan, plan.micro_batches, table, backward=True, depths=depths)
+    planned[_encoding_key(model, plan, table, (True, depths))] = _pool.submit(
+        _plan_in_thread, stream, make, documents
+    )
+    while len(planned) > MOST_AHEAD:
+        planned.pop(next(iter(planned)))
+
+
+def take_waves_ahead(
+    model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]
+) -> "Future[Encoding] | None":
+    """Take out the waves that were planned ahead for this step, which may still be in the making; None if none were.
+
+    `passes` are (backward, depths).
+    """
+    return _planned_encodings.get(model, {}).pop(_encoding_key(model, plan, table, passes), None)
+
+
+def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
+    """Plan the waves of a coming step and begin to read their items; run by the thread of `plan_waves_ahead`.
+
+    `stream` is that of the caller, on which tensors of the plan are made.
+    """
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+    encoding = make()
+    if (read_ahead := getattr(documents, "read_ahead", None)) is not None:
+        read_ahead(encoding.items_here)
+    return encoding
+
+
+def _encoding_key(
+    model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]
+) -> tuple[object, ...]:
+    """Return by what waves that were planned ahead are found again.
+
+    A caller may freeze an encoder between planning ahead and the step: the key has which ones are frozen. `passes` are
+    (backward, depths).
+    """
+    frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
+    return plan.digest(), table.digest(), passes, frozen
