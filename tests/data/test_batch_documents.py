@@ -67,6 +67,7 @@ def test_every_token_comes_back_to_its_place(lengths: list[list[int]], left: boo
     "batch, error",
     [
         ({"labels": LABELS}, "a batch has labels; give its input_ids"),
+        ({"input_ids": [[1], [1, 2]]}, r"input_ids of a batch is .*, which is no array: .*; give integers \(B, L\)"),
         ({"input_ids": IDS[0]}, r"input_ids of a batch is int64 of shape \(5,\)"),
         ({"input_ids": IDS, "labels": LABELS[:, 1:]}, r"labels of a batch is int64 of shape \(3, 4\), input_ids have"),
         ({"input_ids": IDS.float()}, "input_ids of a batch is float64"),
