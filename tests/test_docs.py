@@ -444,7 +444,7 @@ def test_a_configuration_fits_the_ranks_of_its_command(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
-        "longspan.cli.flags.set_local_folders", lambda config, **_: config
+        "longspan.cli.train_flags.set_local_folders", lambda config, **_: config
     )  # data that nobody has made yet
     _, config = parse_train(words)
     home = check_config(config, ranks)

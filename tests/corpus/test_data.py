@@ -26,7 +26,8 @@ from longspan.corpus.sources.first_rows import texts_for_tokenizer
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.corpus_documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
-from longspan.data.run_order import documents_line, make_step_order
+from longspan.data.run_epochs import documents_line
+from longspan.data.run_order import make_step_order
 from longspan.errors import DataError
 from longspan.train.rows.read_rows import read_inputs_and_labels
 from tests.corpus.rows.families import write_folder

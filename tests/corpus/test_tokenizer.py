@@ -15,14 +15,8 @@ from longspan.corpus import long_texts, tokenizer
 from longspan.corpus.long_texts import can_encode_in_pieces, encode_with_spans
 from longspan.corpus.rows import encoding
 from longspan.corpus.rows.sample import BadRow, Row, Sample
-from longspan.corpus.tokenizer import (
-    END_OF_TEXT,
-    TextTokenizer,
-    check_vocabulary,
-    load_tokenizer,
-    token_bytes,
-    train_tokenizer,
-)
+from longspan.corpus.token_bytes import token_bytes
+from longspan.corpus.tokenizer import END_OF_TEXT, TextTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
 from longspan.errors import DataError
 
 TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig\n", "plan " * 30]

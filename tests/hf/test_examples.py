@@ -57,7 +57,7 @@ def test_one_line_differs_from_the_stock_script(name: str) -> None:
 
 
 @pytest.mark.whole  # daily: `run_page` trains by the same calls
-@pytest.mark.parametrize(("name", "steps"), zip(EXAMPLES, (12, 30, 10), strict=True))
+@pytest.mark.parametrize(("name", "steps"), [*zip(EXAMPLES, (12, 30, 10), strict=True)])
 def test_an_example_trains_on_two_ranks(name: str, steps: int, tmp_path: Path, capfd: Any) -> None:
     script = tmp_path / name
     script.write_text((ROOT / "examples" / name).read_text())

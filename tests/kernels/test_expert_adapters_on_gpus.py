@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longspan.model.experts import expert_products
-from longspan.model.experts.expert_products import Loads, run_experts
+from longspan.model.experts.expert_products import ExpertLoads, run_experts
 from longspan.model.experts.moe import connect_experts
 from longspan.model.kinds import expert_modules
 from tests.model.experts.moe_models import moe_config
@@ -36,7 +36,7 @@ def test_grouped_products_are_those_of_each_expert(family: str, monkeypatch: pyt
     for kind in ("grouped_mm", "loop"):
         monkeypatch.setattr(expert_products, "expert_product_kind", lambda *_, kind=kind, **__: kind)
         x = rows.to("cuda", torch.bfloat16).requires_grad_()
-        y = run_experts(experts, x, Loads(torch.tensor(counts, device="cuda")))
+        y = run_experts(experts, x, ExpertLoads(torch.tensor(counts, device="cuda")))
         found[kind] = [y, *torch.autograd.grad(y.float().square().sum(), [x, *trained])]
     for grouped, looped in zip(found["grouped_mm"], found["loop"], strict=True):
         assert looped.abs().max() > 0

@@ -21,7 +21,8 @@ from bench.plans import measured, recipes
 
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.run_order import most_step_tokens, order_lengths, set_epoch_steps
+from longspan.data.run_epochs import most_step_tokens, set_epoch_steps
+from longspan.data.run_order import order_lengths
 from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.plan import MemoryBudget

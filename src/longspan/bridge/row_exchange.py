@@ -187,5 +187,6 @@ class _ExchangeRows(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, None]:
+        """Bring the rows' gradients back; the anchor's is empty."""
         gradient = ctx.move.carry_back(gradients[0])
         return gradient, gradient.new_zeros(ctx.anchor_shape), None

@@ -231,8 +231,9 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
 
 
 def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
-    """Return the parent's a2a and p2p levels, fitted where planner or degree differ; a degree "auto" takes
-    training's.
+    """Return the parent's a2a and p2p levels, fitted where planner or degree differ.
+
+    A degree "auto" takes training's.
     """
     planner = section.planner
     degree = section.context_parallel_size

@@ -189,7 +189,7 @@ class ImageDocuments(CorpusDocuments):
     images: ShownImages | None = None
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
+    def image_numbers(self) -> tuple[int, ...]:
         """The numbers of the images in the corpus's table, in the order of `items`: by document and then by
         position.
         """
@@ -220,12 +220,12 @@ class ImageDocuments(CorpusDocuments):
     def read(self, item: int) -> ImageInput:
         """Read the encoder's input for an item."""
         assert self.images is not None
-        return self.images.reader(self.numbers[item])
+        return self.images.reader(self.image_numbers[item])
 
     def read_ahead(self, items: Sequence[int]) -> None:
         """Begin to read these items in threads."""
         if self.images is not None:
-            self.images.reader.read_ahead(self.numbers[item] for item in items)
+            self.images.reader.read_ahead(self.image_numbers[item] for item in items)
 
     @cached_property
     def _numbers_by_document(self) -> tuple[range, ...]:
@@ -250,7 +250,7 @@ def attach_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corp
         processor = load_processor(folder.absolute())
         tokens = image_tokens(model)
         _check_placeholders(corpus, images, tokens, processor)
-        check_image_arguments_of_config(model, processor.fields)
+        check_image_arguments_of_config(model, processor.input_names)
         has_videos = (images.column("frame") >= 0).any()  # −1 for an image that is no frame
         videos = _checked_video_tokens(model, processor) if has_videos else None
         reader = ImageReader(images, processor, corpus)

@@ -167,22 +167,25 @@ class CorpusSettings:
 
 
 def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Kind]:
-    """Find the kind of rows of each source by their first rows. Raises DataError for kinds that do not go together, or
-    not with the loss."""
+    """Find the kind of rows of each source by their first rows.
+
+    Raises DataError for kinds that do not go together, or not with the loss.
+    """
     kinds = list[Kind]()
     for number, _ in enumerate(settings.source_paths()):
         source_files = [file for file in files if file.source == number]
         kinds.append(kind_of_files(source_files, settings.data))
     form = settings.preference
     allowed_kinds = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
-    others = " and ".join(KIND_TEXTS[kind] for kind in sorted({*kinds} - allowed_kinds))
+    other_kinds = " and ".join(KIND_TEXTS[kind] for kind in sorted({*kinds} - allowed_kinds))
     paths = " and ".join(path for _, path in settings.source_paths())
-    if form and others:
+    if form and other_kinds:
         required = (
             "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
         )
         raise DataError(
-            f"rows of {paths} hold {others}, and train.loss needs {required}; give such rows, or leave train.loss out"
+            f"rows of {paths} hold {other_kinds}, and train.loss needs {required}; give such rows, or leave train.loss "
+            "out"
         )
     if PAIRS in kinds and settings.num_labels != 1 and not form:
         raise DataError(
@@ -190,8 +193,8 @@ def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Ki
             'to 1 to train a model that scores, or train.loss = "dpo" to train a language model on preferences '
             "(docs/preferences.md)"
         )
-    if PAIRS in kinds and others:
-        raise DataError(f"rows of {paths} are pairs and also {others}; train on one of them")
+    if PAIRS in kinds and other_kinds:
+        raise DataError(f"rows of {paths} are pairs and also {other_kinds}; train on one of them")
     return kinds
 
 

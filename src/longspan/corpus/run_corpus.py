@@ -63,7 +63,12 @@ class _CorpusOfRun:
         self._folder = run_dir / settings.folder
         self._old_record = read_record(self._folder)
         self._files = settings.find_source_files(run_dir)
-        self._cache = _open_cache(run_dir, log)
+        folder = cache_folder()
+        try:
+            self._cache = Cache(folder)
+        except OSError as error:
+            log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
+            self._cache = Cache((run_dir / "cache").absolute())
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         # one file of sums for all sources together
         all_paths = Path(" ".join(path for _, path in settings.source_paths())).absolute()
@@ -186,16 +191,6 @@ class _CorpusOfRun:
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / FILE, json.dumps(asdict(record), indent=1))
         return Corpus(self._folder)
-
-
-def _open_cache(run_dir: Path, log: LogLine) -> Cache:
-    """Open the user's cache; one in the run's folder if it cannot be written."""
-    folder = cache_folder()
-    try:
-        return Cache(folder)
-    except OSError as error:
-        log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
-        return Cache((run_dir / "cache").absolute())
 
 
 def _documents_are_whole(folder: Path) -> bool:

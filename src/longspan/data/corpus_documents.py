@@ -210,6 +210,7 @@ class CorpusDocument:
         return self.length
 
     def __getitem__(self, positions: Any) -> Integers:
+        """Read the token ids at these positions of the part."""
         return self.corpus.read(self.number, self._positions_in_whole(positions))
 
     @property

@@ -27,7 +27,8 @@ from longspan.corpus.for_model import fit_documents_to_model
 from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
 from longspan.corpus.sources.file_sums import FileSums
-from longspan.corpus.tokenizer import TextTokenizer, token_bytes
+from longspan.corpus.token_bytes import token_bytes
+from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
 from longspan.data.run_order import make_step_order
 from longspan.data.stream import ORDER_OF_SOURCES

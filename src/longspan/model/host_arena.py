@@ -24,8 +24,10 @@ from longspan.host import free_host_bytes
 _ALIGNMENT = 256  # bytes: what CUDA's own allocations begin at a multiple of
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _GIB = 1 << 30
+# what an error advises
 _LESS = (
-    "keep less on the host (offload_activations, measures with +host, offload_optimizer_states, offload_weights)"
+    "keep less on the host (offload_activations, checkpoint_policies with +host, offload_optimizer_states, "
+    "offload_weights)"
 )
 
 

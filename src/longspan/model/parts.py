@@ -107,9 +107,10 @@ class PartCall(NamedTuple):
 
 
 def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], bool]:
-    """Run a base model's own forward on two rows, with a stand-in for each part; returns the calls.
+    """Run a base model's own forward on two rows, with a stand-in for each part and `more` keywords.
 
-    And whether its output is exactly what the last part returned; on the meta device only shapes are compared.
+    Returns the calls of parts, in order, and whether the output is exactly what the last part returned; on the meta
+    device only shapes are compared.
     """
     calls, out, returned = _run_with_stand_ins(model, parts, **more)
     x = returned[0]

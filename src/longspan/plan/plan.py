@@ -162,6 +162,10 @@ class Plan:
         """Return SHA-256 (hex) of the integers and strings: what ranks compare before the first collective of a step.
         Times and the cost are left out: two hosts may round them differently.
         """
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.sha256(json.dumps(self._fields_for_digest(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:

@@ -11,7 +11,7 @@ from longspan.comm import World
 from longspan.config.loss_arguments import loss_arguments, loss_text
 from longspan.config.sections import held_out_set
 from longspan.config.text_values import NamedGroup
-from longspan.data.run_order import most_step_tokens
+from longspan.data.run_epochs import most_step_tokens
 from longspan.errors import plural
 from longspan.files import read_json
 from longspan.host import usable_cores

@@ -26,9 +26,11 @@ from longspan.corpus.run_corpus import (
     open_or_build_corpus,
     open_shared_corpus,
 )
-from longspan.corpus.tokenizer import load_tokenizer, token_bytes
+from longspan.corpus.token_bytes import token_bytes
+from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
-from longspan.data.run_order import documents_line, make_step_order
+from longspan.data.run_epochs import documents_line
+from longspan.data.run_order import make_step_order
 from longspan.data.shared_prefixes import cut_documents
 from longspan.data.step_order import StepOrder, documents_of_units, sample_documents
 from longspan.errors import ConfigError, DataError, EvaluationError, plural

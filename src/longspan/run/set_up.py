@@ -24,7 +24,8 @@ from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.for_model import check_ids_in_vocabulary
 from longspan.data.corpus_documents import CorpusDocuments
-from longspan.data.run_order import allow_sharing, forbid_sharing, most_step_tokens, set_epoch_steps, source_lines
+from longspan.data.run_epochs import most_step_tokens, set_epoch_steps, source_lines
+from longspan.data.run_order import allow_sharing, forbid_sharing
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references

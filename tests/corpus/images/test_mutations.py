@@ -46,7 +46,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     ),
     "times of groups as if of frames": ((ROWS, "video.interval * size", "video.interval"), moving),
     "frames of a group in one order for all": (
-        ("corpus.images.without_torchvision", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
+        ("corpus.images.video_processor", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
         videos.test_pixels_are_those_of_the_image_processor,
     ),
     "videos of a row are one": ((DOCUMENTS, "(p.document, p.image.number)", "0"), moving),

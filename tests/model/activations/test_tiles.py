@@ -101,8 +101,9 @@ FEW: list[Row] = [
     (
         TWO,
         [
-            *(("norms after the MLP", "full", 0, 3), ("tied embeddings", "full+host", 4, 0)),
-            ("tied embeddings", OF_FOUR[0], 0, 0),  # the other list: LIST_OF_STAGES
+            ("norms after the MLP", "full", 0, 3),
+            # a list in a segment; the other list: LIST_OF_STAGES, segments of one word: "2 slots" of WHOLE
+            ("tied embeddings", OF_FOUR[0], 4, 0),
         ],
         {},
     ),

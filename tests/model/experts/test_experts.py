@@ -21,7 +21,7 @@ from longspan.errors import ModelError, PlanError
 from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
-from longspan.model.experts.expert_products import Loads, run_experts
+from longspan.model.experts.expert_products import ExpertLoads, run_experts
 from longspan.model.experts.moe import IMPLEMENTATION
 from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
@@ -214,8 +214,8 @@ def test_homes_and_calls_that_do_not_suit_the_experts() -> None:
 def test_experts_without_rows_read_no_counts_and_give_zeros(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = next(m for m in moe_model(family, torch.float32).modules() if hasattr(m, "gate_up_proj"))
     x = torch.zeros(0, moe_config(family).hidden_size, requires_grad=True)
-    monkeypatch.setattr(Loads, "host_counts", None)
-    loads = Loads(torch.zeros(int(experts.num_experts), dtype=torch.int64))
+    monkeypatch.setattr(ExpertLoads, "host_counts", None)
+    loads = ExpertLoads(torch.zeros(int(experts.num_experts), dtype=torch.int64))
     with torch.autocast("cpu", torch.bfloat16):
         assert run_experts(experts, x, loads).dtype == torch.bfloat16, "as the rows of other members have it"
     out = run_experts(experts, x, loads)

@@ -173,7 +173,7 @@ def test_heads_of_keys_may_be_fewer_by_one_linear_or_by_their_own() -> None:
     module: Any = nn.Module()
     module.blocks = nn.ModuleList([FewerKeys()])
     (part,) = parts(module, 2)
-    assert part.name == "blocks.0" and part.widths == (16, 8) and {*part.styles} == {"qkv", "proj"}
+    assert part.name == "blocks.0" and part.query_and_key_widths == (16, 8) and {*part.styles} == {"qkv", "proj"}
     with pytest.raises(ModelError, match=r"tp 4 does not divide 2 \(num_key_value_heads of blocks.0"):
         parts(module, 4)
     del module.blocks[0].num_key_value_heads
@@ -182,5 +182,5 @@ def test_heads_of_keys_may_be_fewer_by_one_linear_or_by_their_own() -> None:
     module.blocks = nn.ModuleList([nn.Module()])
     module.blocks[0].attn = FewerKeys("k_proj", "v_proj", "q_proj", "out_proj")
     (part,) = parts(module, 2)
-    assert part.widths == (16, 8)
+    assert part.query_and_key_widths == (16, 8)
     assert {*part.local_attributes} == {"num_heads", "num_key_value_heads", "q_dim", "kv_dim"}

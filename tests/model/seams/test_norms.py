@@ -161,8 +161,9 @@ def test_models_with_fused_norms_equal_the_stock_model_under_every_home() -> Non
     documents, cases = texts(LENGTHS), list[FusedCase]()
     stock = stock_answer("qwen3", torch.float32, documents, vocabulary=62)
     model = partial(tiny, "qwen3", vocabulary=62)
-    asked = [(home, {"fused_norms": "on", **options}) for home, options in HOMES.items()]
-    for home, options in ((Layout(ranks=2), {}), *asked):
+    rows: list[tuple[Layout, dict[str, Any]]] = [(Layout(ranks=2), {})]
+    rows += [(home, {"fused_norms": "on", **options}) for home, options in HOMES.items()]
+    for home, options in rows:
         plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=62, row_multiple=home.tp)
         cases.append(FusedCase(model, home, {"dynamic": plan}, documents, stock, parity.SINGLE, options))
     parity.check(dict(enumerate(cases)))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.comm import all_ranks as stop_module
+from longspan.comm import received_signals as stop_module
 from longspan.comm.device import peak_memory_bytes
 from longspan.comm.received_signals import StopSignal
 from longspan.launch.output import FILE, outlive_output

@@ -21,14 +21,8 @@ from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
 from longspan.data.corpus_documents import Corpus
-from longspan.data.run_order import (
-    count_held_out,
-    documents_line,
-    make_step_order,
-    order_lengths,
-    set_epoch_steps,
-    source_lines,
-)
+from longspan.data.run_epochs import documents_line, set_epoch_steps, source_lines
+from longspan.data.run_order import count_held_out, make_step_order, order_lengths
 from longspan.data.step_order import StepOrder
 from longspan.data.stream import Mixture
 from longspan.errors import ConfigError

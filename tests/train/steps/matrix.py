@@ -4,10 +4,11 @@ Each combination takes three steps of SGD on three batches and is compared with 
 sees the same documents one by one: losses, gradient norms, every gradient of the first step, and weights at the end.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,6 +93,16 @@ def _plan(planner: str, lengths: tuple[int, ...], home: Layout, row_multiple: in
     return plan_fixed(lengths, home, cp=min(2, home.slots), max_tokens_per_slot=20 if many else 40, **rows)
 
 
+def every(ranks: int) -> list[Combination]:
+    """The combinations for which so many processes are the least that make two slots, refused ones too."""
+    combinations = (Combination(*values, ranks) for values in itertools.product(*AXES[:-1]))
+    return [c for c in combinations if ranks == (8 if c.tp[0] * c.stages[0] > 2 else 4)]
+
+
+def fits(values: tuple[Any, ...]) -> bool:
+    return Combination(*values).fits
+
+
 class Wanted(NamedTuple):
     """What the stock model says of three steps: losses, gradient norms, gradients of the first, weights at the end.
 
@@ -129,6 +140,17 @@ def wanted_of(combinations: Iterable[Combination]) -> Answers:
             exact = _stock(replace(c, dtype="float64"), steps=1).gradients
             answers[key] = answers[key]._replace(own_error=own_error(answers[key].gradients, exact))
     return answers
+
+
+def errors_of_stock(combination: Combination) -> Errors:
+    """How far the stock model is from itself in float64."""
+    single, exact = _stock(combination), _stock(replace(combination, dtype="float64"))
+    losses, norms = (
+        [abs(x / y - 1) for x, y in zip(*pair, strict=True)]
+        for pair in ((single.losses, exact.losses), (single.norms, exact.norms))
+    )
+    gradients, weights = own_error(single.gradients, exact.gradients), own_error(single.weights, exact.weights)
+    return Errors(max(losses), max(*norms, gradients), weights)
 
 
 def _stock(combination: Combination, steps: int = len(BATCHES)) -> Wanted:

@@ -1,4 +1,4 @@
-"""The matrix of training: daily every entry, nightly every pair; dropped terms are noticed.
+"""The matrix of training: daily every entry, nightly every pair; dropped terms are noticed. A bench runs all of it.
 
 A dynamic plan of one slot has no degree to choose, so dynamic rows have two slots or more here.
 """

@@ -15,14 +15,8 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.sources.find_files import STDLIB, find_rows
 from longspan.corpus.sources.first_rows import text_sizes
 from longspan.data.manifest import SHORTEST
-from longspan.data.run_order import (
-    allow_sharing,
-    documents_line,
-    make_step_order,
-    most_step_tokens,
-    order_lengths,
-    set_epoch_steps,
-)
+from longspan.data.run_epochs import documents_line, most_step_tokens, set_epoch_steps
+from longspan.data.run_order import allow_sharing, make_step_order, order_lengths
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, plural
 from longspan.model.weights.tokenizer_files import tokenizer_folder

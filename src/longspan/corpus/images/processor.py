@@ -1,7 +1,7 @@
 """The processor of a model's folder: placeholders and grid of an image of a size, and an image's pixels.
 
 It is transformers' own with the image processor of its PIL backend, so that torchvision is not needed and pixels are
-equal on every machine. How it is loaded, and videos, are in `without_torchvision.py`.
+equal on every machine. It is loaded in `stock_processor.py`; videos are in `video_processor.py`.
 """
 
 import sys
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from longspan.corpus.images.image_file import Size, import_pillow
-from longspan.corpus.images.without_torchvision import VideoProcessor, load_stock_processor
+from longspan.corpus.images.stock_processor import load_stock_processor
+from longspan.corpus.images.video_processor import VideoProcessor
 from longspan.errors import DataError
 from longspan.model.vision.image_inputs import GRIDS, IN_DOCUMENT, PIXELS, SIZES, Grid, ImageInput
 from longspan.model.weights.hf_folder import folder_error_text
@@ -124,8 +125,8 @@ class Processor:
         return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
 
     @cached_property
-    def fields(self) -> tuple[str, ...]:
-        """The names of the model's inputs for an image."""
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the model's inputs for an image, found by processing a blank one."""
         image = self.process_image(_blank_picture(_SMALL))
         present = {PIXELS: True, GRIDS: image.grid is not None, SIZES: image.size is not None}
         return tuple(name for name, is_present in present.items() if is_present) + tuple(image.fields)

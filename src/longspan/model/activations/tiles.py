@@ -172,7 +172,7 @@ def _add_tile_gradients(
     into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run a tile again, and its backward pass from `dout`, the gradient of its output.
+    """Run a tile again, and its backward pass from `dout`, the gradient of its output; `ctx` is that of `_RunTiles`.
 
     Gradients of its rows are written into the tensors of `into` (None: not needed), those of the `trained` parameters
     are added to `sums`, in place.

@@ -80,25 +80,6 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
         )
 
 
-def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
-    """Raise ModelError, on every rank, if ranks would begin with different adapters; all ranks call it together.
-
-    Compared are checksums of all that is trained; parameters on the meta device have no values yet.
-    """
-    trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
-    values: dict[str, Any] = {name: p.detach().cpu().contiguous() for name, p in trained.items() if not p.is_meta}
-    digests = {name: zlib.crc32(x.view(torch.uint8).numpy()) for name, x in values.items()}
-    digests_of_ranks = world.control.gather_objects(digests, "digests of adapters")
-    for rank, rank_digests in zip(world.home.ranks, digests_of_ranks, strict=True):
-        for name, digest in digests_of_ranks[0].items():
-            if rank_digests.get(name) != digest:
-                raise ModelError(
-                    f"{name} is not the same on ranks {world.home.ranks[0]} and {rank}: peft draws with torch's "
-                    "generator; call torch.manual_seed with one seed on every rank before peft.get_peft_model, or load "
-                    "the adapter from a folder"
-                )
-
-
 def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
     """Yield why an adapter of this LoraConfig is not known to be exact."""
     config = adapter.config
@@ -228,7 +209,25 @@ class AdapterFeature(Feature):
         self._adapter = adapter
 
     def compare_ranks(self, model: PreTrainedModel) -> None:
-        check_equal_adapters(model, self.world)
+        """Raise ModelError, on every rank, if ranks would begin with different adapters; all ranks call it together.
+
+        Compared are checksums of all that is trained; parameters on the meta device have no values yet.
+        """
+        trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
+        values: dict[str, Any] = {
+            name: p.detach().cpu().contiguous() for name, p in trained.items() if not p.is_meta
+        }
+        digests = {name: zlib.crc32(x.view(torch.uint8).numpy()) for name, x in values.items()}
+        digests_of_ranks = self.world.control.gather_objects(digests, "digests of adapters")
+        ranks = self.world.home.ranks
+        for rank, rank_digests in zip(ranks, digests_of_ranks, strict=True):
+            for name, digest in digests_of_ranks[0].items():
+                if rank_digests.get(name) != digest:
+                    raise ModelError(
+                        f"{name} is not the same on ranks {ranks[0]} and {rank}: peft draws with torch's generator; "
+                        "call torch.manual_seed with one seed on every rank before peft.get_peft_model, or load the "
+                        "adapter from a folder"
+                    )
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
         """Note the adapter at the prepared model, and redirect the PeftModel that was given to `prepare`."""

@@ -17,21 +17,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapted_modules import is_adapted
 from longspan.model.adapters.adapted_weights import adapted_weights
 from longspan.model.adapters.adapter import adapter_parameters
 from longspan.model.adapters.target_names import _check_target_names, _default_target_names, _linears_outside_towers
 from longspan.model.kinds import SCORE_HEADS, name_without_adapter
 from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.mtp.trained_depths import unwrap_trained_mtp
-from longspan.model.parts import is_tied
 from longspan.model.weights.empty_model import has_meta_parameters
 from longspan.model.weights.fill import JoinedWeights, find_deferred_weights
 from longspan.model.weights.local_tensors import LocalPart
 
 
-def lines_about_adapter(model: PreTrainedModel) -> Iterator[str]:
-    """Yield lines about what has no adapter in the decoder layers of an adapted model, and where none can be merged."""
+def lines_about_unadapted_weights(model: PreTrainedModel) -> Iterator[str]:
+    """Yield a line about weights without an adapter in the decoder layers, with their share; none if all have one.
+
+    Weights that are less than a hundredth of these layers' are not named.
+    """
     adapted = adapted_weights(model)
     sizes = Counter[str]()
     total = 0
@@ -44,14 +45,6 @@ def lines_about_adapter(model: PreTrainedModel) -> Iterator[str]:
     if large := [name for name, size in sizes.most_common() if size >= total / 100]:
         share = 100 * sum(sizes[name] for name in large) / total
         yield f"lora: {', '.join(large)} ({share:.1f} % of the weights of decoder layers) have no adapter"
-    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if is_tied(model) and any(map(is_adapted, ends)):
-        yield (
-            "caution: lora.target_modules has the head, which shares its weight with the embedding "
-            "(tie_word_embeddings): "
-            "longspan export --merge will refuse this adapter, which stock peft reads over its base model; leave the "
-            "head out of lora.target_modules if it is to be merged"
-        )
 
 
 # ---- drawing

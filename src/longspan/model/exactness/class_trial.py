@@ -56,8 +56,6 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass. That
     a small model cannot be made or run is a reason only where the trial is `required`, of a class with experts.
     """
-    # A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass.
-    # That a small model cannot be made or run is a reason only where the trial is required, of a class with experts.
     try:
         model = _make_small_model(kind, config)
         outs: list[Tensor] = []
@@ -138,7 +136,6 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
 
     Such are of shape (rows, …) or (1, rows, …).
     """
-    # Those of shape (R, …) or (1, R, …), each as (R, ·).
     for leaf in tree_leaves(out if isinstance(out, tuple | list) else [out]):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             leaf = leaf.detach()
@@ -153,8 +150,6 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
 
     Buffers that are not saved may only log what was run; if results depend on them, rows differ here.
     """
-    # Gradients and experts are compared only if outputs are equal, since other outputs have other gradients.
-    # Buffers that are not saved may only log what was run; if results depend on them, rows differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows_in_order(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
@@ -179,7 +174,6 @@ def _place_of_first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tens
 
     A module that is not called equally often for each part cannot be compared.
     """
-    # A module that is not called equally often for each piece cannot be compared.
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
             pieces = [
@@ -195,7 +189,6 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> It
 
     Of what nothing depends on here, as of learnt rotary frequencies at one position, only rounding is left.
     """
-    # Of what nothing depends on here, as of learnt rotary frequencies at one position, only rounding is left.
     least = 1e-9 * max((float(x.abs().max()) for x in whole.gradients.values() if x is not None), default=0.0)
     for name, gradient in whole.gradients.items():
         pieces = [piece for piece_pass in parts if (piece := piece_pass.gradients[name]) is not None]

@@ -35,7 +35,7 @@ _MERGES = "image_merge_sizes"
 _FINER_PIXELS = "high_res_pixel_values"
 
 
-def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
+def draw_image(base: Any, merge: int, side: Side, generator: np.random.Generator) -> ImageInput:
     """Draw an image in the form that a model takes, which its class's image function shows.
 
     `side` is height and width: in merged patches (of `merge` patches a side), in halves of a tile's side where the
@@ -46,19 +46,19 @@ def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> 
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
     patch, image_side = (_first_side(getattr(vision, name, None)) for name in ("patch_size", "image_size"))
     if GRIDS in parameters:
-        return _draw_patches(base, merge, side, channels * patch**2, draw)
+        return _draw_patches(base, merge, side, channels * patch**2, generator)
     if _SHAPES in parameters:
-        return _draw_padded_tiles(base, side, channels * patch**2, draw)
+        return _draw_padded_tiles(base, side, channels * patch**2, generator)
     if getattr(base.config, "image_grid_pinpoints", None):
-        return _draw_cut_image(base, side, (channels, image_side, image_side), draw)
+        return _draw_cut_image(base, side, (channels, image_side, image_side), generator)
     # patches are merged, without a grid
     if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
-        return ImageInput(_draw_pixels((1, channels, height, width), draw), size=(height, width))
-    return _draw_tiles(base, side, (channels, image_side, image_side), draw)
+        return ImageInput(_draw_pixels((1, channels, height, width), generator), size=(height, width))
+    return _draw_tiles(base, side, (channels, image_side, image_side), generator)
 
 
-def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
+def _draw_patches(base: Any, merge: int, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
     """Draw an image of patches (n, C · t · p²), or (n, C, p, p), with their grid; `width` is C · p².
 
     Models with `image_merge_sizes` get 1 for an even width and 2 for an odd one, so that trials have both.
@@ -72,11 +72,11 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
     patch_shape = (frames * width,)
     if find_family(base.config.model_type).square_patches:
         patch_shape = (width // patch**2, patch, patch)
-    pixels = _draw_pixels((merge**2 * side[0] * side[1], *patch_shape), draw)
+    pixels = _draw_pixels((merge**2 * side[0] * side[1], *patch_shape), generator)
     return ImageInput(pixels, (1, merge * side[0], merge * side[1]), fields=fields)
 
 
-def _draw_padded_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
+def _draw_padded_tiles(base: Any, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
     """Draw an image of LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches.
 
     Full tiles have 3 x 3 rows, the last one `side`, so that the mask hides some; there are as many as `side` is high.
@@ -85,11 +85,13 @@ def _draw_padded_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
     full_side = 3 * factor
     shapes = torch.tensor([(full_side, full_side)] * (height - 1) + [(factor * height, factor * row_width)])
     mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
-    pixels = _draw_pixels((height, full_side**2, width), draw) * mask[..., None]
+    pixels = _draw_pixels((height, full_side**2, width), generator) * mask[..., None]
     return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
 
 
-def _draw_cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
+def _draw_cut_image(
+    base: Any, side: Side, tile: tuple[int, int, int], generator: np.random.Generator
+) -> ImageInput:
     """Draw an image that the model cuts into tiles of shape `tile` (C, height, width), `side` halves of a tile large.
 
     Some models cut an image only where its document has no other: a first side of 3 says that there are three.
@@ -98,20 +100,20 @@ def _draw_cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.
     count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
     tiles = count_tiles(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
     if IN_DOCUMENT not in image_feature_parameters(base):
-        return ImageInput(_draw_pixels((tiles, *tile), draw), size=size)
+        return ImageInput(_draw_pixels((tiles, *tile), generator), size=size)
     images = 1 if side[0] < 3 else 3
-    pixels = _draw_pixels((tiles if images == 1 else 1, *tile), draw)
+    pixels = _draw_pixels((tiles if images == 1 else 1, *tile), generator)
     return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([images])})
 
 
-def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
+def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], generator: np.random.Generator) -> ImageInput:
     """Draw an image of whole tiles (C, height, width), as many as its shorter side.
 
     A mask of pixels hides a patch at the right of the last tile of an odd width.
     """
     parameters = image_feature_parameters(base)
     tiles = min(side)
-    pixels = _draw_pixels((tiles, *tile), draw)
+    pixels = _draw_pixels((tiles, *tile), generator)
     fields = dict[str, Tensor]()
     if _MASK_OF_TILES in parameters:
         fields[MASK] = torch.ones(tiles, dtype=torch.bool)
@@ -122,7 +124,7 @@ def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rand
         pixels = pixels * fields[MASK][:, None]
     if _FINER_PIXELS in parameters:
         finer = _first_side(base.config.high_res_vision_config.image_size)
-        fields[_FINER_PIXELS] = _draw_pixels((tiles, tile[0], finer, finer), draw)
+        fields[_FINER_PIXELS] = _draw_pixels((tiles, tile[0], finer, finer), generator)
     return ImageInput(pixels, fields=fields)
 
 
@@ -131,8 +133,8 @@ def _first_side(value: Any) -> int:
     return int(value[0] if isinstance(value, list | tuple) else value or 0)
 
 
-def _draw_pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
-    return torch.from_numpy(draw.normal(size=shape))
+def _draw_pixels(shape: tuple[int, ...], generator: np.random.Generator) -> Tensor:
+    return torch.from_numpy(generator.normal(size=shape))
 
 
 _SIDES = ((2, 3), (1, 2), (3, 2))  # of images, as `draw_image` takes them
@@ -186,14 +188,14 @@ def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
 def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]]) -> list[TrialDocument]:
     """Make documents of these numbers of tokens of text and of images, for a whole small model."""
     tokens = image_tokens(model.config)
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     words = np.array(ordinary_ids(model.config))
     base = base_model(model)
     most = max((images for _, images in sizes), default=0)
-    images = [draw_image(base, tokens.merge, side, draw) for side in (_SIDES * most)[:most]]
+    images = [draw_image(base, tokens.merge, side, generator) for side in (_SIDES * most)[:most]]
     with torch.no_grad():
         pool = [(image, len(encode_images(base, [image])[0])) for image in images]
-    return [_make_document(tokens, draw.choice(words, text), pool[:count], draw) for text, count in sizes]
+    return [_make_document(tokens, generator.choice(words, text), pool[:count], generator) for text, count in sizes]
 
 
 def ordinary_ids(config: PreTrainedConfig) -> list[int]:
@@ -223,13 +225,13 @@ def make_stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dic
 
 
 def _make_document(
-    tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], draw: np.random.Generator
+    tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], generator: np.random.Generator
 ) -> TrialDocument:
     """Make a document of these words with images, each with its number of rows, at random places among them.
 
     A prefix ends with the token after the last image, so that it holds text too.
     """
-    places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
+    places = np.sort(generator.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
     for words_between, image in zip(np.split(words, places), (*images, None), strict=True):
         ids += [*words_between.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
@@ -251,11 +253,11 @@ def make_video_document(model: PreTrainedModel) -> TrialDocument:
     would be seen. ModelError for a model without videos by grids.
     """
     videos = VideoTokens.from_configuration(model.config)
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     base = base_model(model)
     # words: (before everything; between groups of frames; after each item), nine of each, of which some are used
     merge = videos.images.merge
-    words = draw.choice(np.array(ordinary_ids(model.config)), (3, 9))
+    words = generator.choice(np.array(ordinary_ids(model.config)), (3, 9))
     ids = words[0].tolist()
     images = list[ImageInput]()
     clips = list[TrialVideo]()
@@ -265,7 +267,7 @@ def make_video_document(model: PreTrainedModel) -> TrialDocument:
             grid = (groups, merge * side[0], merge * side[1])
             clips.append(TrialVideo(len(images), Video(grid, seconds=1.5 - number / 2)))  # 1.5 and 0.5
         for group in range(groups):
-            images.append(draw_image(base, merge, side, draw))
+            images.append(draw_image(base, merge, side, generator))
             words_between = words[1, :2].tolist() if videos.apart and group > 0 else []
             ids += [*words_between, *[placeholder] * (side[0] * side[1])]
         ids += words[2, : 2 + number].tolist()  # another number of words after each item

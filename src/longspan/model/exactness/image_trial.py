@@ -93,8 +93,8 @@ def _run_documents(
     `run`.
     """
     logits = [run(document) for document in documents]
-    draw = torch.Generator().manual_seed(0)
-    weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
+    generator = torch.Generator().manual_seed(0)
+    weighed = [(x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in logits]
     return _ImagePass(
         [x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items())
     )

@@ -100,7 +100,6 @@ class _TrialRows:
 
 def _compared_mask(numbers: Integers) -> Integers:
     """Return which rows are compared: about half of them, by a draw that depends on their numbers only."""
-    # about half of the rows, by a draw that depends on their numbers only
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
 
@@ -321,9 +320,9 @@ class _RowTrial:
         self.shape = 2, _COUNT * rules.row_multiple
         vocabulary = model.config.get_text_config().vocab_size
         depths = model.depths if is_pipeline(model) else len(mtp_depths(model))
-        draw = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(vocabulary, self.shape, generator=draw).to(world.device)
-        self.later = torch.randint(vocabulary, (*self.shape, depths), generator=draw).to(world.device)
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(vocabulary, self.shape, generator=generator).to(world.device)
+        self.later = torch.randint(vocabulary, (*self.shape, depths), generator=generator).to(world.device)
 
     def find_error(self, *, every_module: bool) -> ModelError | None:
         """Run all passes, and return the first difference as an error; None without.
@@ -428,11 +427,11 @@ class _RowTrial:
 
         Behind them are embedded rows, if stages hand these on.
         """
-        draw = torch.Generator().manual_seed(4)
+        generator = torch.Generator().manual_seed(4)
         inputs = list[Tensor]()
         width = self.model.config.get_text_config().hidden_size
         for _ in range(1 + stage.with_embedding):
-            values = torch.randn(*self.shape, width, generator=draw).to(self.world.device, self.model.dtype)
+            values = torch.randn(*self.shape, width, generator=generator).to(self.world.device, self.model.dtype)
             inputs.append(rows.values_of_rows(values).unflatten(0, (rows.parts, -1))[rows.part])
         return torch.cat(inputs)[None]
 

@@ -149,7 +149,6 @@ def _small_configuration_values(config: PreTrainedConfig, sizes: Sizes, least: i
 
     A family's row of `FAMILIES` comes last: its values may be functions of the others.
     """
-    # with the configurations inside; values of a family may be functions of the others
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)

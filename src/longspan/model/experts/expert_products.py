@@ -79,7 +79,7 @@ _ALIGNED_ELEMENTS = 8  # rows of bfloat16 operands begin at multiples of 16 byte
 
 
 @dataclass(frozen=True)
-class Loads:
+class ExpertLoads:
     """How many rows each of e local experts got: on the device, and on the host if they have been read from it."""
 
     device: Tensor  # (e,) int64
@@ -90,7 +90,7 @@ class Loads:
         return self.device.tolist() if self.host is None else self.host
 
 
-def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
+def run_experts(experts: nn.Module, x: Tensor, loads: ExpertLoads) -> Tensor:
     """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted.
 
     `loads` are the rows of each local expert; without a grouped product, which runs on the device alone, the host waits
@@ -110,7 +110,7 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
         return _NoRows.apply(x, *weights)  # pyright: ignore[reportReturnType]
     grouped = expert_product_kind(x, up, down, *adapters, float8=float8_up is not None) == "grouped_mm"
     if not grouped:  # both layers need the counts: read them from the device once
-        loads = Loads(loads.device, loads.host_counts())
+        loads = ExpertLoads(loads.device, loads.host_counts())
     multiply = partial(_multiply_by_experts, loads=loads, grouped=grouped)
 
     def multiply_and_adapt(
@@ -184,7 +184,7 @@ def _multiply_by_experts(
     bias: Tensor | None,
     float8_weight: Any,
     *,
-    loads: Loads,
+    loads: ExpertLoads,
     grouped: bool,
     transposed: bool,
 ) -> Tensor:

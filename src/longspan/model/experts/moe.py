@@ -27,7 +27,7 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
 from longspan.model.adapted_modules import is_expert_adapter, peft_modules
-from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERTS, Loads, run_experts
+from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERTS, ExpertLoads, run_experts
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.features import Feature
 from longspan.model.kinds import expert_modules, router_modules
@@ -180,7 +180,7 @@ def mix_experts(
     visits = Visits.from_order(order, top_k)
     expert_rows = spread_rows(x, visits)  # (R k, D)
     if channel is None:
-        outputs = run_experts(experts, expert_rows, Loads(loads))
+        outputs = run_experts(experts, expert_rows, ExpertLoads(loads))
     else:
         outputs = _run_experts_on_members(experts, expert_rows, loads, channel)
     return sum_visits(outputs, weights, visits).to(x.dtype)
@@ -202,7 +202,7 @@ def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channe
     order = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
     visits = Visits.from_order(torch.from_numpy(order).to(x.device), 1)
     rows_of_experts = counts_here.sum(0)
-    local_loads = Loads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
+    local_loads = ExpertLoads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
     outputs = run_experts(experts, spread_rows(arrived, visits), local_loads)
     return send_routed_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
 

@@ -92,7 +92,7 @@ class PackedWeight:
 
     def _first_column(self, held_bytes: slice) -> int:
         """Return the first column of `held_bytes`, a slice of a row's bytes; tensor parallelism may have cut rows."""
-        return held_bytes.start // self.row_bytes * self.columns  # tensor parallelism may have cut rows
+        return held_bytes.start // self.row_bytes * self.columns
 
     def pack_part(self, values: Tensor, part: LocalPart) -> Tensor:
         """Return the bytes of `part`, from the values of `source_part`, or from their bytes."""

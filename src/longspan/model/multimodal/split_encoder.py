@@ -75,10 +75,12 @@ class SplitModule:
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
         if not counts or self.several:
             return counts
-        return counts | {n: value for n, value in attributes.items() if n in WIDTHS and value in self.widths}
+        return counts | {
+            n: value for n, value in attributes.items() if n in WIDTHS and value in self.query_and_key_widths
+        }
 
     @property
-    def widths(self) -> tuple[int, int]:
+    def query_and_key_widths(self) -> tuple[int, int]:
         """Return the features of all queries, and those of all keys, or of all values.
 
         A fused linear has heads + 2 · key heads of one size if both are counted and fit, else three equal parts; of
@@ -230,10 +232,10 @@ def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
                 f"{', '.join(HEADS)}, so they cannot be split over tp; keep it in self.num_heads and use that in "
                 "forward"
             )
-        yield "heads", part.widths[0] // size
+        yield "heads", part.query_and_key_widths[0] // size
     for name, style in part.styles.items():
         linear: Any = unadapted_module(part.module.get_submodule(name))
-        queries, keys = part.widths
+        queries, keys = part.query_and_key_widths
         if style == QKV and queries + 2 * keys != linear.out_features:
             raise ModelError(
                 f"{part.name}.{name} has {linear.out_features} outputs, which are not queries, keys and values of one "
@@ -264,7 +266,7 @@ def split_encoder(
     for part in parts:
         for name, style in part.styles.items():
             linear = part.module.get_submodule(name)
-            queries, keys = part.widths
+            queries, keys = part.query_and_key_widths
             split_linear(linear, style, world, widths=(queries, keys, keys))
             if part.several and style != ROWWISE:
                 sum_input_gradients(linear, world)

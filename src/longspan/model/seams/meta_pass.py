@@ -147,7 +147,6 @@ def _record_pass(
     Unless it is `judged`, as a pass that leaves out layers at random, its errors are dropped and its calls are not
     checked.
     """
-    # A pass that leaves out layers at random is not judged, nor need it come to its end.
     probe = Probe()
     names = _NoteCallNames()
     draws = Counter[str]()
@@ -308,7 +307,6 @@ def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall
 
     What the configuration names (a window, a chunk, a soft cap) must reach the calls: else it is applied elsewhere.
     """
-    # What the configuration names (a window, a chunk, a soft cap) must reach the calls: else it is applied elsewhere.
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or []

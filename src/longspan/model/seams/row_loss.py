@@ -132,9 +132,6 @@ def _refuse_other_parameters(model: PreTrainedModel) -> None:
 
 
 def _try_row_loss(model: PreTrainedModel) -> None:
-    # Two rows must come out as two rows of logits, which depend on the hidden states; depths of multi-token prediction
-    # must call longspan's attention.
-
     """Raise ModelError unless a loss by rows works, by a pass of the model on the meta device.
 
     Two rows must come out as two rows of logits, which depend on the hidden states; depths of multi-token prediction
@@ -145,7 +142,6 @@ def _try_row_loss(model: PreTrainedModel) -> None:
         """Return logits of the deepest states, which are cut off from the layers: their gradient comes from these
         alone.
         """
-        # The deepest states are cut off from the layers: a gradient can then come from them only.
         with torch.enable_grad():
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
 
@@ -279,8 +275,6 @@ def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
     Tensors must be the same object. Positions that are left out are no difference, as the base model makes them; None,
     False and 0 count as equal.
     """
-    # Tensors must be the same object. Positions that are left out are no difference, as the base model makes them;
-    # None, False and 0 count as equal.
     if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
         return False
     if isinstance(value, Tensor) or isinstance(expected, Tensor):
@@ -326,7 +320,6 @@ class _WatchedInput(Tensor):
 
         The result is not watched, as what is made of the values was noted with the first reading.
         """
-        # The result is not watched, as what is made of the values was noted with the first reading.
         if func not in _WITHOUT_VALUES:
             for value in (*args, *(kwargs or {}).values()):
                 if isinstance(value, _WatchedInput):

@@ -6,6 +6,7 @@ Sources are a folder's files (`folder.py`), drawn weights (`drawn_weights.py`), 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +29,12 @@ class WeightSource(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class JoinedWeights:
     """A model's source, and one of what was added to it."""
 
-    def __init__(self, model: WeightSource, added: WeightSource) -> None:
-        self.base: WeightSource = model
-        self.added = added
+    base: WeightSource
+    added: WeightSource
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         yield from self.base.read(parts, device)

@@ -67,12 +67,12 @@ def _check_before_prepare(
 
     Raises the first reason of a feature, or of its layers, not to run it. `images`: whether its towers are kept.
     """
-    from longspan.model.adapters.new_adapter import lines_about_adapter
+    from longspan.model.adapters.new_adapter import lines_about_unadapted_weights
 
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
         model = load_run_model(config, configuration, images=images)
         _add_adapter_and_freeze(config, model, images=images)
-    lines = [*lines_about_adapter(model)] if config.lora.rank else []
+    lines = [*lines_about_unadapted_weights(model)] if config.lora.rank else []
     _check_comm_types_fit_layers(config, model)
     options = _prepare_options(config, world, model, None, training=True)
     with ExitStack() as forms:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from longspan.corpus.images.image_file import ImageFile, VideoFile
 from longspan.corpus.images.processor import Grid, Processor, load_processor
-from longspan.corpus.images.without_torchvision import VideoProcessor, processor_digest
+from longspan.corpus.images.stock_processor import processor_digest
+from longspan.corpus.images.video_processor import VideoProcessor
 from longspan.corpus.rows.media.row_media import (
     PARTS,
     RowMedia,
