@@ -302,11 +302,11 @@ class CheckpointSaver:
         # an error of the first rank, which publishes, stands without a number
         first_rank = f" (on rank {self._world.home.ranks[0]})"
         phases = [phase for phase, _, _ in reports]
-        reason = failures[0].removesuffix(first_rank) if failures else self._disk_limit_text(phases)
+        reason = failures[0].removesuffix(first_rank) if failures else self._late_save_text(phases)
         raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
 
-    def _disk_limit_text(self, phases: Sequence[str]) -> str:
-        """Say that a save is over its limit, and which ranks are in which of the `phases` (one a rank).
+    def _late_save_text(self, phases: Sequence[str]) -> str:
+        """Say that a save has not ended in its time limit, and which ranks are in which of the `phases` (one a rank).
 
         Likely causes come first: ranks that are still writing, then phases of few ranks.
         """
