@@ -1,17 +1,16 @@
 """Log-probabilities of tokens and numbers of their distributions, from logits (t, V), and their gradients at these."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan.errors import LossError
+from longspan.lazy import import_triton_kernels
 from longspan.plain_text import short_text
 
+_KERNELS = "longspan.train.softmax_kernels"
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 4096  # that a program has at a time
 _ROW_PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
@@ -44,7 +43,7 @@ def target_log_probs_and_gradient(logits: Tensor, ids: Tensor) -> tuple[Tensor, 
 
 def uses_softmax_kernels(dtype: torch.dtype, device: str) -> bool:
     """Return whether Triton kernels compute softmaxes of logits of this dtype on this type of device."""
-    return device == "cuda" and dtype in _KERNEL_DTYPES and find_softmax_kernels() is not None
+    return device == "cuda" and dtype in _KERNEL_DTYPES and import_triton_kernels(_KERNELS) is not None
 
 
 def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
@@ -55,7 +54,7 @@ def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, Gradient
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
         arguments = (logits, ids, log_probs, log_total, vocabulary, logits.stride(0))
-        find_softmax_kernels().log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
+        import_triton_kernels(_KERNELS).log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
 
     def logit_gradient(slopes: Tensor) -> Tensor:
         """Return slopes (t,) times (onehot − softmax), (t, V), in a new tensor."""
@@ -63,18 +62,12 @@ def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, Gradient
         if rows:
             slopes = slopes.to(torch.float32).contiguous()
             arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0))
-            find_softmax_kernels().logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](
+            import_triton_kernels(_KERNELS).logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](
                 *arguments, COLUMNS=_COLUMNS
             )
         return gradient
 
     return log_probs, logit_gradient
-
-
-@cache
-def find_softmax_kernels() -> Any:
-    """Return the module of Triton kernels, None without Triton; imported on the first call."""
-    return None if find_spec("triton") is None else import_module("longspan.train.softmax_kernels")
 
 
 @torch.no_grad()
@@ -160,7 +153,7 @@ def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
     numbers = logits.new_empty((4, rows), dtype=torch.float32)
     if rows:
         arguments = (logits, ids, numbers, rows, vocabulary, logits.stride(0))
-        find_softmax_kernels().distribution_kernel[(rows,)](*arguments, COLUMNS=_DISTRIBUTION_COLUMNS)
+        import_triton_kernels(_KERNELS).distribution_kernel[(rows,)](*arguments, COLUMNS=_DISTRIBUTION_COLUMNS)
     return numbers
 
 

@@ -6,9 +6,7 @@ On GPUs a Triton kernel updates many tensors in one launch; elsewhere torch does
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import to_device
+from longspan.lazy import import_triton_kernels
 from longspan.train.optim.moment_codes import PackedMoments, nearest_root
 from longspan.train.optim.stochastic_rounding import (
     Places,
@@ -33,6 +32,7 @@ def numbers_per_chunk(device: torch.device) -> int:
 
 
 # numbers that a program updates at a time, by so many warps
+_KERNELS = "longspan.train.optim.adamw_kernels"
 BLOCK = 1024
 WARPS = 4
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
@@ -101,7 +101,7 @@ def kernel_supports(update: Update) -> bool:
         and mean.dtype == square.dtype
         and parameter.shape == gradient.shape
         and (update.places is None or update.places.is_flat or update.places.inner < 1 << 31)
-        and _kernels() is not None
+        and import_triton_kernels(_KERNELS) is not None
     )
 
 
@@ -124,7 +124,7 @@ def launch_update_kernels(updates: Sequence[Update], scale: Tensor | None) -> in
     for (dtypes, aligned, by_chance, flat), alike in by_launch.items():
         first = alike[0].parameter
         blocks = -(-max(update.parameter.numel() for update in alike) // BLOCK)
-        _kernels().adamw_kernel[min(blocks, PROGRAMS), len(alike)](
+        import_triton_kernels(_KERNELS).adamw_kernel[min(blocks, PROGRAMS), len(alike)](
             to_device(kernel_table(alike), first.device),
             scale,
             *(getattr(import_module("triton.language"), _DTYPES[dtype]) for dtype in dtypes),
@@ -152,12 +152,6 @@ def kernel_table(updates: Sequence[Update]) -> Any:
         numbers = (update.parameter.numel(), *rounding, *key, first)
         _ROW.pack_into(table, _ROW.size * row, *addresses, *numbers, *update.factors)
     return np.frombuffer(table, np.int64).reshape(len(updates), COLUMNS)
-
-
-@cache
-def _kernels() -> Any:
-    """Return the module of the Triton kernel, None without Triton; imported on the first call."""
-    return None if find_spec("triton") is None else import_module("longspan.train.optim.adamw_kernels")
 
 
 def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
