@@ -14,7 +14,6 @@ import pytest
 
 from longspan import World
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.corpus.run_corpus import open_corpus_on_all_ranks
 from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, LongspanError
@@ -24,7 +23,7 @@ from longspan.run.facts import TrainResult
 from longspan.run.loop import train
 from longspan.run.metrics import read_metrics
 from longspan.run.progress import ProgressDisplay
-from longspan.run.run_data import open_evaluation_set, open_evaluation_sets
+from longspan.run.run_data import open_data
 from longspan.testing import backend, run_ranks
 from longspan.train.run_model.rope_scaling import check_set_length
 from tests.corpus.rows.families import write_folder
@@ -140,10 +139,9 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
         config = small_config(tmp_path / folder, evaluation__sets=sets, data__max_document_tokens=20, **keys)
         model, said = preset_config("qwen3-tiny", vocab_size=300), list[str]()
         with World(check_config(config, 1), backend="gloo") as world:
-            corpus = open_corpus_on_all_ranks(config, world, model, resumed=resumed, log=said.append)
-            order = make_step_order(config, corpus)
-            found = open_evaluation_sets(config, corpus, corpus.select(order.evaluation), world, said.append)
-        assert [s.documents.corpus.lengths.max() for s in found if s.name == "all"] == [8]
+            checkpoint = Path("of an earlier session") if resumed else None
+            found = open_data(config, model, checkpoint, world, said.append).sets
+        assert [s.documents.corpus.lengths.max() for s in found if s.name == "all"] == [8]  # type: ignore[attr-defined]
         return [(s.name, s.trained_on, len(s.documents)) for s in found], [s.caution for s in found if s.caution]
 
     whole, said = counts("a", rows)
@@ -231,6 +229,5 @@ def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> N
     config = small_config(tmp_path, evaluation__sets=[{"name": "a", "path": str(rows)}], **keys)
     model = preset_config("qwen3-tiny", vocab_size=400)
     with World(check_config(config, 1), backend="gloo") as world:
-        trained = open_corpus_on_all_ranks(config, world, model, resumed=False, log=lambda _: None)
-        evaluated = open_evaluation_set(config, config.evaluation.sets[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
-    assert trained.documents_folder == evaluated.documents_folder
+        data = open_data(config, model, None, world, lambda _: None)
+    assert data.corpus.documents_folder == data.sets[0].documents.corpus.documents_folder

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank
@@ -42,14 +42,6 @@ from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
 from longspan.train.start.start_times import Starts
-
-
-class Agreement(NamedTuple):
-    """What the ranks agreed on after a step."""
-
-    stopped: str  # by a signal that any rank received; "" for none
-    save_on: str  # a signal of `checkpoint.save_signals` that any rank received; "" for none
-    minutes_over: bool  # a checkpoint is due by the clock
 
 
 class Steps:
@@ -126,8 +118,14 @@ class Steps:
             self._log(f"step {step + 1}: {line}")
             self._logged_divided = True
 
-    def agree_after_step(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
-        """Return what the ranks agree on after a step, by one message if none received a signal or failed."""
+    def agree_after_step(
+        self, stop: StopSignal, failure: LongspanError | None, saves: Saves
+    ) -> tuple[str, str, bool]:
+        """Return what the ranks agree on after a step, by one message if none received a signal or failed.
+
+        The signals that stop the run and that ask for a checkpoint ("" for none), whichever rank received them, and
+        whether a checkpoint is due by the clock.
+        """
         world = self._run.world
         flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
         slow = world.rank + 1 if self._slow_slots.is_slow else 0
@@ -147,7 +145,7 @@ class Steps:
             self._log(text)
         if slow_rank:
             self._slow_slots.log_slow_slot(int(slow_rank) - 1, world, self._log)
-        return Agreement(stopped, save_on, bool(minutes))
+        return stopped, save_on, bool(minutes)
 
 
 def shared_line(plan: Plan, shape: ModelShape | None) -> str:
@@ -285,21 +283,18 @@ class _Loop:
                 row |= saves.take_save_columns()
                 _, failure = result_or_error(partial(self.records.write_step, row, plan), RunFolderError)
                 self.display.show_step(row)
-                agreed = steps.agree_after_step(stop, failure, saves)
+                stopped, save_on, minutes_over = steps.agree_after_step(stop, failure, saves)
                 if saves.done == run.done + 1:
                     self.starts.end_part("first step")
                     record_start_seconds(run, self.starts, self.display.log)
-                stopped = agreed.stopped
                 if saves.done in (run.done + 1, settings.steps) or stopped:
                     save_plan(run, plan, f"step-{saves.done:06d}")
-                if stopped or agreed.save_on or saves.is_checkpoint_due(minutes_over=agreed.minutes_over):
+                if stopped or save_on or saves.is_checkpoint_due(minutes_over=minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.forget_save_request()  # also what other ranks received meanwhile
                 saves.reserve_memory()
-                if agreed.save_on and not stopped:
-                    self.display.log(
-                        f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on"
-                    )
+                if save_on and not stopped:
+                    self.display.log(f"{save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
                     rows = self.evaluations.take_new_rows()

@@ -73,33 +73,6 @@ class EvaluationSet:
     def name(self) -> str:
         return self.config.name
 
-    @property
-    def longest_document(self) -> tuple[int, str]:
-        """The tokens of the set's longest document, and the name of its file."""
-        lengths = self.documents.lengths
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
-        return int(lengths[longest]), self.documents.origin(longest)
-
-    def describe_set(self) -> str:
-        """Say how many documents and tokens the set has, and when it is evaluated."""
-        lengths = self.documents.lengths
-        every = self.config.every
-        targets = getattr(self.documents, "targets", None)
-        detail = "" if targets is None else f" ({targets:,} of them targets)"
-        size = f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{detail}, "
-        size += f"longest {max(lengths):,}"
-        when = f"every {plural(every, 'step')} and after the last" if every else "after the last step"
-        return f"evaluation set {self.name}: {size}; evaluated {when}"
-
-
-def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
-    """Open the set of a table [[evaluation.sets]], without its metrics; all ranks together, once the run has its
-    tokenizer."""
-    corpus = _open_corpus_of_set(config, entry, world, log)
-    units = sample_documents(len(corpus) // corpus.unit, entry.documents, config.train.seed)
-    documents = corpus.select(documents_of_units(units, corpus.unit))
-    return EvaluationSet(entry, documents)
-
 
 def _corpus_settings_of_set(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
     """Return how the texts of a table [[evaluation.sets]] become a corpus, in evaluation/NAME of the run's folder."""
@@ -107,21 +80,36 @@ def _corpus_settings_of_set(config: RunConfig, entry: EvalConfig) -> CorpusSetti
     return CorpusSettings.for_set(config, entry.path, entry.split, entry.max_document_tokens, **names)
 
 
-def _open_corpus_of_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
-    """Open the corpus of a set, which the first rank makes if it is not there; entered by all ranks."""
+def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
+    """Open the set of a table [[evaluation.sets]], and log its size and when it is evaluated; all ranks together.
+
+    The first rank makes its corpus if it is not there, with the run's tokenizer. The metrics are not set.
+    """
     directory = Path(config.run.dir)
     settings = _corpus_settings_of_set(config, entry)
+    folder = directory / settings.folder
+
+    def log_of_set(text: str) -> None:
+        log(f"evaluation set {entry.name}: {text}")
 
     def build_corpus() -> None:
-        folder = directory / settings.folder
         folder.parent.mkdir(exist_ok=True)
-        log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
         with name_file_in_errors(folder):
             tokenizer = load_configured_tokenizer(config) or load_tokenizer(directory)
-            open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
+            open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_of_set)
 
     run_on_first_rank(world, build_corpus, DataError)
-    return run_on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)
+    corpus = run_on_every_rank(world, partial(open_shared_corpus, folder), DataError)
+    units = sample_documents(len(corpus) // corpus.unit, entry.documents, config.train.seed)
+    documents = corpus.select(documents_of_units(units, corpus.unit))
+    lengths = documents.lengths
+    targets = getattr(documents, "targets", None)
+    detail = "" if targets is None else f" ({targets:,} of them targets)"
+    size = f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{detail}, "
+    size += f"longest {max(lengths):,}"
+    when = f"every {plural(entry.every, 'step')} and after the last" if entry.every else "after the last step"
+    log_of_set(f"{size}; evaluated {when}")
+    return EvaluationSet(entry, documents)
 
 
 @dataclass(frozen=True)
@@ -147,28 +135,6 @@ class TrainingRun(Training):
         return self.corpus.select(self.order.evaluation)
 
 
-def open_evaluation_sets(
-    config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
-) -> tuple[EvaluationSet, ...]:
-    """Open the held-out documents, if there are any, and the sets of the [[evaluation.sets]] tables, without their
-    metrics."""
-    sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
-    for entry in config.evaluation.sets:
-        evaluation_set = open_evaluation_set(config, entry, world, log)
-        log(evaluation_set.describe_set())
-        sets.append(evaluation_set)
-    if not sets:
-        return ()
-    counts = run_on_first_rank(
-        world, lambda: [corpus.count_contained(s.documents, held_out.ids) for s in sets], DataError
-    )
-    directory = Path(config.run.dir)
-    byte_counts = run_on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
-    return tuple(
-        replace(s, token_bytes=byte_counts, trained_on=count) for s, count in zip(sets, counts, strict=True)
-    )
-
-
 def replace_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
     """Return the sets with the tables of `config`, in which a limit of rows "auto" is a number."""
     entries = {entry.name: entry for entry in (held_out_set(config), *config.evaluation.sets)}
@@ -185,12 +151,6 @@ class RunData:
     sets: tuple[EvaluationSet, ...]
     longest: tuple[int, str]  # tokens and origin of the longest document that a planner receives
 
-    @property
-    def images(self) -> int:
-        """How many images the corpus and all sets have."""
-        set_images = [len(getattr(s.documents, "items", ())) for s in self.sets]  # texts alone have no items
-        return len(self.corpus.images or ()) + sum(set_images)
-
     def list_reference_documents(self, config: RunConfig, done: int) -> tuple[CorpusDocuments, ...]:
         """List what a reference model reads too: the documents of the steps after `done`, and those of each set."""
         steps = (self.order.documents_of_step(step) for step in range(done, config.train.steps))
@@ -202,7 +162,10 @@ class RunData:
         (longest, origin), heads = self.longest, query_heads(self.model)
         check_longest_training_document(config, world.home, longest, origin, heads)
         for entry in (s for s in replace_eval_tables(self.sets, config) if s.name):
-            tokens, origin = entry.longest_document
+            lengths = entry.documents.lengths
+            number = int(np.argmax(lengths))
+            tokens = int(lengths[number])
+            origin = entry.documents.origin(number)
             check_longest_of_set(config, entry.config, world.home, tokens, origin, heads)
             check_set_length(self.model, config.model, longest, entry.name, tokens)
 
@@ -210,12 +173,16 @@ class RunData:
 def open_data(
     config: RunConfig, model: PreTrainedConfig, checkpoint: Path | None, world: World, log: LogLine
 ) -> RunData:
-    """Open the documents and the evaluation sets of a run, which resumes from a checkpoint, if there is one."""
+    """Open the documents and the evaluation sets of a run, which resumes from a checkpoint, if there is one.
+
+    The held-out documents are the first set, if there are any. All ranks call it together.
+    """
+    run_dir = Path(config.run.dir)
 
     def check_rows_of_sets() -> None:
         for entry in config.evaluation.sets:
             settings = _corpus_settings_of_set(config, entry)
-            find_kinds(settings, settings.find_source_files(Path(config.run.dir)))
+            find_kinds(settings, settings.find_source_files(run_dir))
 
     def load_own_metrics() -> dict[str, Metric]:
         key = "evaluation.metrics"
@@ -233,17 +200,27 @@ def open_data(
     corpus = open_corpus_on_all_ranks(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
-    sets = open_evaluation_sets(config, corpus, corpus.select(order.evaluation), world, log)
-    run_dir = Path(config.run.dir)
+    held_out = corpus.select(order.evaluation)
+    sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
+    sets += [open_evaluation_set(config, entry, world, log) for entry in config.evaluation.sets]
 
-    def add_images() -> tuple[EvaluationSet, ...]:
-        return tuple(replace(s, documents=fit_documents_to_model(s.documents, model, run_dir)) for s in sets)
+    if sets:
 
+        def read_figures() -> tuple[list[int | None], npt.NDArray[np.int64] | None]:
+            counts = [corpus.count_contained(s.documents, held_out.ids) for s in sets]
+            return counts, token_bytes(load_tokenizer(run_dir).engine)
+
+        counts, byte_counts = run_on_first_rank(world, read_figures, DataError)
+        figures = {"token_bytes": byte_counts, "metrics": metrics}
+        sets = [replace(s, trained_on=count, **figures) for s, count in zip(sets, counts, strict=True)]
     if config.evaluation.sets:  # documents that are held out are of the corpus, which has its images
+
+        def add_images() -> list[EvaluationSet]:
+            return [replace(s, documents=fit_documents_to_model(s.documents, model, run_dir)) for s in sets]
+
         sets = run_on_every_rank(world, add_images, DataError)
-    sets = tuple(replace(s, metrics=metrics) for s in sets)
     longest = int(np.argmax(corpus.lengths))
-    return RunData(model, corpus, order, sets, (int(corpus.lengths[longest]), corpus.origin(longest)))
+    return RunData(model, corpus, order, tuple(sets), (int(corpus.lengths[longest]), corpus.origin(longest)))
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
@@ -36,6 +36,7 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
+from longspan.plan import MemoryPlan
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import read_kept_rows, set_rows, write_kept_rows
@@ -53,11 +54,6 @@ from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.start.start_times import Starts
 from longspan.train.training import build_run_optimizer
 
-if TYPE_CHECKING:
-    from longspan.plan import MemoryPlan
-
-Ends = Mapping[str, int]  # of answers: names and ids of tokens
-
 
 def write_model_files(
     directory: Path,
@@ -65,11 +61,13 @@ def write_model_files(
     configuration: PreTrainedConfig,
     architecture: str,
     log: LogLine,
-    ends: Ends,
+    ends: Mapping[str, int],
     *,
     adapter: bool = False,
 ) -> None:
-    """Write config.json, as the run trains the model, and generation_config.json, which also stops at learnt `ends`."""
+    """Write config.json, as the run trains the model, and generation_config.json, whose eos_token_id gets the tokens
+    at which answers end too (`ends`, names and ids). Raises DataError for a generation_config.json that cannot be read.
+    """
     source = Path(settings.source)
     config = deepcopy(configuration)
     dtype = torch_dtype(settings.dtype)
@@ -84,8 +82,19 @@ def write_model_files(
         replace_with_copy(folder / GENERATION, directory / GENERATION)
     else:
         (directory / GENERATION).unlink(missing_ok=True)
-    stops, missing = _add_stop_ids(directory, config, ends)
+    file = directory / GENERATION
+    if file.is_file():
+        read_stop_token_ids(directory)  # for its errors
+        generation = read_json(file)
+    else:
+        generation = GenerationConfig.from_model_config(config).to_diff_dict()
+    generation.pop("_from_model_config", None)
+    eos: Any = generation.get("eos_token_id")
+    stops: list[int] = [*eos] if isinstance(eos, list) else [eos] * (eos is not None)
+    missing = [name for name, end in ends.items() if end not in stops]
+    stops += [ends[name] for name in missing]
     if missing:
+        write_atomically(file, json.dumps({**generation, "eos_token_id": stops}, indent=2) + "\n")
         name = settings.source or settings.preset_name
         alone = "; with the adapter alone give it to generate()" if adapter else ""
         log(
@@ -99,32 +108,11 @@ def write_model_files(
         )
 
 
-def _add_stop_ids(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[list[int], list[str]]:
-    """Add `ends` to eos_token_id of generation_config.json in `directory`, which is made if it is not there.
-
-    Returns all ids there, and the names that it lacked. Raises DataError for a file that cannot be read.
-    """
-    file = directory / GENERATION
-    if file.is_file():
-        read_stop_token_ids(directory)  # for its errors
-        settings = read_json(file)
-    else:
-        settings = GenerationConfig.from_model_config(config).to_diff_dict()
-    settings.pop("_from_model_config", None)
-    eos: Any = settings.get("eos_token_id")
-    stops: list[int] = [*eos] if isinstance(eos, list) else [eos] * (eos is not None)
-    missing = [name for name, end in ends.items() if end not in stops]
-    stops += [ends[name] for name in missing]
-    if missing:
-        write_atomically(file, json.dumps({**settings, "eos_token_id": stops}, indent=2) + "\n")
-    return stops, missing
-
-
 def set_up_model(
     data: RunData,
     config: RunConfig,
     configuration: PreTrainedConfig,
-    memory: "MemoryPlan | None",
+    memory: MemoryPlan | None,
     world: World,
     log: LogLine,
     *,
@@ -136,9 +124,11 @@ def set_up_model(
     A `resumed` run reads no weights, as its checkpoint has them; under [lora] the base model is read.
     """
     if config.mtp.num_layers and not resumed:
-        log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
-    images = data.images > 0
-    refuse_encoder_without_images(config, data.images)
+        log(run_on_every_rank(world, partial(depths_line, config, configuration), ModelError))
+    set_images = [len(getattr(s.documents, "items", ())) for s in data.sets]  # texts alone have no items
+    image_count = len(data.corpus.images or ()) + sum(set_images)
+    refuse_encoder_without_images(config, image_count)
+    images = image_count > 0
     if data.corpus.labels is not None and data.corpus.unit == 1:  # no pairs
         from longspan.train.terms.scores import refuse_other_labels
 
@@ -150,31 +140,20 @@ def set_up_model(
         model: Any = run_on_every_rank(world, load_model, ModelError)
     if data.corpus.labels is not None:  # by which transformers finds the token that is scored, in what is saved
         model.config.pad_token_id = configuration.pad_token_id = data.corpus.pad
-    run_dir = Path(config.run.dir)
-    architecture = type(model).__name__
-    ends = data.corpus.manifest.ends
-    adapter = config.lora.rank > 0
-    keep = partial(
-        write_model_files, run_dir, config.model, configuration, architecture, log, ends, adapter=adapter
+    write = partial(
+        write_model_files,
+        Path(config.run.dir),
+        config.model,
+        configuration,
+        type(model).__name__,
+        log,
+        data.corpus.manifest.ends,
+        adapter=config.lora.rank > 0,
     )
-    run_on_first_rank(world, keep, RunFolderError)
+    run_on_first_rank(world, write, RunFolderError)
     prepared = prepare_run_model(config, world, model, memory=memory, images=images)
     refuse_randomness(find_language_model(prepared))
     return prepared
-
-
-def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
-    """Return the model's configuration for this vocabulary and the longest document; entered by all ranks. Raises
-    DataError for a token id without a row of the embedding, ConfigError for a document beyond the positions.
-    """
-    vocabulary = data.corpus.manifest.tokenizer_size if config.data.tokenizer else config.data.vocab_size
-    configuration = run_on_every_rank(world, lambda: read_model_configuration(config, vocabulary), ModelError)
-    for corpus in (
-        data.corpus,
-        *(s.documents.corpus for s in data.sets if isinstance(s.documents, CorpusDocuments)),
-    ):
-        check_ids_in_vocabulary(corpus, configuration, config.model.source or config.model.preset_name)
-    return scale_positions(configuration, config.model, *data.longest, log)
 
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
@@ -194,7 +173,7 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple
     root = checkpoints_root(Path(config.run.dir), config.checkpoint.dir)
     checkpoint = None
     if run_on_first_rank(world, root.is_dir, CheckpointError):
-        run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
+        run_on_first_rank(world, partial(remove_unfinished_saves, root, log), CheckpointError)
         checkpoint = find_checkpoint(root, world, log, note=True)
     if checkpoint is None:
         if config.checkpoint.resume == "must":
@@ -206,7 +185,7 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple
         raise CheckpointError(
             f"checkpoint.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
         )
-    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    state = run_on_first_rank(world, partial(read_state, checkpoint), CheckpointError)
     _check_same_run(config, state, checkpoint)
     return checkpoint, state
 
@@ -214,8 +193,12 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple
 def check_steps_left(
     config: RunConfig, data: RunData, checkpoint: Path, state: dict[str, Any], log: LogLine
 ) -> None:
-    """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys or epochs."""
-    if state.get("step", 0) > config.train.steps:
+    """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys or epochs; log
+    of a finished run that it is shown.
+
+    Its keys of the folder, of hosts and of evaluation may change, and so may one that is "auto" now.
+    """
+    if state["step"] > config.train.steps:
         key = "train.epochs" if config.train.epochs else "train.steps"
         raise ConfigError(
             f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
@@ -229,14 +212,37 @@ def check_steps_left(
             f"{before['epochs']:g} then, with train.steps {before['steps']}: set both back, or set run.dir to a new "
             "folder"
         )
-    if state.get("step", 0) == config.train.steps:
-        _check_finished_run(*_comparable_configurations(config, state), checkpoint, log)
+    if state["step"] < config.train.steps:
+        return
+    sections_before, sections_now = _comparable_configurations(config, state)
+    changes = [
+        f"{section}.{key} was {sections_before[section][key]!r} and is {value!r} now"
+        for section in sorted(sections_now.keys() & sections_before.keys() - {"run", "checkpoint", "evaluation"})
+        for key, value in sorted(sections_now[section].items())
+        if key in sections_before[section] and key != "node_size"
+        if (section, key) != ("model", "path")  # compared before
+        if value not in (absolute_path(sections_before[section][key]), AUTO)
+    ]
+    if changes:
+        raise ConfigError(
+            f"the run has come to its end at step {config.train.steps} ({checkpoint}), and nothing is left to train: "
+            f"{'; '.join(changes)}. Set them back to see the run, raise train.steps to train on with them, or set "
+            "run.dir to a new folder"
+        )
+    log("the run has come to its end: it is shown; its config.toml and what is in metrics.jsonl stay")
 
 
 def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tables of a checkpoint's configuration and of this one, both as JSON gives them back."""
-    tables = json.loads(json.dumps(config.tables()))
-    return _tables_with_preset_name(state.get("config", {})), _tables_with_preset_name(tables)
+    """Return the tables of a checkpoint's configuration and of this one, both as JSON gives them back, and with the
+    name of the preset, also of a default one that was left out.
+    """
+    tables = list[dict[str, Any]]()
+    for sections in (state.get("config", {}), json.loads(json.dumps(config.tables()))):
+        model = sections.get("model", {})
+        named = ModelConfig(**{key: model.get(key, "") for key in ("preset", "path", "config")})
+        tables.append({**sections, "model": {**model, "preset": named.preset_name}})
+    before, now = tables
+    return before, now
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
@@ -252,9 +258,8 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
         )
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
-    fixed += (
-        ["encoder.trainable"] if config.lora.rank else []
-    )  # with an adapter, checkpoints hold only trained parts
+    if config.lora.rank:  # with an adapter, checkpoints hold only trained parts
+        fixed.append("encoder.trainable")
     # by which `check_base_weights_unchanged` compares it
     free = (*_FREE_KEYS, *["model.path"] * Path(config.run.dir, BASE).is_file())
     for name in (name for name in fixed if name not in free):
@@ -268,35 +273,6 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
                 f"{name} was {value_before!r} when {path} was saved and is {value!r} now; set it back, or set run.dir "
                 "to a new folder"
             )
-
-
-def _tables_with_preset_name(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables of a configuration with the name of its preset, also of a default one that was left out."""
-    model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
-    return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
-
-
-def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
-    """Raise ConfigError where a run that has come to its end has other keys now, else log that it is shown.
-
-    `before` and `now` are tables of configurations. Keys of the folder, of hosts and of evaluation may change, and so
-    may one that is "auto" now.
-    """
-    changes = [
-        f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
-        for section in sorted(now.keys() & before.keys() - {"run", "checkpoint", "evaluation"})
-        for key, value in sorted(now[section].items())
-        if key in before[section] and key != "node_size"
-        if (section, key) != ("model", "path")  # compared before
-        if value not in (absolute_path(before[section][key]), AUTO)
-    ]
-    if changes:
-        raise ConfigError(
-            f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
-            f"{'; '.join(changes)}. Set them back to see the run, raise train.steps to train on with them, or set "
-            "run.dir to a new folder"
-        )
-    log("the run has come to its end: it is shown; its config.toml and what is in metrics.jsonl stay")
 
 
 def open_run_documents(
@@ -410,7 +386,12 @@ def set_up(
     """
     checkpoint, state = checkpoint_to_resume(config, world, log)
     config, as_written, data = open_run_documents(config, checkpoint, state, world, log)
-    configuration = fit_configuration(data, config, world, log)
+    vocabulary = data.corpus.manifest.tokenizer_size if config.data.tokenizer else config.data.vocab_size
+    configuration = run_on_every_rank(world, lambda: read_model_configuration(config, vocabulary), ModelError)
+    set_corpora = [s.documents.corpus for s in data.sets if isinstance(s.documents, CorpusDocuments)]
+    for corpus in (data.corpus, *set_corpora):
+        check_ids_in_vocabulary(corpus, configuration, config.model.source or config.model.preset_name)
+    configuration = scale_positions(configuration, config.model, *data.longest, log)
     starts.end_part("data")
     done = int(state.get("step", 0))
     allow_sharing(config, data.order, data.corpus, log)
@@ -438,13 +419,21 @@ def set_up(
         load_checkpoint(checkpoint, model, optimizer, world)
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
-        file, text = (
-            Path(config.run.dir) / "config.toml",
-            to_toml(as_written, chosen=replace(config, run=as_written.run, checkpoint=as_written.checkpoint)),
-        )
-        run_on_first_rank(world, lambda: write_atomically(file, text), RunFolderError)
+        chosen = replace(config, run=as_written.run, checkpoint=as_written.checkpoint)
+        write = partial(write_atomically, Path(config.run.dir) / "config.toml", to_toml(as_written, chosen=chosen))
+        run_on_first_rank(world, write, RunFolderError)
         warn_about_small_updates(config, log)
     starts.end_part("optimizer and costs")
-    sets = replace_eval_tables(data.sets, config)
-    run = config, world, model, optimizer, resolved.cost, data.corpus, data.order, done, sets, resolved.reasons
-    return TrainingRun(*run, memory=memory)
+    return TrainingRun(
+        config,
+        world,
+        model,
+        optimizer,
+        resolved.cost,
+        data.corpus,
+        data.order,
+        done,
+        replace_eval_tables(data.sets, config),
+        resolved.reasons,
+        memory=memory,
+    )
