@@ -46,7 +46,7 @@ from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run import records as run_records, set_up
 from longspan.run.facts import RunFacts, TrainResult
-from longspan.run.lock import _lock_file
+from longspan.run.folder import _lock_file
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from tests.faults.live_run import children_of, last_step, saved_steps

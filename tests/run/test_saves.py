@@ -23,9 +23,9 @@ from longspan.errors import (
     RunFolderError,
 )
 from longspan.report import write_report
-from longspan.run import free_disk, saves as module
+from longspan.run import folder as run_folder, saves as module
 from longspan.run.checks import check_config
-from longspan.run.free_disk import check_free_disk
+from longspan.run.folder import check_free_disk
 from longspan.run.metrics import read_metrics
 from longspan.run.saves import BestCheckpoint, Saves
 from tests.run.runs.homes import ALONE, lines_of, train_rows
@@ -241,10 +241,10 @@ def test_the_disk_is_compared_with_the_checkpoints_that_it_is_to_hold(
         asked.append(path)
         return SimpleNamespace(free=(free if path == tmp_path else free_for_model) * GB)
 
-    monkeypatch.setattr(free_disk.shutil, "disk_usage", disk_usage)
-    monkeypatch.setattr(free_disk, "read_json", lambda _: {"dtype": "bfloat16"})
-    monkeypatch.setattr(free_disk, "complete_checkpoints", lambda _: [tmp_path] * there)
-    monkeypatch.setattr(free_disk, "run_on_first_rank", lambda world, work, kind: work())
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(run_folder, "read_json", lambda _: {"dtype": "bfloat16"})
+    monkeypatch.setattr(run_folder, "complete_checkpoints", lambda _: [tmp_path] * there)
+    monkeypatch.setattr(run_folder, "run_on_first_rank", lambda world, work, kind: work())
     world = SimpleNamespace(
         home=SimpleNamespace(dp_replicate=2 if config.lora.rank else 1),
         control=SimpleNamespace(gather_objects=lambda size, _: [size, size]),

@@ -1,25 +1,51 @@
-"""The evaluations of a run: the sets that are due after a step, and their records."""
+"""The evaluations of a run: the sets that are due after a step, the prompts of `evaluation.prompts` that are completed
+with them, and the records of both.
+"""
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
-from longspan.comm.all_ranks import run_on_every_rank
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.keys import AUTO
-from longspan.errors import EvaluationStopped, RunFolderError
+from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
+from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
+from longspan.errors import DataError, EvaluationStopped, ModelError, RunFolderError
+from longspan.evaluation.completions import CompletionSettings, complete_prompts
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
+from longspan.model.stock_copy import StockCopy
+from longspan.plan.shape.positions import position_limit
 from longspan.resolve.choice import PlannerConfig, degrees_to_compare, query_heads
 from longspan.run.progress import ProgressDisplay
-from longspan.run.prompts import PromptCompletions
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
 from longspan.train.training import loss_of_documents
+
+_SHOWN = 240  # characters of a completion in lines of the log
+
+
+def read_prompts_of_run(run: TrainingRun) -> Sequence[Prompt]:
+    """Read the prompts of `evaluation.prompts` on the first rank, as tokens of the run's tokenizer, and return them on
+    every rank; all ranks call it, before the first step. Raises DataError for prompts that cannot be read, ModelError
+    for a model of which there is no stock copy.
+    """
+    # For its check alone: it refuses a model that has no stock copy before the first step, and gathers no weights.
+    # Completions make a copy of their own, of the weights as they are then.
+    StockCopy(run.model, run.world)
+    file = Path(run.config.evaluation.prompts)
+
+    def read_prompts() -> list[Prompt]:
+        return encode_prompts(read_prompt_rows(file), load_tokenizer(run.dir), position_limit(run.model.config))
+
+    return run_on_first_rank(run.world, read_prompts, DataError)
 
 
 @dataclass(frozen=True)
@@ -42,8 +68,12 @@ class Evaluations:
     display: ProgressDisplay
     records: Records
     stop: StopSignal
-    completions: PromptCompletions
+    prompts: Sequence[Prompt] = ()  # of which the model writes completions
     _recorded: list[dict[str, Any]] = field(default_factory=list)
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        return load_tokenizer(self.run.dir)
 
     def take_new_rows(self) -> list[dict[str, Any]]:
         """Return the rows of evaluations since the last call, one a set, at its configured degree."""
@@ -62,7 +92,7 @@ class Evaluations:
             elif signal := signal_of_any_rank(self.run.world, self.stop.received):
                 return signal
         if is_due(done, self.run.config.evaluation.every):
-            self.completions.record_completions(done)
+            self._record_completions(done)
         return ""
 
     def evaluate_at_end(self, done: int) -> Final:
@@ -81,7 +111,7 @@ class Evaluations:
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
             (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
-        self.completions.record_completions(done)
+        self._record_completions(done)
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def list_work(self) -> Iterator[tuple[int, int, int]]:
@@ -144,3 +174,35 @@ class Evaluations:
             self.display.show_evaluation(row)
             name_parts = ("evaluation", entry.name, f"cp{evaluation.cp}")
             save_plan(self.run, evaluation.plan, "-".join(filter(None, name_parts)))
+
+    def _record_completions(self, done: int) -> None:
+        """Complete the prompts with the weights after `done` steps, and write and log what the model wrote, unless
+        there are no prompts or that is recorded already. Nothing is recorded after a signal, or where the first rank
+        has no room for the model, which is logged.
+        """
+        run = self.run
+        completions = self.records.completions
+        if not self.prompts or run.world.control.broadcast_object(done in completions.steps):
+            return
+        self.display.begin_work("completions of prompts")
+        run.finish_update()
+        settings = CompletionSettings(
+            self._tokenizer,
+            run.dir,
+            run.config.evaluation.max_new_tokens,
+            seed=run.config.train.seed,
+            stopped=lambda: self.stop.received,
+        )
+        try:
+            written = complete_prompts(run.model, self.prompts, run.world, settings)
+        except ModelError as error:  # there is no room; every rank has it
+            self.display.log(f"prompts are not completed: {error}")
+            return
+        rows = [row._asdict() for row in written.rows]
+        if len(rows) < len(self.prompts):  # a signal came: it is made up for when the run goes on
+            return
+        run_on_every_rank(run.world, partial(completions.write_rows, done, rows), RunFolderError)
+        for row in written.rows:
+            rest = " …" if len(row.completion) > _SHOWN else ""
+            self.display.log(f"  {reprlib.repr(row.prompt)} -> {row.completion[:_SHOWN]!r}{rest}")
+        self.display.log(f"after step {done}: {written.cost}")

@@ -236,7 +236,12 @@ class TensorBoardLogger:
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
         if self._writer is None:
-            self._writer = self._open_writer()
+            from torch.utils.tensorboard import SummaryWriter
+
+            start = self._start
+            self._writer = SummaryWriter(str(start.dir / FOLDER), purge_step=start.done + 1)
+            facts = "\n".join(f"| {name} | {value} |" for name, value in start.facts.items())
+            self._writer.add_text("run", f"| fact | value |\n|---|---|\n{facts}", start.done)
         for tag, value in scalars_by_display_name(row).items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
@@ -244,12 +249,3 @@ class TensorBoardLogger:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-    def _open_writer(self) -> "SummaryWriter":
-        from torch.utils.tensorboard import SummaryWriter
-
-        start = self._start
-        writer = SummaryWriter(str(start.dir / FOLDER), purge_step=start.done + 1)
-        facts = "\n".join(f"| {name} | {value} |" for name, value in start.facts.items())
-        writer.add_text("run", f"| fact | value |\n|---|---|\n{facts}", start.done)
-        return writer

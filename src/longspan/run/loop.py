@@ -26,14 +26,12 @@ from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.choice import plan_steps_ahead
 from longspan.run.checks import check_config
-from longspan.run.evaluations import Evaluations, Final
+from longspan.run.evaluations import Evaluations, Final, read_prompts_of_run
 from longspan.run.facts import TrainResult
-from longspan.run.free_disk import check_free_disk
-from longspan.run.lock import run_lock
+from longspan.run.folder import check_free_disk, run_lock
 from longspan.run.loggers import logger_classes
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
-from longspan.run.prompts import PromptCompletions, read_prompts_of_run
 from longspan.run.records import Records, open_records, record_start_seconds, save_plan, write_facts
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, save_final_model
@@ -206,9 +204,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         run = set_up(config, world, display.log, starts, stop.stop_reason)
         with open_records(run, classes, display.log) as records:
             prompts = read_prompts_of_run(run) if config.evaluation.prompts else ()
-            evaluations = Evaluations(
-                run, display, records, stop, PromptCompletions(run, display, records, stop, prompts)
-            )
+            evaluations = Evaluations(run, display, records, stop, prompts)
             display.set_length(run.config.train.steps, evaluations.list_work())
             result = _Loop(run, display, records, evaluations, starts).train(stop)
         write_facts(run, "summary.json", result.summary())

@@ -139,7 +139,12 @@ def run_warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | No
     )
     try:
         allocate_adam_states(training.optimizer)
-        _connect_slots(training, coming)
+        for plan in coming:  # make their groups
+            world.prepare(plan)
+        config = training.config
+        mixing_planners = {config.context.planner, config.evaluation.planner} - set(ONE_DEGREE)
+        if mixing_planners and world.home.slots <= CONNECTED:  # plans that mix degrees may need any group later
+            world.channels.connect_pairs()
         for i, plan in enumerate(work):
             _run_plan(training, plan, backward=i == 0)
     except (RuntimeError, MemoryError) as error:
@@ -192,20 +197,6 @@ def _pad_to_multiple(batches: list[MicroBatch], multiple: int) -> list[MicroBatc
     return batches + batches[-1:] * (-len(batches) % multiple)
 
 
-def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
-    """Make the groups of these plans, and connect every pair of at most CONNECTED slots where degrees are mixed.
-
-    Plans that mix degrees may need any group later. Entered by all ranks.
-    """
-    world = training.world
-    config = training.config
-    for plan in plans:
-        world.prepare(plan)
-    mixing_planners = {config.context.planner, config.evaluation.planner} - set(ONE_DEGREE)
-    if mixing_planners and world.home.slots <= CONNECTED:
-        world.channels.connect_pairs()
-
-
 class _Prefix(SyntheticDocument):
     """A synthetic document that others continue: it predicts nothing."""
 
@@ -254,6 +245,7 @@ def _sum_scores(scores: Tensor, at: LossTokens) -> Tensor:
 
 
 def warm_up_coming_steps(run: TrainingRun, log: LogLine, starts: Starts) -> None:
+    """Run the warm-up of a run's next steps and its evaluation of held-out documents; entered by all ranks."""
     if run.done == run.config.train.steps:
         return
     planner = StepPlanner(run.training_choice, run.order, run.world.home)

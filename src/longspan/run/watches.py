@@ -85,20 +85,6 @@ def _write_allocator_snapshot(run: TrainingRun) -> str:
 def _memory_table(run: TrainingRun) -> str:
     """Return the table of a GPU's memory by part, planned beside measured now, on this rank."""
     planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
-    measured = _measured_bytes(run)
-    measured["most at one time"] = peak_memory_bytes(run.world.device)
-    if planned:
-        planned["most at one time"] = planned.pop("total") - planned.pop("communicators", 0)
-    rows = [
-        (name, *(bytes_text(sizes[name]) if name in sizes else "" for sizes in (planned, measured)))
-        for name in planned | measured
-    ]
-    note = "" if planned else "\nthis run has no plan of memory (train.plan_memory, docs/memory.md)"
-    return f"{text_table(('part', 'planned', 'measured'), rows)}{note}"
-
-
-def _measured_bytes(run: TrainingRun) -> dict[str, int]:
-    """Return the bytes of weights, gradients and states that lie on this rank's device now."""
     parameters = list(run.model.parameters())
     optimizer = run.optimizer
     states = optimizer.host_states if isinstance(optimizer, OffloadedStates) else optimizer.state
@@ -108,15 +94,24 @@ def _measured_bytes(run: TrainingRun) -> dict[str, int]:
         "gradients": [parameter.grad for parameter in parameters],
         "states": [value for state in states.values() for value in state.values()],
     }
-    device = run.world.device.type
-    return {
+    device = run.world.device
+    measured = {
         part: sum(
             local.nbytes
             for x in values
-            if isinstance(x, torch.Tensor) and (local := local_tensor(x.detach())).device.type == device
+            if isinstance(x, torch.Tensor) and (local := local_tensor(x.detach())).device.type == device.type
         )
         for part, values in tensors.items()
     }
+    measured["most at one time"] = peak_memory_bytes(device)
+    if planned:
+        planned["most at one time"] = planned.pop("total") - planned.pop("communicators", 0)
+    rows = [
+        (name, *(bytes_text(sizes[name]) if name in sizes else "" for sizes in (planned, measured)))
+        for name in planned | measured
+    ]
+    note = "" if planned else "\nthis run has no plan of memory (train.plan_memory, docs/memory.md)"
+    return f"{text_table(('part', 'planned', 'measured'), rows)}{note}"
 
 
 STEPS = 20  # whose median counts
