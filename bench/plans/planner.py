@@ -33,8 +33,7 @@ from longspan.plain_text import markdown_table
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.dynamic import free, lockstep
-from longspan.resolve.evaluation import options_by_comm_type
-from longspan.resolve.text import plan_type_text
+from longspan.resolve.evaluation import options_by_comm_type, plan_type_text
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
 LONGEST = 131072

@@ -30,9 +30,9 @@ from longspan.plan.cost.machine import Machine
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.memory.settings import GPU_SHARE
 from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.evaluation import plan_type_text
 from longspan.resolve.facts import Facts
 from longspan.resolve.resolved import resolve
-from longspan.resolve.text import plan_type_text
 from longspan.resolve.ways import Way
 
 FILE = Path(__file__).with_name("choices.json")

@@ -20,10 +20,10 @@ from longspan.resolve.evaluation import (
     compare_degrees,
     options_by_comm_type,
     plan_evaluation,
+    plan_type_text,
     widest_dynamic_degree,
 )
 from longspan.resolve.partition import PartitionChoice, compare_partitions
-from longspan.resolve.text import plan_type_text
 from tests.plan.cases import bounded, plans
 
 # ---- pipelines: (p - 1) / v micro-batches' time of a stage, over the M that it works (Narayanan et al. 2021)

@@ -23,14 +23,12 @@ from longspan.plan import FixedMemory, Machine, MemoryBudget, MemoryPlan
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.choice import home_of
 from longspan.resolve.facts import Facts
-from longspan.resolve.kept_rows import FILE, SlotRows, keys_that_decide_rows
-from longspan.resolve.longest import find_longest
-from longspan.resolve.memory import fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.kept_rows import FILE, SlotRows, keys_that_decide_rows, resolve_with_kept_rows
 from longspan.resolve.resolved import resolve
-from longspan.resolve.ways import UNIT, Fit, Way, rank_ways, set_usual_mode
+from longspan.resolve.run_cost import fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.ways import UNIT, Fit, Way, find_longest, rank_ways, set_usual_mode
 from longspan.run import loop, warm_up
-from longspan.run.set_up import resolve_with_kept_rows
-from longspan.run.world_facts import gather_facts
+from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.state_numbers import optimizer_state_numbers
 from longspan.train.start.start_times import Starts
@@ -271,20 +269,19 @@ def test_kept_rows_hold_for_the_same_ranks_and_keys(tmp_path: Path) -> None:
         ):
             if rows is not None:
                 (tmp_path / FILE).write_text(json.dumps(vars(SlotRows(rows, 8192, ranks, its_keys))))
-            resolved = resolve_with_kept_rows(config, facts, world, lines.append)
+            resolved = resolve_on_ranks(config, facts, world, lines.append, resolve_with_kept_rows)
             assert (resolved.config.context.max_tokens_per_slot, resolved.memory) == (chosen, None)
             assert _kept(tmp_path) == vars(SlotRows(chosen, 8192, 1, its_keys if chosen == rows else keys))
             assert ("77 rows (of 8,192, for which a rank had no memory)" in lines[-1]) == (chosen == 77)
         (tmp_path / FILE).write_text("{}")
         with pytest.raises(ConfigError, match=r"is damaged: .*; remove it and rows are chosen again"):
-            resolve_with_kept_rows(config, facts, world, lines.append)
+            resolve_on_ranks(config, facts, world, lines.append, resolve_with_kept_rows)
         (tmp_path / FILE).unlink()
         small = replace(config, train=replace(config.train, device_memory_limit=GIB))
         two_layers = QWEN3_8B | {"num_hidden_layers": 2}
         with pytest.raises(ConfigError, match="does not fit"):
-            resolve_with_kept_rows(
-                small, gather_facts(small, world, two_layers, lengths_of_step, 20), world, lines.append
-            )
+            facts = gather_facts(small, world, two_layers, lengths_of_step, 20)
+            resolve_on_ranks(small, facts, world, lines.append, resolve_with_kept_rows)
 
 
 def _train_short_of_memory(rank: int, config: RunConfig, most: int) -> list[int]:

@@ -23,14 +23,12 @@ from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Link, Machine, plan_fixed, read_plans
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.resolve.choice import PlannerConfig, StepPlanner, plan_steps_ahead
-from longspan.resolve.custom_planner import plan_by_custom_planner
+from longspan.resolve.choice import PlannerConfig, StepPlanner, plan_by_custom_planner, plan_steps_ahead
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
 from longspan.resolve.resolved import choose_degree, resolve
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine
-from longspan.resolve.text import RankedWay, planner_reason
-from longspan.resolve.ways import Way, set_usual_mode
+from longspan.resolve.ways import RankedWay, Way, planner_reason, set_usual_mode
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks

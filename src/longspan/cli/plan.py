@@ -29,8 +29,7 @@ from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, read_machine
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
-from longspan.resolve.choice import KEYS, PlannerConfig
-from longspan.resolve.custom_planner import check_planner_exists
+from longspan.resolve.choice import KEYS, PlannerConfig, check_planner_exists
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.partition import compare_partitions
 from longspan.resolve.ways import fastest_plan

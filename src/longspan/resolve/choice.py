@@ -1,7 +1,7 @@
 """The plans of steps and evaluations from the configuration: planner, degree and options (`PlannerConfig`).
 
-`context.planner` may be a dotted name: the planner is called as `plan_dynamic` is (docs/planning.md). What a
-configuration leaves open is decided in `resolved.py`.
+`context.planner` may be a dotted name: the planner is imported, called as `plan_dynamic` is (docs/planning.md), and its
+plans checked and completed. What a configuration leaves open is decided in `resolved.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
+from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import (
     FAMILY_PLANNERS,
     ONE_DEGREE,
+    PLANNERS,
     EvalConfig,
     PlanSection,
     name_of_key,
@@ -20,7 +22,7 @@ from longspan.config.plan_section import (
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
-from longspan.errors import ConfigError, LongspanError, plural
+from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
 from longspan.plan import AsyncPlanner, Cost, Plan, PlanOptions, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, replace_argument_names
@@ -29,7 +31,6 @@ from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords, Request
 from longspan.plan.shape.model_shape import read_query_heads
 from longspan.plan.shape.positions import LengthLimit
-from longspan.resolve.custom_planner import plan_by_custom_planner
 from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_dynamic_degree
 from longspan.resolve.run_cost import cost_without_model
 
@@ -363,3 +364,63 @@ def plan_steps_ahead(choice: PlannerConfig, order: StepOrder, home: Layout, *, a
     plans take a millisecond and are made when their step begins.
     """
     return AsyncPlanner(StepPlanner(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
+
+
+# ---- planners of one's own, by dotted name
+
+
+def check_planner_exists(name: str, key: str) -> None:
+    """Raise ConfigError, with the key that names it, for a planner that does not exist."""
+    if name in PLANNERS:
+        return
+    if "." not in name:
+        raise ConfigError(
+            f"{key} is {name!r}; {nearest_hint(name, (AUTO, *PLANNERS))}, or a function of your own with its module, "
+            "as in 'my_module.my_planner' (docs/planning.md)"
+        )
+    _import_planner(name, key)
+
+
+def _import_planner(name: str, key: str) -> Callable[..., Any]:
+    """Import a planner of one's own by its dotted name. Raises ConfigError, with the key that names it, for anything
+    but a function.
+    """
+    planner = import_object(name, f"{key} is {name!r}")
+    if not callable(planner):
+        raise ConfigError(
+            f"{key} {name!r} is no function; name one of lengths, home and options that returns a Plan"
+        )
+    return planner
+
+
+def plan_by_custom_planner(
+    name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions
+) -> Plan:
+    """Plan by a planner of one's own: its plan is checked, and completed by the options.
+
+    Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
+    and slots, and for a plan that is not sound or exceeds the limit of rows.
+    """
+    request = Request.from_arguments(lengths, home, options)
+    planner = _import_planner(name, key)
+    if not request.lengths:  # a planner need not know what to do with a step without documents
+        return request.make_plan((), name)
+    documents = plural(len(request.lengths), "document")
+    slots = plural(home.slots, "slot")
+    try:
+        plan = planner(request.lengths, home, options=options)
+    except LongspanError:
+        raise
+    except Exception as error:  # whatever somebody's function raises
+        raise PlanError(
+            f"{key} {name!r} failed for {documents} on {slots}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(plan, Plan) or (plan.slots, plan.lengths) != (home.slots, request.lengths):
+        raise PlanError(
+            f"{key} {name!r} returned {plan if isinstance(plan, Plan) else type(plan).__name__}; it must return a "
+            f"longspan.Plan of {slots} (home.slots) and of the {documents} that it received, in their order"
+        )
+    try:
+        return request.make_plan(plan.micro_batches, name)
+    except PlanError as error:
+        raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import heads_allow_degree
-from longspan.plan.micro_batch import fit_level_sizes
+from longspan.plan.micro_batch import comm_type_text, fit_level_sizes
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions, longest_item
-from longspan.resolve.text import plan_type_text
 
 MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
 NAMED = 4  # degrees after the best, in a line of reasons
@@ -76,6 +76,14 @@ def widest_dynamic_degree(home: Layout, options: PlanOptions, most: int = 0) -> 
     """Return the highest degree that a group of a dynamic plan may have, at most `most` (0: all slots)."""
     degrees = range(min(most or home.slots, home.slots), 1, -1)
     return next((degree for degree in degrees if options.allows(degree, home.tp)), 1)
+
+
+def plan_type_text(plan: Plan) -> str:
+    """Name the communication types of a plan, with their levels; "" where no group has several slots."""
+    groups = [group for group in plan.groups if group.degree > 1]
+    kinds = ((g.cp_comm_type,) if isinstance(g.cp_comm_type, str) else g.cp_comm_type for g in groups)
+    names = list(dict.fromkeys(chain.from_iterable(kinds)))
+    return comm_type_text(names, (group.hierarchical_context_parallel_sizes for group in groups)) if names else ""
 
 
 class DegreeChoice(NamedTuple):

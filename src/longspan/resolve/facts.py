@@ -5,7 +5,7 @@ Who resolves a configuration has these from a world (`longspan train`), or from 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -111,16 +111,10 @@ class Facts:
         """Whether documents of the steps that are looked at have several lengths."""
         return len(set(chain.from_iterable(self._seen_lengths))) > 1
 
-    def memory_model(self, settings: MemorySettings) -> MemoryModel:
-        """Return the model as plans of memory under these settings count it: once for all ways that share them."""
-        models = self._memory_models
-        if settings not in models:
-            models[settings] = MemoryModel(self.model, self.home, settings, self.machine)
-        return models[settings]
-
     @cached_property
-    def _memory_models(self) -> dict[MemorySettings, MemoryModel]:
-        return {}
+    def memory_model(self) -> Callable[[MemorySettings], MemoryModel]:
+        """The model as plans of memory under given settings count it, made once for all ways that share them."""
+        return cache(partial(MemoryModel, self.model, self.home, machine=self.machine))
 
     def lengths(self, step: int) -> Lengths:
         """Return the lengths of the documents of a step."""

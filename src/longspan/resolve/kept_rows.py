@@ -4,7 +4,7 @@ Where a rank runs out of memory in the warm-up, they are halved, and the run beg
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError
 from longspan.files import read_json, write_atomically
 from longspan.resolve.choice import plan_row_multiple
-from longspan.resolve.resolved import set_evaluation_rows
+from longspan.resolve.facts import Facts
+from longspan.resolve.resolved import Resolved, resolve, set_evaluation_rows
+from longspan.resolve.ways import Way
 
 FILE = "max_tokens_per_slot.json"  # in the run's folder
 # Keys on which the rows of a slot depend, besides those of whole sections.
@@ -41,12 +43,6 @@ class SlotRows:
     ranks: int
     keys: dict[str, Any]
 
-    @property
-    def line(self) -> str:
-        """The rows in a line of the log."""
-        halved = f" (of {self.planned:,}, for which a rank had no memory)" if self.rows < self.planned else ""
-        return f"max_tokens_per_slot: {self.rows:,} rows{halved}"
-
 
 def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
     """Read the kept rows, which an earlier start chose on as many ranks under these keys; None if there are none.
@@ -63,13 +59,26 @@ def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
     return slot_rows if slot_rows.ranks == ranks and slot_rows.keys.items() >= keys.items() else None
 
 
-def write_kept_rows(config: RunConfig, rows: int, ranks: int) -> SlotRows:
-    """Write max_tokens_per_slot.json, with the rows that were chosen for this configuration, in the run's folder, and
-    return what it says; for the first rank.
+def resolve_with_kept_rows(config: RunConfig, facts: Facts) -> Resolved:
+    """Resolve with the rows of a slot that the run's folder keeps, else choose rows and write them there; for the first
+    rank. The last note says the rows.
+
+    Memory is planned for the rows that were chosen at first, also where the run has halved them since.
     """
-    slot_rows = SlotRows(rows, rows, ranks, keys_that_decide_rows(config))
-    write_atomically(Path(config.run.dir) / FILE, json.dumps(vars(slot_rows), indent=1))
-    return slot_rows
+    ranks = len(facts.home.ranks)
+    kept = read_kept_rows(config, ranks)
+    resolved = resolve(set_rows(config, kept.planned) if kept else config, facts)
+    if kept is None:
+        rows = int(resolved.config.context.max_tokens_per_slot)
+        kept = SlotRows(rows, rows, ranks, keys_that_decide_rows(config))
+        write_atomically(Path(config.run.dir) / FILE, json.dumps(vars(kept), indent=1))
+    line = f"max_tokens_per_slot: {kept.rows:,} rows"
+    if kept.rows < kept.planned:
+        line += f" (of {kept.planned:,}, for which a rank had no memory)"
+        halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None))
+        cost = Way(halved.config, facts).cost(resolved.memory)
+        resolved = replace(halved, memory=resolved.memory, cost=cost)
+    return replace(resolved, reasons=replace(resolved.reasons, notes=(*resolved.reasons.notes, line)))
 
 
 def ran_short_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,6 @@ from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, with_evaluations
 from longspan.errors import ConfigError, LongspanError, PlanError
-from longspan.layout import Layout
 from longspan.plan import PlanOptions
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind, comm_type_text
 from longspan.resolve.choice import PlannerConfig
@@ -36,22 +35,42 @@ class PartitionChoice(NamedTuple):
 
 
 def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
-    """Choose a partition and a type in place of "auto" by the first steps; returns the configuration, and why.
+    """Choose a partition and a type in place of "auto" by the first PARTITION_STEPS steps, under each partition and
+    type that the widest degree allows; returns the configuration, and why.
 
-    A model whose cost has no `states` takes the usual partition.
+    A model whose cost has no `states` takes the usual partition. Raises PlanError where none is possible.
     """
     if config.context.partition != AUTO:
         return config, ""
     way = Way(config, facts)
     if way.cost().states is None:
         return set_default_partition(config), ""
-    fastest = _choose_fastest_partition(way)
-    context = config.context
-    options = fastest.options
+    home = facts.home
+    widest = way.choice.widest_degree(home)
+    steps = [facts.lengths(step) for step in range(min(PARTITION_STEPS, max(1, facts.steps)))]
+
+    def predict_seconds(options: PlanOptions) -> float:
+        if not options.allows(widest, home.tp):  # a later document may be long enough to need the widest group
+            raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
+        candidate = replace(way.choice, options=options)
+        return sum(candidate.plan(documents, home).predicted_seconds for documents in steps)
+
+    options, reason = compare_partitions(predict_seconds, way.choice.options)
+    context = replace(config.context, partition=options.partition)
     if context.cp_comm_type == AUTO:
         context = replace(context, cp_comm_type=options.cp_comm_type)
-    config = replace(config, context=replace(context, partition=options.partition))
-    return _set_evaluation_types(config, facts.home, facts.heads), fastest.reason
+    config = replace(config, context=context)
+    trained = PlannerConfig.training(config, heads=facts.heads)
+
+    def follow_training(entry: EvalConfig) -> EvalConfig:
+        """Give training's type to an evaluation of type "auto" whose degree is one alone, and not chosen later."""
+        choice = PlannerConfig.evaluation(config, entry, heads=facts.heads)
+        if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
+            return entry
+        allowed = trained.options.allows(choice.degree, home.tp)
+        return replace(entry, cp_comm_type=context.cp_comm_type) if allowed else entry
+
+    return with_evaluations(config, map(follow_training, config.evaluations)), reason
 
 
 def set_default_partition(config: RunConfig) -> RunConfig:
@@ -59,42 +78,6 @@ def set_default_partition(config: RunConfig) -> RunConfig:
     if config.context.partition == AUTO:
         config = config.with_keys("context", partition="contiguous")
     return config
-
-
-def _choose_fastest_partition(way: Way) -> PartitionChoice:
-    """Choose as `compare_partitions` does, by the first PARTITION_STEPS steps, under each partition and type that the
-    widest degree allows. Raises PlanError where none is possible.
-    """
-    choice = way.choice
-    facts = way.facts
-    widest = choice.widest_degree(facts.home)
-    steps = [facts.lengths(step) for step in range(min(PARTITION_STEPS, max(1, facts.steps)))]
-
-    def predict_seconds(options: PlanOptions) -> float:
-        if not options.allows(
-            widest, facts.home.tp
-        ):  # a later document may be long enough to need the widest group
-            raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
-        candidate = replace(choice, options=options)
-        return sum(candidate.plan(documents, facts.home).predicted_seconds for documents in steps)
-
-    return compare_partitions(predict_seconds, choice.options)
-
-
-def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
-    """Return the configuration in which evaluations of type "auto" have that of training, but those whose degree is
-    chosen later, or is not one alone.
-    """
-    trained = PlannerConfig.training(config, heads=heads)
-
-    def set_type(entry: EvalConfig) -> EvalConfig:
-        choice = PlannerConfig.evaluation(config, entry, heads=heads)
-        if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
-            return entry
-        allowed = trained.options.allows(choice.degree, home.tp)
-        return replace(entry, cp_comm_type=config.context.cp_comm_type) if allowed else entry
-
-    return with_evaluations(config, map(set_type, config.evaluations))
 
 
 def compare_partitions(

@@ -19,8 +19,7 @@ from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
 from longspan.resolve.partition import choose_partition
-from longspan.resolve.text import RankedWay, planner_reason
-from longspan.resolve.ways import Ranking, Way, rank_ways, set_usual_mode
+from longspan.resolve.ways import RankedWay, Ranking, Way, planner_reason, rank_ways, set_usual_mode
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,11 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
     config, partition = choose_partition(config, facts)
     unplanned = tuple[str, ...]()
     if facts.budget is not None:
-        facts, unplanned = _leave_out_unknown_bytes(config, facts)
+        try:
+            ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
+        except PlanError as error:  # the model's bytes cannot be counted
+            unplanned = (f"memory: not planned, and the keys of [train] hold as they are: {error}",)
+            facts = replace(facts, budget=None)
     rows_are_open = config.context.max_tokens_per_slot == AUTO
     if leaves_plans_open(config) or rows_are_open or facts.budget is not None:
         resolved = settle(config, rank_ways(config, facts))
@@ -72,16 +75,6 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
     notes = (*unplanned, *resolved.reasons.notes)
     reasons = replace(resolved.reasons, partition=partition, notes=notes)
     return resolve_evaluations(replace(resolved, reasons=reasons), facts)
-
-
-def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
-    """Return the facts without a budget where the model's bytes cannot be counted, and a line that says why."""
-    try:
-        ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
-    except PlanError as error:
-        line = f"memory: not planned, and the keys of [train] hold as they are: {error}"
-        return replace(facts, budget=None), (line,)
-    return facts, ()
 
 
 def leaves_plans_open(config: RunConfig) -> bool:
@@ -107,23 +100,17 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
     ways = tuple(fit.ranked_way for fit in ranking.fits if fit.seconds is not None)
     if not leaves_plans_open(config) or best.way.facts.home.slots == 1:
         ways = ()
-    cost = best.way.cost(best.memory, notes)
-    return Resolved(_follow_training(chosen), best.memory, cost, Reasons(ways=ways, notes=tuple(notes)))
+    context = chosen.context
 
-
-def _follow_training(config: RunConfig) -> RunConfig:
-    """Return the configuration in which evaluations with a planner "auto", or a padded degree 0, which is not compared,
-    have that of training.
-    """
-    context = config.context
-
-    def follow(entry: EvalConfig) -> EvalConfig:
+    def follow_training(entry: EvalConfig) -> EvalConfig:
         if entry.planner == AUTO:
             return replace(entry, planner=context.planner)
-        is_open = entry.planner == "padded" and not entry.context_parallel_size
+        is_open = entry.planner == "padded" and not entry.context_parallel_size  # which is not compared
         return replace(entry, context_parallel_size=context.context_parallel_size) if is_open else entry
 
-    return with_evaluations(config, map(follow, config.evaluations))
+    chosen = with_evaluations(chosen, map(follow_training, chosen.evaluations))
+    cost = best.way.cost(best.memory, notes)
+    return Resolved(chosen, best.memory, cost, Reasons(ways=ways, notes=tuple(notes)))
 
 
 def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
@@ -148,8 +135,17 @@ def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
         choice = PlannerConfig.evaluation(resolved.config, entry, cost=resolved.cost, heads=facts.heads)
         lengths = [int(n) for n in facts.evaluated.get(entry.name, ())]
         choice, line = choose_degree(choice, lengths, facts.home, name=entry.name)
-        entries.append(_set_chosen_degree(entry, choice) if line else entry)
-        lines += [line] if line else []
+        if line:
+            lines.append(line)
+            types = choice.options.cp_comm_type
+            sizes = choice.options.hierarchical_context_parallel_sizes
+            entry = replace(
+                entry,
+                context_parallel_size=choice.degree,
+                cp_comm_type=types if isinstance(types, str) else tuple(types),
+                hierarchical_context_parallel_sizes=tuple(sizes) if isinstance(sizes, Sequence) else sizes or 0,
+            )
+        entries.append(entry)
     reasons = replace(resolved.reasons, degrees=tuple(lines))
     return replace(resolved, config=with_evaluations(resolved.config, entries), reasons=reasons)
 
@@ -182,15 +178,3 @@ def choose_degree(
     )
     planner = "fixed" if planner_open else choice.planner
     return replace(choice, planner=planner, degree=best.cp, options=options), comparison.reason(name)
-
-
-def _set_chosen_degree(entry: EvalConfig, choice: PlannerConfig) -> EvalConfig:
-    """Return an evaluation's settings with the degree, type and levels of a choice in place of its own."""
-    types = choice.options.cp_comm_type
-    sizes = choice.options.hierarchical_context_parallel_sizes
-    return replace(
-        entry,
-        context_parallel_size=choice.degree,
-        cp_comm_type=types if isinstance(types, str) else tuple(types),
-        hierarchical_context_parallel_sizes=tuple(sizes) if isinstance(sizes, Sequence) else sizes or 0,
-    )

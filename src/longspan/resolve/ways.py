@@ -17,6 +17,7 @@ from statistics import mean
 from typing import Any
 
 from longspan.config.keys import AUTO
+from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig
 from longspan.errors import LayoutError, LongspanError, PlanError
 from longspan.layout import Layout
@@ -28,18 +29,19 @@ from longspan.plan import (
     MemoryNeeds,
     MemoryPlan,
     MemorySettings,
+    MicroBatch,
     Plan,
 )
-from longspan.plan.memory.memory_choice import choose_fastest_memory, leanest_plans
+from longspan.plan.memory.memory_choice import any_choice_fits, choose_fastest_memory, leanest_plans
 from longspan.resolve.choice import PlannerConfig, home_of, list_choices
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import fixed_memory_keys, memory_settings_of_run
-from longspan.resolve.run_cost import find_run_cost
-from longspan.resolve.text import RankedWay
+from longspan.resolve.run_cost import find_run_cost, fixed_memory_keys, memory_settings_of_run
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean
+MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
 MOST_EP = 8
 LIMITS = 5  # of rows that are compared
+NAMED = 3  # other choices in a reason
 UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of them
 
 
@@ -220,6 +222,45 @@ def set_usual_mode(config: RunConfig) -> RunConfig:
 def _round_up(rows: int, unit: int) -> int:
     """Round rows up to a multiple of `unit`."""
     return -(-rows // unit) * unit
+
+
+@dataclass(frozen=True)
+class RankedWay:
+    """A way that was compared: its planner, its degree (0: of dynamic plans), rows of a slot, and seconds of a step.
+
+    `priced`: whether the seconds are of a machine, or only to be compared.
+    """
+
+    planner: str
+    degree: int
+    rows: int
+    seconds: float
+    priced: bool = True
+
+    @property
+    def text(self) -> str:
+        return f"degree {self.degree}" if self.planner in ONE_DEGREE else self.planner
+
+
+def planner_reason(ways: Sequence[RankedWay]) -> str:
+    """Why the first of these ways is taken, in one sentence."""
+    best, *others = ways
+    words = f"{best.planner}, degree {best.degree}" if best.planner in ONE_DEGREE else best.planner
+    if not others:
+        return f"{words}, which alone is possible"
+    seconds = f"{best.seconds:.3g} s a step, " if best.priced else ""
+    texts = [f"{_speed_text(other.seconds / best.seconds)} {other.text}" for other in others[:NAMED]]
+    return f"{words} (predicted {seconds}{', '.join(texts)})"
+
+
+def _speed_text(times: float) -> str:
+    """How fast a plan is beside one that takes so many times as long."""
+    percent = 100 * (times - 1)
+    if abs(percent) < 0.5:
+        return "as fast as"
+    if times >= 1.5:
+        return f"{times:.1f} times as fast as"
+    return f"{abs(percent):.0f} % {'faster' if percent > 0 else 'slower'} than"
 
 
 @dataclass(frozen=True)
@@ -450,3 +491,60 @@ def _homes_with_expert_degrees(config: RunConfig, facts: Facts, given: Given) ->
     changed = config.with_keys("parallel", ep=ep)
     with suppress(LongspanError):  # a degree that does not suit the others
         yield changed, home_of(changed.parallel, len(facts.home.ranks))
+
+
+# ---- the longest document that fits
+
+
+def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
+    """Find the most tokens of one document that fit, and return them with their way; 0 where not even one UNIT fits.
+
+    Where a ring holds more than the fastest types, it is taken. The degree is the one that is given, or all slots. A
+    slot has whole multiples of UNIT rows (rounded up to what plans need), and at most MOST_ROWS. Only memory is
+    computed for each length that is tried, on the plan of a short document changed to that length, for planning each
+    would be slow; the longest that fits is planned anew, and shortened by 1/256 at a time until its own plan fits too.
+    """
+    way = Way(config, facts)
+    ways = [way, way.ring_way()] if way.has_ring else [way]
+    return max(map(_find_longest_of_way, ways), key=itemgetter(0))
+
+
+def _find_longest_of_way(way: Way) -> tuple[int, Way]:
+    """Find the most tokens of one document that fit under one way (0: none), and return them with the way at their
+    rows. `way`: a configuration with the facts of its ranks, whose budget must be known. Its plans are fixed ones, at
+    the degree that it gives or over all slots.
+    """
+    facts = way.facts
+    home = facts.home
+    budget = facts.budget
+    assert budget is not None
+    degree = (way.choice.degree if way.choice.has_one_degree else 0) or home.slots
+    multiple = 2 * way.choice.options.row_multiple
+    unit = -(-UNIT // multiple) * multiple
+    way = way.with_context(planner="fixed", context_parallel_size=degree, max_tokens_per_slot=0)
+    short = way.choice.plan((unit * degree,), home)
+
+    def plan_of(units: int) -> Plan:
+        """Change the plan of the short document to one of so many units a slot."""
+        (group,) = short.micro_batches[0].groups
+        if way.choice.options.cp_comm_type == AUTO:  # another length may get another type
+            group = replace(group, cp_comm_type=AUTO, hierarchical_context_parallel_sizes=None)
+        tokens = units * unit * degree
+        group = replace(group, lengths=(tokens,), pad_to=None)
+        return replace(short, lengths=(tokens,), micro_batches=(MicroBatch((group,)), *short.micro_batches[1:]))
+
+    def fits(plan: Plan) -> bool:
+        return any_choice_fits(way.memory_needs([plan]), budget, way.fixed_memory)
+
+    # The number of units doubles until one does not fit; halving finds the last below that one.
+    most = 0
+    too_many = 1
+    while too_many < MOST_ROWS // unit and fits(plan_of(too_many)):
+        most, too_many = too_many, 2 * too_many
+    while most + 1 < too_many:
+        middle = (most + too_many) // 2
+        most, too_many = (middle, too_many) if fits(plan_of(middle)) else (most, middle)
+    # attention may be shared in another way
+    while most and not fits(way.choice.plan((most * unit * degree,), home)):
+        most = max(0, most - 1 - most // 256)
+    return most * unit * degree, way.with_context(max_tokens_per_slot=max(1, most) * unit)

@@ -38,11 +38,9 @@ from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.plan import MemoryPlan
 from longspan.resolve.choice import PlannerConfig, query_heads
-from longspan.resolve.facts import Facts
-from longspan.resolve.kept_rows import read_kept_rows, set_rows, write_kept_rows
+from longspan.resolve.kept_rows import resolve_with_kept_rows
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.run_cost import KEY, read_run_machine, set_node_size
-from longspan.resolve.ways import Way
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
@@ -342,38 +340,8 @@ def resolve_run(
         image_rows=data.corpus.image_share * most_step_tokens(config, data.order),
         evaluated={s.name: s.documents.lengths for s in data.sets},
     )
-    if config.context.max_tokens_per_slot != AUTO:
-        return resolve_on_ranks(config, facts, world, log)
-    return resolve_with_kept_rows(config, facts, world, log)
-
-
-def resolve_with_kept_rows(config: RunConfig, facts: Facts, world: World, log: LogLine) -> Resolved:
-    """Resolve a configuration with rows of a slot that are "auto", and write the rows into the run's folder.
-
-    Where an earlier start has kept rows, they hold again. Entered by all ranks; the first decides.
-    """
-    resolved = resolve_on_ranks(config, facts, world, log, decide=_resolve_and_write_rows)
-    kept_rows = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
-    assert kept_rows is not None
-    log(kept_rows.line)
-    return resolved
-
-
-def _resolve_and_write_rows(config: RunConfig, facts: Facts) -> Resolved:
-    """Resolve with the rows that the run's folder has, else choose rows and write them there; on the first rank.
-
-    Memory is planned for the rows that were chosen at first, also where the run has halved them since.
-    """
-    ranks = len(facts.home.ranks)
-    kept_rows = read_kept_rows(config, ranks)
-    resolved = resolve(set_rows(config, kept_rows.planned) if kept_rows else config, facts)
-    if kept_rows is None:
-        write_kept_rows(config, int(resolved.config.context.max_tokens_per_slot), ranks)
-    elif kept_rows.rows < kept_rows.planned:
-        halved = resolve(set_rows(config, kept_rows.rows), replace(facts, budget=None))
-        cost = Way(halved.config, facts).cost(resolved.memory)
-        resolved = replace(halved, memory=resolved.memory, cost=cost)
-    return resolved
+    decide = resolve_with_kept_rows if config.context.max_tokens_per_slot == AUTO else resolve
+    return resolve_on_ranks(config, facts, world, log, decide)
 
 
 def set_up(

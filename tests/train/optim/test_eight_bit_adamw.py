@@ -15,7 +15,7 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
 from longspan.model.weights.local_tensors import local_block, local_tensor
-from longspan.resolve.memory import fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.run_cost import fixed_memory_keys, memory_settings_of_run
 from longspan.run.checks import check_keys_needed_by_keys, check_optimizer
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer

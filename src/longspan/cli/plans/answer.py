@@ -31,12 +31,11 @@ from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflo
 from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_rows
+from longspan.resolve.evaluation import plan_type_text
 from longspan.resolve.facts import Facts, evenly_spaced_numbers
-from longspan.resolve.longest import find_longest
 from longspan.resolve.partition import choose_partition
 from longspan.resolve.resolved import Reasons, settle
-from longspan.resolve.text import plan_type_text
-from longspan.resolve.ways import UNIT, Fit, Given, fit_way, leanest_fit, rank_ways
+from longspan.resolve.ways import UNIT, Fit, Given, find_longest, fit_way, leanest_fit, rank_ways
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 
 PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
