@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import Trainer
 
+from longspan.checkpoint.checkpoint import read_optimizer_values
 from longspan.checkpoint.export import _read_tensors, _stored_weights
 from longspan.checkpoint.files import create_partial_folder, publish_checkpoint, read_checked_manifest, read_state
-from longspan.checkpoint.optimizer_values import read_optimizer_values
 from longspan.checkpoint.storage import Chunk, read_metadata, shard_name, write_chunks
 from longspan.errors import CheckpointError
 from longspan.hf.files import FilesPart, load_without_code

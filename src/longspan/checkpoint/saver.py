@@ -25,7 +25,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
-from longspan.checkpoint.checkpoint import contents_to_save, join_contents_of_ranks, save_checkpoint
+from longspan.checkpoint.checkpoint import (
+    OptimizerValues,
+    contents_to_save,
+    join_contents_of_ranks,
+    save_checkpoint,
+)
 from longspan.checkpoint.files import (
     Digest,
     checkpoint_path,
@@ -37,7 +42,6 @@ from longspan.checkpoint.files import (
     require_local_root,
 )
 from longspan.checkpoint.host_copies import HostCopies, StagedTensors
-from longspan.checkpoint.optimizer_values import OptimizerValues
 from longspan.checkpoint.storage import SafetensorsWriter, first_failure_text
 from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import is_first_rank

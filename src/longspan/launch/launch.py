@@ -21,7 +21,6 @@ from longspan.errors import CommError, RankLostError
 from longspan.host import usable_cores
 from longspan.launch.environment import LOOPBACK, torchrun_variables
 from longspan.launch.fork_server import kill_fork_server, start_fork_server
-from longspan.launch.process_end import describe_death
 from longspan.launch.rank_process import (
     DEAD_KEY,
     DUMP,
@@ -32,6 +31,7 @@ from longspan.launch.rank_process import (
     stack_text,
 )
 from longspan.launch.stop_signals import Forwarding, block_signals
+from longspan.launch.worker import describe_end
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -52,6 +52,12 @@ def start_store_server() -> Any:
     )
 
 
+_USUAL_CAUSES: dict[int, str] = {
+    signal.SIGKILL: ", as Linux does where memory runs out",
+    signal.SIGBUS: ", as Linux does where a mapped file, as of a corpus, was cut, or the disk below it fails",
+}
+
+
 @dataclass(eq=False)
 class LocalRank:
     """One rank's process, and its answer, or how the process died, once either has come."""
@@ -70,8 +76,10 @@ class LocalRank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join()
-            self.killed_by = -min(0, self.process.exitcode or 0)  # a negative exit code is a signal's number
-            self.death = describe_death(self.process.exitcode)
+            code = self.process.exitcode
+            self.killed_by = -min(0, code or 0)  # a negative exit code is a signal's number
+            cause = _USUAL_CAUSES.get(self.killed_by, "") if self.killed_by else " before it answered"
+            self.death = describe_end(code) + cause
         self.waiting = False
 
     @property
@@ -94,27 +102,24 @@ class LocalRanks:
         self._threads = threads
 
     def start(self, n: int, payload: bytes, ignored: Sequence[int] = ()) -> None:
-        """Start n ranks for a pickled call. `ignored` signals do nothing in a rank until its function handles them."""
+        """Start n ranks for a pickled call, each with its end of a pipe and this process's standard output and error.
+
+        `ignored` signals do nothing in a rank until its function handles them.
+        """
         for index in range(n):
             # The first start waits for the fork server's imports, so signals may interrupt it; no other is interrupted.
             with block_signals() if index else nullcontext():
-                self._start_rank(self.rank_spec(index, n, payload, ignored))
-
-    def _start_rank(self, spec: RankSpec) -> None:
-        """Start one rank, which gets its end of a pipe and this process's standard output and error; this process keeps
-        the other end.
-        """
-        own_end, rank_end = self._context.Pipe()
-        args = spec, rank_end, Descriptor(1), Descriptor(2)
-        process = self._context.Process(target=rank_main, args=args, name=f"rank {spec.rank}")
-        try:
-            process.start()
-            self.ranks.append(LocalRank(spec.rank, process, own_end))
-        except BaseException:
-            own_end.close()  # a process that started in spite of the error reads the end of its pipe, and ends
-            raise
-        finally:
-            rank_end.close()
+                own_end, rank_end = self._context.Pipe()
+                args = self.rank_spec(index, n, payload, ignored), rank_end, Descriptor(1), Descriptor(2)
+                process = self._context.Process(target=rank_main, args=args, name=f"rank {index}")
+                try:
+                    process.start()
+                    self.ranks.append(LocalRank(index, process, own_end))
+                except BaseException:
+                    own_end.close()  # a process that started in spite of the error reads the end of its pipe, and ends
+                    raise
+                finally:
+                    rank_end.close()
 
     def rank_spec(self, index: int, n: int, payload: bytes, ignored: Sequence[int] = ()) -> RankSpec:
         """Return what rank `index` of n needs to run a pickled call."""

@@ -99,17 +99,41 @@ def rank_main(spec: RankSpec, pipe: connection.Connection, out: Descriptor, err:
     import torch
 
     # Where an import of the fork server used CUDA or would have, see `without_cuda`, nothing forked from it can use it.
-    if torch.cuda._is_in_bad_fork():
-        _restart_process(spec, pipe, out, err)
     parent = multiprocessing.parent_process()
-    _run_rank(spec, pipe, out, err, parent.sentinel if parent is not None else None)
+    launcher = parent.sentinel if parent is not None else None
+    if torch.cuda._is_in_bad_fork():
+        _restart_process(spec, pipe, out, err, launcher)
+    _run_rank(spec, pipe, out, err, launcher)
 
 
 def _run_rank(
     spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
 ) -> NoReturn:
-    """Set up this process as a rank, answer the call unless the launcher is gone, and end the process."""
-    _set_up_process(spec, out, err, launcher)
+    """Make this process a rank, answer the call unless the launcher is gone, and end the process.
+
+    A rank has a process group of its own, in which signals come only from the launcher, the launcher's output, its
+    stack in a file, its environment and torch's threads. What the fork server imported is no garbage: collections pass
+    over it, and its memory stays shared. Processes that a rank starts, such as a loader's workers, start as elsewhere
+    in Python, and not from a fork server of their own, which would import torch and transformers again.
+    """
+    gc.freeze()
+    gc.enable()
+    multiprocessing.set_start_method(None, force=True)
+    os.setpgid(0, 0)
+    for stream, target in ((out, 1), (err, 2)):
+        os.dup2(stream.number, target)
+        os.close(stream.number)
+    log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
+    faulthandler.register(DUMP, file=log, all_threads=False)
+    faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
+    if launcher is not None:
+        stop_when_launcher_is_gone(lambda: bool(connection.wait([launcher], 0)), with_message=spec.rank == 0)
+    os.environ.clear()  # before anything of torch is used
+    os.environ.update(spec.environment)
+
+    import torch
+
+    torch.set_num_threads(spec.threads)
     if not pipe.poll():  # readable here means closed: the launcher was interrupted
         answer_call(spec, pipe)
     pipe.close()
@@ -117,7 +141,9 @@ def _run_rank(
     os._exit(0)  # no destructor may wait for a rank that is gone
 
 
-def _restart_process(spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
+def _restart_process(
+    spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
+) -> NoReturn:
     """Start Python anew in this process, with the same id and open ends of pipes, for what was forked here cannot use
     CUDA.
     """
@@ -125,13 +151,11 @@ def _restart_process(spec: RankSpec, pipe: connection.Connection, out: Descripto
         write_error(
             "ranks take longer to start: a module that they import uses CUDA as it is imported\n", err.number
         )
-    parent = multiprocessing.parent_process()
-    launcher = parent.sentinel if parent is not None else -1  # −1: there is none
     file = spec.folder / f"rank-{spec.rank}.pickle"
     with file.open("wb") as stream:  # in this order: `spec` may name what is importable only after `spawn.prepare`
         pickle.dump({"dir": str(Path.cwd()), **main_program()}, stream)
         pickle.dump(spec, stream)
-    numbers = (pipe.fileno(), out.number, err.number, launcher)
+    numbers = (pipe.fileno(), out.number, err.number, -1 if launcher is None else launcher)  # −1: there is none
     for number in numbers:
         if number >= 0:
             os.set_inheritable(number, True)
@@ -165,7 +189,10 @@ def answer_call(spec: RankSpec, pipe: connection.Connection) -> None:
             result = fn(spec.rank, *args)
         message = RankAnswer(True, pickle.dumps(result))
     except BaseException as error:
-        message = _error_answer(error)
+        text = "".join(traceback.format_exception(error))
+        summary = f"{type(error).__name__}: {error}".strip()[:2000]
+        consequence = bool(getattr(error, "seen_from_outside", False))
+        message = RankAnswer(False, pickle_error(error), text, summary, consequence)
     with suppress(OSError):  # the launcher was killed: nobody waits for an answer
         sys.stdout.flush()
         sys.stderr.flush()
@@ -181,41 +208,6 @@ def _read_call(payload: bytes) -> tuple[Any, Any]:
             f"a rank does not find what it shall run ({error}); define it at the top of its module, and only call "
             'run_ranks under `if __name__ == "__main__":`'
         ) from error
-
-
-def _set_up_process(spec: RankSpec, out: Descriptor, err: Descriptor, launcher: int | None) -> None:
-    """Make this process a rank: a group of its own, its output, its stack in a file, its environment, torch's threads.
-
-    In a group of its own signals come only from the launcher. What the fork server imported is no garbage: collections
-    pass over it, and its memory stays shared. Processes that a rank starts, such as a loader's workers, start as
-    elsewhere in Python, and not from a fork server of their own, which would import torch and transformers again.
-    """
-    gc.freeze()
-    gc.enable()
-    multiprocessing.set_start_method(None, force=True)
-    os.setpgid(0, 0)
-    for stream, target in ((out, 1), (err, 2)):
-        os.dup2(stream.number, target)
-        os.close(stream.number)
-    log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
-    faulthandler.register(DUMP, file=log, all_threads=False)
-    faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
-    if launcher is not None:
-        stop_when_launcher_is_gone(lambda: bool(connection.wait([launcher], 0)), with_message=spec.rank == 0)
-    os.environ.clear()  # before anything of torch is used
-    os.environ.update(spec.environment)
-
-    import torch
-
-    torch.set_num_threads(spec.threads)
-
-
-def _error_answer(error: BaseException) -> RankAnswer:
-    """Return the answer for an error: the error itself if it pickles, its traceback as text, and a summary."""
-    text = "".join(traceback.format_exception(error))
-    summary = f"{type(error).__name__}: {error}".strip()
-    consequence = bool(getattr(error, "seen_from_outside", False))
-    return RankAnswer(False, pickle_error(error), text, summary[:2000], consequence)
 
 
 def stack_text(folder: Path, index: int) -> str:

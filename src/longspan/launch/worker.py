@@ -7,6 +7,7 @@ encoded in several (`corpus/encoding_processes.py`). Ranks are no workers: `laun
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -99,6 +100,14 @@ def import_main(main: dict[str, Any]) -> None:
         for name in _TORCHRUN:  # a script that trains when it is imported must not take a rank's place
             os.environ.pop(name, None)
         spawn.prepare(main)
+
+
+def describe_end(code: int | None) -> str:
+    """Return how a process ended, from its exit code, for messages."""
+    if code is None or code >= 0:
+        return f"left with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by signal {-code} ({names.get(-code, 'unknown')})"
 
 
 def pickle_error(error: BaseException) -> bytes | None:

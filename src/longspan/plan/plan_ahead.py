@@ -16,9 +16,8 @@ from types import TracebackType
 from typing import Any, cast
 
 from longspan.errors import LongspanError, PlanError
-from longspan.launch.process_end import describe_end
 from longspan.launch.stop_signals import SIGNALS
-from longspan.launch.worker import Worker, import_main, main_script, next_request, pickle_error
+from longspan.launch.worker import Worker, describe_end, import_main, main_script, next_request, pickle_error
 from longspan.plan.check import check_count
 from longspan.plan.plan import Plan
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from longspan.checkpoint.optimizer_values import setting_names_by_parameter
+from longspan.checkpoint.checkpoint import setting_names_by_parameter
 from longspan.comm import World
 from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
