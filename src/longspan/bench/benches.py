@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longspan.cli.flags import write_text_file
 from longspan.cli.machine import machine_text
-from longspan.cli.output_files import write_text_file
 from longspan.cli.processes import Device, choose_processes, print_note, prints_results
 from longspan.errors import ConfigError
 

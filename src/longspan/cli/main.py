@@ -48,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LongspanError as error:
         return _print_error(error, debug=debug)
     except KeyboardInterrupt as error:
-        if (lost_rank := _find_rank_loss(error)) is not None:
-            return _print_error(lost_rank, debug=debug)
+        # A rank that is lost makes torchrun send a signal to the others: the loss is the news, not the signal.
+        earlier_error = error.__context__
+        while earlier_error is not None and not isinstance(earlier_error, RankLostError):
+            earlier_error = earlier_error.__context__
+        if earlier_error is not None:
+            return _print_error(earlier_error, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
             with suppress(OSError):  # of a terminal that closed
@@ -75,37 +79,19 @@ def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
 
 
 def _print_error(error: LongspanError, *, debug: bool) -> int:
-    """Print an error, with `debug` its traceback too, and return the exit code of the command."""
+    """Print an error and its notes that do not repeat it, a line each, with `debug` the traceback too; returns the exit
+    code of the command. Under torchrun the first line begins with the rank.
+    """
     if debug:
         traceback.print_exception(error)
-    print(error_lines(error), file=sys.stderr, flush=True)
-    return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
-
-
-def _find_rank_loss(error: BaseException) -> RankLostError | None:
-    """Find the loss of a rank that was being handled when `error` came; None if there was none.
-
-    A rank that is lost makes torchrun send a signal to the others: the loss is the news, not the signal.
-    """
-    earlier_error = error.__context__
-    while earlier_error is not None and not isinstance(earlier_error, RankLostError):
-        earlier_error = earlier_error.__context__
-    return earlier_error
-
-
-def error_lines(error: LongspanError) -> str:
-    """Return what is printed of an error: a line for it, and one for each note that does not repeat it.
-
-    Under torchrun the first line begins with the rank.
-    """
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         label = f"\x1b[1;31m{label}\x1b[0m"
     notes = [note for note in getattr(error, "__notes__", ()) if str(error) not in note]
-    return "\n".join(
-        [f"{label} {_escape_controls(str(error))}", *(f"  {_escape_controls(note)}" for note in notes)]
-    )
+    lines = [f"{label} {_escape_controls(str(error))}", *(f"  {_escape_controls(note)}" for note in notes)]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
 
 
 def _escape_controls(text: str) -> str:

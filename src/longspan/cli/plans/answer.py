@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from longspan.cli.output_files import write_text_file
+from longspan.cli.flags import write_text_file
 from longspan.cli.plans.documents import open_planned_documents
 from longspan.cli.plans.gpu_run import GpuRun, choose_position_scaling, position_notes
 from longspan.cli.plans.gpus import choose_gpus, read_gpus
