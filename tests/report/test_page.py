@@ -28,7 +28,7 @@ from longspan.report.page import (
     section,
     thin_curve,
 )
-from longspan.report.svg import svg_element
+from longspan.report.gantt import svg_element
 from tests.plan.cases import bounded
 from tests.report.pages import draw, value_of
 from tests.report.runs import FACTS, RECORD, evaluation_row, mixed_plan, train_row, write_run

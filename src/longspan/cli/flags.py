@@ -22,8 +22,7 @@ from longspan.config.keys import (
     section_texts,
     with_key_values,
 )
-from longspan.config.other_names import key_of_other_name
-from longspan.config.renamed import renamed_hint, renamed_value
+from longspan.config.renamed import key_of_other_name, renamed_hint, renamed_value
 from longspan.config.values import kind_text, read_words
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
