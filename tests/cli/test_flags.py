@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longspan import __version__
-from longspan.bench.step.settings import parse_step_flags
+from longspan.bench.step import parse_step_flags
 from longspan.cli.eval import EvalFlags, parse_eval
 from longspan.cli.flags import flag_types, parse_flags
 from longspan.cli.main import VERBS, main

@@ -93,16 +93,12 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
         yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"
 
 
-def plan_fact_lines(plan: Plan) -> tuple[str, str]:
-    """Return the facts of a plan as two lines: as one they would be wider than its picture."""
-    facts = [f"{name} {value}" for name, value in plan_facts(plan)]
-    return " · ".join(facts[:5]), " · ".join(facts[5:])
-
-
 def plan_document(plan: Plan, *, title: str = "plan") -> str:
     """Return the picture of one plan in time as the text of an .svg file, with its title and its legend."""
     height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
     picture = gantt_svg(plan)
+    facts = [f"{name} {value}" for name, value in plan_facts(plan)]
+    fact_lines = (" · ".join(facts[:5]), " · ".join(facts[5:]))  # as one line they would be wider than the picture
     size = {"width": WIDTH, "height": round(HEAD + height + _FOOT)}
     entries = list[str]()
     for i, (kind, words) in enumerate(picture_legend(picture)):
@@ -117,7 +113,7 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
         PATTERNS,
         svg_element("rect", fill="var(--card)", **size),
         svg_element("text", escape(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
-        *(svg_text(line, 12, 42 + 16 * i, "start") for i, line in enumerate(plan_fact_lines(plan))),
+        *(svg_text(line, 12, 42 + 16 * i, "start") for i, line in enumerate(fact_lines)),
         svg_element("g", picture, transform=f"translate(0 {HEAD})"),
         *entries,
         xmlns="http://www.w3.org/2000/svg",
@@ -318,7 +314,9 @@ def write_png(plan: Plan, path: str | Path, *, title: str = "plan") -> Path:
             name = shape.get("class", "").removeprefix("b ")
             if shape.tag.endswith("rect") and name in _SHAPE_COLORS:
                 size = (float(shape.attrib[side]) for side in ("width", "height"))
-                axes.add_patch(Rectangle((x, y), *size, facecolor=_SHAPE_COLORS[name], edgecolor="white", linewidth=0.3))
+                axes.add_patch(
+                    Rectangle((x, y), *size, facecolor=_SHAPE_COLORS[name], edgecolor="white", linewidth=0.3)
+                )
             elif shape.tag.endswith("text"):
                 align = ALIGNMENTS[shape.get("text-anchor", "middle" if name == "name" else "start")]
                 points = 10 if "style" in shape.attrib else 7.2  # a title has a style
