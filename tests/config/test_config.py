@@ -1,5 +1,6 @@
 """Configuration: what is read, what is refused and how, before any process exists."""
 
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import pytest
 import torch
 
 from longspan.attention import PATTERNS
+from longspan.cli.train_flags import OFTEN
 from longspan.config.defaults import resolve_defaults
 from longspan.config.dtypes import compute_dtype
 from longspan.config.file import TABLES, config_keys, load_config, read_file, to_toml
 from longspan.config.keys import section_keys
 from longspan.config.plan_section import EvalConfig
-from longspan.config.reference import OFTEN, reference_page
 from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
 from longspan.config.text_values import BestFigure
 from longspan.data.step_order import StepOrder
@@ -29,6 +30,7 @@ from longspan.run.checks import check_config, check_longest_training_document, r
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+REFERENCE_PAGE = runpy.run_path(str(PAGE.parent / "site/configuration.py"))["reference_page"]()
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -417,12 +419,11 @@ def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
 
 
 def test_the_page_is_made_from_the_sections() -> None:
-    command = "python -m longspan.config.reference docs/configuration.md"
-    assert PAGE.read_text(encoding="utf-8") == reference_page(), f"run: {command}"
+    assert PAGE.read_text(encoding="utf-8") == REFERENCE_PAGE, "run: python docs/site/configuration.py"
 
 
 def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
-    rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
+    rows = [line for line in REFERENCE_PAGE.splitlines() if line.startswith("| `")]
     rest = [key.partition(".")[2] for key in config_keys() if key not in OFTEN]
     rest += [key.name for kind in (SourceConfig, EvalConfig) for key in section_keys(kind)]
     assert [row.split("`")[1] for row in rows] == [*OFTEN, *rest] and len(OFTEN) == 12

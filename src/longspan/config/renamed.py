@@ -129,7 +129,7 @@ def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
     before, equals = ("--", " ") if flag else ("", " = ")
     text = f"it is {before}{new}"
     if isinstance(value, str) and (word := renamed_value(new, value)) != value:
-        text += f"{equals}{word if flag and isinstance(word, str) else _value_text(word)}"
+        text += f"{equals}{word if flag and isinstance(word, str) else json.dumps(word)}"
     return f"{text} now"
 
 
@@ -238,28 +238,6 @@ def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
     )
     names = (f"{OLD_SETS}.{key}" for sets in arrays if _are_tables(sets) for table in sets for key in table)
     return [name for name in dict.fromkeys(names) if name in GONE]
-
-
-def upgrade_table() -> str:
-    """Write the table of docs/upgrade.md, in Markdown."""
-    rows = [f"| `[[{OLD_SETS}]]` | `[[{SETS}]]` |  |"]
-    rows += [
-        f"| `{old}` | `{new}` | {_value_changes_text(new)} |" for old, new in RENAMED.items() if new not in GONE
-    ]
-    rows += [f"| `{key}` | `{key}` | {_value_changes_text(key)} |" for key in VALUES if key not in RENAMED.values()]
-    old_names = {new: old for old, new in RENAMED.items()}
-    rows += [f"| `{old_names.get(key, key)}` |  | gone; write {advice} |" for key, advice in GONE.items()]
-    return "\n".join(["| in 0.3 | in 0.4 | values |", "|---|---|---|", *rows])
-
-
-def _value_changes_text(key: str) -> str:
-    """Say which values of 0.3 are other ones now, for a cell of the table."""
-    return ", ".join(f"`{_value_text(old)}` is `{_value_text(new)}`" for old, new in VALUES.get(key, {}).items())
-
-
-def _value_text(value: bool | str) -> str:
-    """Return a value as files have it."""
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
 
 
 # ---- names of other libraries
