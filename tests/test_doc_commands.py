@@ -15,8 +15,7 @@ import pytest
 from longspan.cli import flags
 from longspan.cli.main import main
 from longspan.config.file import config_keys, load_config
-from longspan.config.other_names import NAMES
-from longspan.config.renamed import GONE, RENAMED
+from longspan.config.renamed import GONE, NAMES, RENAMED
 from longspan.config.sections import section_kinds
 from longspan.run.checks import check_data, check_keys_needed_by_keys
 

@@ -376,7 +376,10 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pyt
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     capfd.readouterr()
-    assert main(["train", str(path), "--world", "4", "--device", "cpu", "--json", *words]) == 0
+    world = ["--world", "4"]
+    if path.name in SHORTEST:  # on two ranks, where evaluation has two degrees too
+        world = ["--world", "2", "--evaluation.context_parallel_size", "2"]
+    assert main(["train", str(path), *world, "--device", "cpu", "--json", *words]) == 0
     losses = [row["eval_loss"] for row in json.loads(capfd.readouterr().out)["eval_at_degrees"]]
     assert len(losses) > 1 and max(losses) / min(losses) - 1 <= 1e-6
 
@@ -491,8 +494,6 @@ def test_the_commands_for_gpus_run(
     Qwen3ForCausalLM(config).save_pretrained(folder)
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("1")
-    plan = re.search(r"`longspan (plan .*?)`", README)
-    assert plan is not None and main(shlex.split(plan[1])) == 0
     for words in commands[2:]:
         assert words.pop(0) == "longspan"
         ranks = ["--world", "2", "--device", "cpu"] if words[0] == "train" else []

@@ -249,7 +249,10 @@ def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
             for length in settings.all_lengths:
                 row = _or_missing(case, _measure, settings, case, length, world)
                 record["rows"].append({"name": case.name, "length": length} | row)
-                _keep(record, settings, rank)
+                if rank == 0:
+                    write_record(record, settings.out)
+                if rank == 0 and sys.stderr.isatty():
+                    print(f"{case.name}, {length} rows: {row.get('missing') or row['seconds']}", file=sys.stderr)
     return record
 
 
@@ -269,15 +272,6 @@ def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
         "checks": [],
         "rows": [],
     }
-
-
-def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> None:
-    if rank:
-        return
-    write_record(record, settings.out)
-    if sys.stderr.isatty():
-        row = record["rows"][-1]
-        print(f"{row['name']}, {row['length']} rows: {row.get('missing') or row['seconds']}", file=sys.stderr)
 
 
 def _or_missing(case: AttentionCase, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
     python bench/plans/planner.py --out bench/records/planner.json             # everything: several minutes
     python bench/plans/planner.py --slots 64,256 --names lognorm,uniform       # a part
-    python bench/plans/planner.py --megatron ../Megatron-LM                    # beside that checkout's own scheduler
     python bench/plans/planner.py --sweep all --slots 32,256 --caps 8192 --out bench/records/planner-sweep.json
                                        # values around a constant of lockstep.py or free.py (its NAME), beside its own
 
@@ -17,7 +16,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import ast
 import json
 import math
 import time
@@ -71,50 +69,6 @@ def static_plan(lengths: list[int], slots: int, cap: int) -> tuple[float, int, s
     return best.predicted_seconds, best.micro_batches[0].groups[0].degree, plan_type_text(best)
 
 
-class Megatron:
-    """The packing-aware scheduler of a Megatron-LM checkout, its functions taken out of the file unchanged."""
-
-    def __init__(self, checkout: Path) -> None:
-        source = (checkout / "megatron/core/datasets/data_schedule_utils.py").read_text()
-        names = ("next_hdp_group_packing_aware", "dcp_gpus_needed")
-        body: list[ast.stmt] = []
-        for node in ast.parse(source).body:
-            constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-            function = isinstance(node, ast.FunctionDef) and node.name in names
-            plain_import = isinstance(node, ast.ImportFrom) and node.module in ("math", "typing", "functools")
-            if constant or function or plain_import:
-                body.append(node)
-        self.names: dict[str, Any] = {}
-        exec(compile(ast.Module(body, type_ignores=[]), "megatron", "exec"), self.names)
-        if names[0] not in self.names:
-            raise SystemExit(f"{checkout} has no {names[0]}; use a checkout of the dev branch")
-
-    def seconds(self, lengths: NDArray[np.int64], slots: int, cap: int) -> tuple[float, float]:
-        """Lockstep seconds of its plan, and seconds of planning."""
-        todo = [(i, int(n)) for i, n in enumerate(lengths)]
-        plan = []
-        begun = time.process_time()
-        while todo:
-            _, todo, _, ids = self.names["next_hdp_group_packing_aware"](todo, slots, max_seq_len_per_rank=cap)
-            plan.append(ids)
-        planned = time.process_time() - begun
-        return sum(self._slowest(ids, lengths) + COST.micro_batch_seconds for ids in plan), planned
-
-    def _slowest(self, ids: list[list[int]], lengths: NDArray[np.int64]) -> float:
-        slowest = 0.0
-        start = 0
-        while start < len(ids):
-            stop = start + 1
-            while stop < len(ids) and ids[stop] == ids[start]:
-                stop += 1
-            rows = lengths[ids[start]]
-            inside = start // 8 == (stop - 1) // 8
-            seconds = COST.group_seconds(int(rows.sum()), int((rows * rows).sum()), stop - start, inside)
-            slowest = max(slowest, float(seconds))
-            start = stop
-        return slowest
-
-
 def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tuple[dict[str, float], Any]:
     begun = time.process_time()
     plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=cap, **arguments)
@@ -122,7 +76,7 @@ def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tupl
     return {"ratio": plan.ratio, "seconds": seconds, "micro_batches": len(plan.micro_batches)}, plan
 
 
-def row(name: str, slots: int, cap: int, seed: int, per_slot: int, megatron: Megatron | None) -> dict[str, Any]:
+def row(name: str, slots: int, cap: int, seed: int, per_slot: int) -> dict[str, Any]:
     rows = lengths_of(name, slots, cap, seed, per_slot)
     lengths = rows.tolist()
     cp = min(slots, max(1, LONGEST // cap))
@@ -134,9 +88,6 @@ def row(name: str, slots: int, cap: int, seed: int, per_slot: int, megatron: Meg
     figures["lockstep"], _ = measured(lengths, slots, cap)
     figures["fast"], _ = measured(lengths, slots, cap, effort="fast")
     figures["free"], _ = measured(lengths, slots, cap, mode="free")
-    if megatron is not None:
-        seconds, planned = megatron.seconds(rows, slots, cap)
-        figures["megatron"] = {"ratio": seconds / bound, "seconds": planned}
     return figures
 
 
@@ -214,22 +165,18 @@ def markdown(record: dict[str, Any]) -> str:
         f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. Command: `{record['command']}`."
     )
     parts = ["# Planners: step time over the lower bound, and CPU seconds to plan", origin, record["note"]]
-    with_peer = any("megatron" in r for r in record["rows"])
-    head = ["slots", "lengths", "padded", "one degree, packed", *["Megatron (s)"] * with_peer]
+    head = ["slots", "lengths", "padded", "one degree, packed", "lockstep (s)", "fast (s)", "free (s)"]
     for cap in sorted({r["cap"] for r in record["rows"]}):
-        rows = [_cells(r, with_peer) for r in record["rows"] if r["cap"] == cap]
+        rows = [_cells(r) for r in record["rows"] if r["cap"] == cap]
         parts.append(f"## At most {cap} tokens a slot")
-        parts.append(markdown_table([*head, "lockstep (s)", "fast (s)", "free (s)"], rows))
+        parts.append(markdown_table(head, rows))
     return "\n\n".join(parts) + "\n"
 
 
-def _cells(r: dict[str, Any], with_peer: bool) -> list[str]:
-    def cell(key: str) -> str:
-        return f"{r[key]['ratio']:.3f} ({r[key]['seconds']:.2f})" if key in r else "–"
-
+def _cells(r: dict[str, Any]) -> list[str]:
     static = f"{r['static']['ratio']:.3f} (cp {r['static']['cp']}, {r['static']['type']})"
-    timed = [*["megatron"] * with_peer, "lockstep", "fast", "free"]
-    return [f"{r['slots']}", r["lengths"], f"{r['padded']:.1f}", static, *map(cell, timed)]
+    timed = (f"{r[key]['ratio']:.3f} ({r[key]['seconds']:.2f})" for key in ("lockstep", "fast", "free"))
+    return [f"{r['slots']}", r["lengths"], f"{r['padded']:.1f}", static, *timed]
 
 
 def main() -> None:
@@ -239,28 +186,24 @@ def main() -> None:
     parser.add_argument("--names", default=",".join(NAMES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens-per-slot", type=int, default=TOKENS_PER_SLOT)
-    parser.add_argument("--megatron", type=Path, help="a Megatron-LM checkout (dev branch)")
-    parser.add_argument("--megatron-slots", type=int, default=256, help="the most slots that its scheduler is given")
     parser.add_argument("--sweep", help=f"constants to try other values of: all, or of {', '.join(SWEEPS)}")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     flags = parser.parse_args()
     if flags.sweep:
         run_sweeps(flags)
         return
-    megatron = Megatron(flags.megatron) if flags.megatron else None
     plan_dynamic([5000, 300], Layout(8), max_tokens_per_slot=1024)
     rows: list[dict[str, Any]] = []
     for cap in map(int, flags.caps.split(",")):
         for slots in map(int, flags.slots.split(",")):
             for name in flags.names.split(","):
-                peer = megatron if slots <= flags.megatron_slots else None
-                rows.append(row(name, slots, cap, flags.seed, flags.tokens_per_slot, peer))
-                print(*_cells(rows[-1], megatron is not None), flush=True)
+                rows.append(row(name, slots, cap, flags.seed, flags.tokens_per_slot))
+                print(*_cells(rows[-1]), flush=True)
     record = {
         "bench": "planner",
         "machine": machine_facts(),
         "versions": f"python {'.'.join(map(str, __import__('sys').version_info[:3]))}, numpy {np.__version__}",
-        "command": "python bench/plans/planner.py" + (f" --megatron {flags.megatron.name}" if megatron else ""),
+        "command": "python bench/plans/planner.py",
         "note": (
             f"Batches of {flags.tokens_per_slot} tokens a slot, longest {LONGEST}, seed {flags.seed}; `files` are "
             "those of this Python's library. The bound is area and longest document. Plans of one degree (plan_fixed) "

@@ -39,7 +39,7 @@ from longspan.plan import AttentionCall, Cost, CostSettings, Group, Machine, Pla
 from longspan.plan.cost.links import LEVELS
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.report.svg import svg_element, svg_text
+from longspan.report.gantt import svg_element, svg_text
 
 Row = dict[str, Any]
 PUBLISHED_SEEDS = range(3)

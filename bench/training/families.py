@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan import Document, DocumentLoss, share_prefixes, token_log_probs
-from longspan.bench.step.command import Cases, main, make_training, measure_steps
-from longspan.bench.step.settings import StepSettings
+from longspan.bench.step import Cases, StepSettings, main, make_training, measure_steps
 from longspan.comm import World
 from longspan.plain_text import bytes_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops

@@ -32,8 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from longspan.attention.kernels import fa4
-from longspan.bench.step.command import Cases, main, measure_steps, rows_note
-from longspan.bench.step.settings import StepSettings
+from longspan.bench.step import Cases, StepSettings, main, measure_steps, rows_note
 from longspan.comm import World
 from longspan.data.synthetic_documents import SyntheticDocument, synthetic_documents
 from longspan.layout.partition import NO_TARGET

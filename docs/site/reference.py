@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from longspan.bench.benches import BENCHES
 from longspan.bench.calibrate import CalibrateFlags
-from longspan.bench.step.settings import StepFlags
+from longspan.bench.step import StepFlags
 from longspan.cli.doctor import DoctorFlags
 from longspan.cli.eval import EvalFlags, refuse_training_keys
 from longspan.cli.examples import ExamplesFlags

@@ -21,32 +21,23 @@ def free_host_bytes(*, swap: bool = False) -> int | None:
 
     It is the least of what Linux and the process's control groups leave. With `swap`, free swap of the host counts too.
     """
-    names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
-    figures = [_read_sizes(_ROOT / "proc/meminfo", names), *_free_bytes_of_cgroups(_ROOT / "sys/fs/cgroup")]
-    known_figures = [figure for figure in figures if figure is not None]
-    return max(0, min(known_figures)) if known_figures else None
-
-
-def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:
-    """Return the sum in bytes of these lines of /proc/meminfo; None where the first is not there."""
+    figures = list[int]()
     with suppress(OSError, ValueError):
-        sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
-        return 1024 * sum(int(sizes.get(name, 0)) for name in names) if names[0] in sizes else None
-    return None
-
-
-def _free_bytes_of_cgroups(folder: Path) -> list[int]:
-    """Return what is left in each control group of memory, of version 2 and of version 1, that has a limit.
-
-    File pages that were not used lately count as used there, but Linux takes them back when memory is short.
-    """
-    rooms = list[int]()
+        text = (_ROOT / "proc/meminfo").read_text(encoding="utf-8")
+        sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", text, flags=re.MULTILINE))
+        names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
+        if "MemAvailable" in sizes:
+            figures.append(1024 * sum(int(sizes.get(name, 0)) for name in names))
+    # What is left in each control group of memory, of version 2 and of version 1, that has a limit. File pages that
+    # were not used lately count as used there, but Linux takes them back when memory is short.
+    groups = _ROOT / "sys/fs/cgroup"
     for base, limit, used, files in (
-        (folder, "memory.max", "memory.current", "inactive_file"),
-        (folder / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        (groups, "memory.max", "memory.current", "inactive_file"),
+        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         with suppress(OSError, ValueError):  # no such group, or "max"
-            limit_bytes, used_bytes = int((base / limit).read_text()), int((base / used).read_text())
+            limit_bytes = int((base / limit).read_text())
+            used_bytes = int((base / used).read_text())
             statistics = dict(line.split() for line in (base / "memory.stat").read_text().splitlines())
-            rooms.append(limit_bytes - used_bytes + int(statistics.get(files, 0)))
-    return rooms
+            figures.append(limit_bytes - used_bytes + int(statistics.get(files, 0)))
+    return max(0, min(figures)) if figures else None

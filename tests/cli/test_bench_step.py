@@ -13,8 +13,7 @@ from bench.evaluation import evaluation_degrees
 from bench.evaluation.evaluation_degrees import EvalBenchFlags
 from bench.training.step_peers import peer_cases
 
-from longspan.bench.step.command import main as bench_step, record_text
-from longspan.bench.step.settings import StepSettings, make_settings, parse_step_flags
+from longspan.bench.step import StepSettings, main as bench_step, make_settings, parse_step_flags, record_text
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError

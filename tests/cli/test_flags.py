@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longspan import __version__
-from longspan.bench.step.settings import parse_step_flags
+from longspan.bench.step import parse_step_flags
 from longspan.cli.eval import EvalFlags, parse_eval
 from longspan.cli.flags import flag_types, parse_flags
 from longspan.cli.main import VERBS, main
@@ -15,7 +15,7 @@ from longspan.cli.plan import PlanFlags
 from longspan.cli.train_flags import TrainFlags, parse_train
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import config_keys, load_config
-from longspan.config.other_names import NAMES, key_of_other_name
+from longspan.config.renamed import NAMES, key_of_other_name
 from longspan.config.sections import ContextConfig, RunConfig
 from tests.train.small import value_of
 

@@ -1,5 +1,6 @@
 """Configuration: what is read, what is refused and how, before any process exists."""
 
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import pytest
 import torch
 
 from longspan.attention import PATTERNS
+from longspan.cli.train_flags import OFTEN
 from longspan.config.defaults import resolve_defaults
 from longspan.config.dtypes import compute_dtype
 from longspan.config.file import TABLES, config_keys, load_config, read_file, to_toml
 from longspan.config.keys import section_keys
 from longspan.config.plan_section import EvalConfig
-from longspan.config.reference import OFTEN, reference_page
 from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
 from longspan.config.text_values import BestFigure
 from longspan.data.step_order import StepOrder
@@ -29,6 +30,7 @@ from longspan.run.checks import check_config, check_longest_training_document, r
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+REFERENCE_PAGE = runpy.run_path(str(PAGE.parent / "site/configuration.py"))["reference_page"]()
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -91,10 +93,7 @@ READ = [
     ("[optimizer]\narguments = 'momentum=0.9'", r"it must be a list of strings"),
     ("[data]\nrename_columns = { messages = 3 }", r"data.rename_columns is \[3\] in .*; it must be a list of strings"),
     ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
-    (
-        "[context]\ndynamic_context_parallel = true",
-        r"context.dynamic_context_parallel .*: here it is context.planner dyn",
-    ),
+    ("[context]\ndynamic_context_parallel = true", r".*: here it is context.planner dyn"),
     ("[data]\nsample_packing = true", r"unknown key data.sample_packing in .*: leave it out, for plans pack whole doc"),
     ("[context]\ncp_comm_type = 2", r"context.cp_comm_type is 2 .* a string or a list of strings"),
     ("[context]\ncp_comm_type = []", r"context.cp_comm_type is \[\]"),
@@ -102,24 +101,12 @@ READ = [
     ("[context]\npartition = 'striped'", r"context.partition is 'striped' .* 'zigzag', 'contiguous'"),
     ("[parallel]\nsequence_parallel = 1", r"true or false"),
     ("[train\nsteps = 1", r"is not TOML: .*line 1"),
-    (
-        '[[evaluation.sets]]\nname = "books"\npth = "x"',
-        r"unknown key evaluation.sets.books.pth in .*: did you mean 'path'",
-    ),
-    (
-        "[[evaluation.sets]]\neval_every = 2",
-        r"unknown key evaluation.sets.1.eval_every in .*: did you mean 'every'",
-    ),
-    (
-        '[[evaluation.sets]]\nname = "books"\nevery = "often"',
-        r"evaluation.sets.books.every is 'often' in .*; it must be an integer",
-    ),
+    ('[[evaluation.sets]]\nname = "books"\npth = "x"', r"key evaluation.sets.books.pth in .*: did you mean 'path'"),
+    ("[[evaluation.sets]]\neval_every = 2", r"unknown key evaluation.sets.1.eval_every in .*: did you mean 'every'"),
+    ('[[evaluation.sets]]\nname = "books"\nevery = "often"', r"is 'often' in .*; it must be an integer"),
     ('[evaluation.sets]\nname = "books"', r"evaluation sets are tables of an array: write \[\[evaluation.sets\]\]"),
     ("[evaluation]\nsets = 3", r"evaluation.sets is 3 in .*write \[\[evaluation.sets\]\]"),
-    (
-        '[[eval]]\nname = "books"',
-        r"\[\[eval\]\] in .*: it is \[\[evaluation.sets\]\] now \(longspan upgrade .*config.toml\)",
-    ),
+    ('[[eval]]\nname = "books"', r"in .*: it is \[\[evaluation.sets\]\] now \(longspan upgrade .*config.toml\)"),
     ('[train]\nmemory = "none"', r"train.memory in .*: it is train.plan_memory = false now \(longspan upgrade "),
     ('[train]\nfloat8 = "rows"', r"train.float8 is 'rows' in .*'rowwise' \(rows is rowwise now\)"),
     ("[context]\neval_planner = 'fixed'", r"context.eval_planner in .*: it is evaluation.planner now \("),
@@ -176,16 +163,10 @@ SETS: list[tuple[dict[str, object], str]] = [
 ]
 IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
-    (
-        {"train.offload_weights": True, "context.mode": "free"},
-        r"offload_weights is True, which needs context.mode 'auto'",
-    ),
+    ({"train.offload_weights": True, "context.mode": "free"}, r"is True, which needs context.mode 'auto'"),
     ({"train.offload_weights": True, "parallel.pp": 2}, r"needs parallel.pp 1, and parallel.pp is 2; set it, or leave"),
     ({"optimizer.lr": 0.0}, r"optimizer.lr is 0.0; it must be above 0"),
-    (
-        {"optimizer.weight_decay": float("inf")},
-        r"optimizer.weight_decay is inf; it must be a finite number, at least 0",
-    ),
+    ({"optimizer.weight_decay": float("inf")}, r"is inf; it must be a finite number, at least 0"),
     ({"train.epochs": float("nan")}, r"train.epochs is nan; it must be a finite number, at least 0"),
     ({"optimizer.min_lr_ratio": 1.5}, r"optimizer.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
     (
@@ -198,10 +179,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"optimizer.arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
     ({"optimizer.arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
     ({"optimizer.class": "torch.optim.Rprop", "optimizer.weight_decay": 0.1}, r"knows no weight decay"),
-    (
-        {"optimizer.stochastic_rounding": True},
-        r"needs model.dtype 'bfloat16', and model.dtype is 'float32'; set it, or",
-    ),
+    ({"optimizer.stochastic_rounding": True}, r"model.dtype 'bfloat16', and model.dtype is 'float32'; set it, or"),
     (
         {"optimizer.stochastic_rounding": True, "model.dtype": "bfloat16", "optimizer.class": "sgd"},
         r"rounds updates of adamw .* is 'sgd' with \[\]",
@@ -212,10 +190,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ),
     ({"train.float8": "rowwise", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
     ({"train.float8": "tensor"}, r"train.float8 is 'tensor'"),
-    (
-        {"optimizer.lr_schedule": "cos"},
-        r"lr_schedule is 'cos'; give 'cosine', .*, 'wsd' or 'wsd:NUMBER' \(at least 1\)",
-    ),
+    ({"optimizer.lr_schedule": "cos"}, r"is 'cos'; give 'cosine', .*, 'wsd' or 'wsd:NUMBER' \(at least 1\)"),
     ({"optimizer.lr_schedule": "cosine:5"}, r"lr_schedule is 'cosine:5'; give"),
     ({"optimizer.lr_schedule": "wsd:0.5"}, r"lr_schedule is 'wsd:0.5'; give"),
     ({"optimizer.lr_schedule": "wsd:2.5"}, r"lr_schedule is 'wsd:2.5'; give whole steps, as in 'wsd:200'"),
@@ -223,14 +198,8 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
     ({"data.max_document_tokens": 1}, r"predicts nothing"),
     ({"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
-    (
-        {"checkpoint.save_signals": ["SIGUSR1", "SIGTERM"]},
-        r"'SIGTERM'\] .*; it must be a list of 'SIGHUP', 'SIGUSR1', 'SIGUSR2'",
-    ),
-    (
-        {"checkpoint.preempted_exit_code": 256},
-        r"checkpoint.preempted_exit_code is 256; it must be at least 0, at most 255",
-    ),
+    ({"checkpoint.save_signals": ["SIGUSR1", "SIGTERM"]}, r".*; it must be a list of 'SIGHUP', 'SIGUSR1', 'SIGUSR2'"),
+    ({"checkpoint.preempted_exit_code": 256}, r"is 256; it must be at least 0, at most 255"),
     ({"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
     ({"model.preset": "llama-tiny", "model.path": "x"}, r"model.path = 'x' and model.preset = 'llama-tiny' name more"),
     ({"model.rope_scaling": "dynamic"}, r"model.rope_scaling is 'dynamic'; give '', 'yarn' or 'yarn:NUMBER'"),
@@ -249,10 +218,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"context.mode": "free", "parallel.ep": 2}, r"context.mode is 'free', which needs parallel.ep 1, and .* is 2"),
     ({"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number, or .auto."),
     ({"train.activation_checkpointing": "none+host"}, "must be one of 'auto', 'none', 'full', 'full.host', "),
-    (
-        {"parallel.pp": 2, "evaluation.context_parallel_size": 4},
-        r"size 4 does not divide 2 slots \(4 ranks / tp 1 / pp 2",
-    ),
+    ({"parallel.pp": 2, "evaluation.context_parallel_size": 4}, r"4 does not divide 2 slots \(4 ranks / tp 1 / pp 2"),
     ({"parallel.vpp": 2}, r"parallel.vpp is 2, which needs parallel.pp at least 2, and parallel.pp is 1; set"),
     ({"lora.alpha": 8.0}, "lora.rank is 0"),
     ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
@@ -268,16 +234,10 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.profile_steps": (10, 0)}, r"train.profile_steps is \(10, 0\); it must be at least 1"),
     ({"checkpoint.keep_best": "loss"}, "is 'loss'; give a figure .* as metrics.jsonl has it, such as eval_loss"),
     ({"checkpoint.keep_best": "eval_loss:best"}, "is 'eval_loss:best'; give a figure"),
-    (
-        {"checkpoint.keep_best": "code/eval_loss"},
-        "names eval_loss of the set 'code', which the run has not; its sets: none",
-    ),
+    ({"checkpoint.keep_best": "code/eval_loss"}, "eval_loss of the set 'code', which the run has not; its sets: none"),
     ({"train.router_z_loss_coef": -1.0}, r"train.router_z_loss_coef is -1.0"),
     ({"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
-    (
-        {"parallel.sequence_parallel": True},
-        r"sequence_parallel is True, which needs parallel.tp at least 2, and .* is 1",
-    ),
+    ({"parallel.sequence_parallel": True}, r"is True, which needs parallel.tp at least 2, and .* is 1"),
     ({"evaluation.sets": [{"path": "a"}]}, r"table 1 of \[\[evaluation.sets\]\] has name = ''; give one of letters"),
     ({"evaluation.sets": [{"name": "books"}]}, r"evaluation.sets.books.path is empty"),
     ({"evaluation.sets": [BOOKS, BOOKS | {"path": "b"}]}, r"2 of 2 tables \[\[evaluation.sets\]\] have name = 'books'"),
@@ -379,10 +339,7 @@ HEADS = [  # on 16 ranks
         {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16},
         r"context.cp_comm_type 'a2a' deals 8 query heads to the 16 slots .*context_parallel_size 1, 2, 4, 8",
     ),
-    (
-        EVALUATED | {"parallel.tp": 2},
-        r"evaluation.cp_comm_type 'a2a' .* 4 query heads \(of each rank, 8 / tp 2\) to the 8 slots",
-    ),
+    (EVALUATED | {"parallel.tp": 2}, r"'a2a' .* 4 query heads \(of each rank, 8 / tp 2\) to the 8 slots"),
     (A2A | {"context.max_tokens_per_slot": 128}, "which the heads limit to cp 8"),
 ]
 
@@ -417,12 +374,11 @@ def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
 
 
 def test_the_page_is_made_from_the_sections() -> None:
-    command = "python -m longspan.config.reference docs/configuration.md"
-    assert PAGE.read_text(encoding="utf-8") == reference_page(), f"run: {command}"
+    assert PAGE.read_text(encoding="utf-8") == REFERENCE_PAGE, "run: python docs/site/configuration.py"
 
 
 def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
-    rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
+    rows = [line for line in REFERENCE_PAGE.splitlines() if line.startswith("| `")]
     rest = [key.partition(".")[2] for key in config_keys() if key not in OFTEN]
     rest += [key.name for kind in (SourceConfig, EvalConfig) for key in section_keys(kind)]
     assert [row.split("`")[1] for row in rows] == [*OFTEN, *rest] and len(OFTEN) == 12

@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from longspan.plain_text import bytes_text, number_text, ranges_text, seconds_text
 from longspan.report import plan_page, write_report
 from longspan.report.evaluation_page import eval_page
-from longspan.report.gantt import axis_ticks
+from longspan.report.gantt import axis_ticks, svg_element
 from longspan.report.page import (
     PATTERNS,
     chart,
@@ -28,7 +28,6 @@ from longspan.report.page import (
     section,
     thin_curve,
 )
-from longspan.report.svg import svg_element
 from tests.plan.cases import bounded
 from tests.report.pages import draw, value_of
 from tests.report.runs import FACTS, RECORD, evaluation_row, mixed_plan, train_row, write_run

@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longspan.cli.flags import write_text_file
 from longspan.cli.machine import machine_text
-from longspan.cli.output_files import write_text_file
 from longspan.cli.processes import Device, choose_processes, print_note, prints_results
 from longspan.errors import ConfigError
 
@@ -62,7 +62,6 @@ BENCHES = {
     "calibrate": "what this machine and its network sustain, for run.machine and plan --machine",
     "step": "whole training steps of a model under padded, fixed and dynamic plans, next to their predictions",
 }
-MODULES = {"calibrate": "calibrate", "step": "step.command"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     name, *arguments = argv
     if name not in BENCHES:
         raise ConfigError(f"longspan bench has no {name!r}; it has {', '.join(BENCHES)}")
-    return import_module(f"longspan.bench.{MODULES[name]}").main(arguments)
+    return import_module(f"longspan.bench.{name}").main(arguments)
 
 
 def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdown: str) -> None:

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from longspan.attention import attend
 from longspan.bench.benches import BenchFlags, change_layer_count
-from longspan.cli.flags import parse_flags
+from longspan.cli.flags import parse_flags, write_text_file
 from longspan.cli.machine import machine_facts, machine_text
-from longspan.cli.output_files import write_text_file
 from longspan.cli.processes import prints_results, run_on_ranks
 from longspan.comm import SequenceShard, World, bind
 from longspan.comm.channel import Channel

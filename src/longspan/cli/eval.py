@@ -16,8 +16,8 @@ from longspan.cli.flags import (
     check_flags_at_least,
     parse_flags,
     split_flags,
+    write_text_file,
 )
-from longspan.cli.output_files import write_text_file
 from longspan.cli.processes import (
     Device,
     choose_processes,
@@ -55,7 +55,6 @@ from longspan.evaluation.request import (
 )
 from longspan.evaluation.result import HELD_OUT, evaluation_table
 from longspan.evaluation.saved_results import (
-    Difference,
     SubjectResult,
     differences_by_set,
     document_rows,
@@ -236,28 +235,19 @@ def _configure_subject(
     argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]
 ) -> Subject:
     """Return weights with the configuration that they are evaluated under: their run's, or for a folder the defaults,
-    with what flags give in its place.
+    with what flags give in its place (`flag_keys`). Of a run flags are parsed again, over its configuration: keys of
+    the layout that no flag gives are the run's.
     """
-    if weights.run_dir is not None:
-        return _configure_run(argv, weights, weights.run_dir, flag_keys)
-    defaults = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
-    return Subject(weights, resolve_defaults(_config_with_flags(defaults, flags, weights)))
-
-
-def _configure_run(
-    argv: Sequence[str], weights: SavedWeights, run_dir: Path, flag_keys: Collection[str]
-) -> Subject:
-    """Return a run's weights with its configuration, in which the keys that flags give (`flag_keys`) are replaced.
-
-    Flags are parsed again, over the run's configuration: keys of the layout that no flag gives are the run's.
-    """
-    run_config = load_config(run_dir / "config.toml")
+    if weights.run_dir is None:
+        defaults = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
+        return Subject(weights, resolve_defaults(_config_with_flags(defaults, flags, weights)))
+    run_config = load_config(weights.run_dir / "config.toml")
     flags = parse_eval(argv, run_config)
     config = _config_with_flags(run_config, flags, weights)
     # a degree that a flag gives brings its planner, and "auto" its type
     values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"evaluation.{k}" in flag_keys}
     evaluation = inherit_keys(PlanSection(**values), run_config.evaluation, run_config.context)
-    config = replace(config, run=replace(config.run, dir=str(run_dir)))
+    config = replace(config, run=replace(config.run, dir=str(weights.run_dir)))
     return Subject(weights, config.with_keys("evaluation", **evaluation.plan_keys))
 
 
@@ -383,16 +373,14 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
         words = [result.weights.title] + ([f"step {evaluations[0].step}"] if is_run else [])
         words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
         yield f"{', '.join(words)} on {plural(ranks, 'rank')}\n{evaluation_table(evaluations)}"
-    for difference, other_result in pairs:
-        yield _difference_table(difference, first, other_result)
-
-
-def _difference_table(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
-    """Return the table of two subjects' losses on one set, by length of document, below a line about all documents."""
-    title = f"{difference.name or HELD_OUT}: loss of {other.weights.title} beside {first.weights.title}"
-    lower = f"{difference.lower:,} of {plural(difference.documents, 'document')}"
-    table = text_table(
-        ("tokens", first.weights.title, other.weights.title, "difference", "documents"),
-        [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{count:,}") for name, a, b, count in difference.rows()],
-    )
-    return f"{title}; {lower} have a lower value under {other.weights.title}\n{table}"
+    for of, other in pairs:  # the losses of two subjects on one set, by length of document
+        titles = first.weights.title, other.weights.title
+        table = text_table(
+            ("tokens", *titles, "difference", "documents"),
+            [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{count:,}") for name, a, b, count in of.rows()],
+        )
+        lower = f"{of.lower:,} of {plural(of.documents, 'document')}"
+        yield (
+            f"{of.name or HELD_OUT}: loss of {titles[1]} beside {titles[0]}; {lower} have a lower value under "
+            f"{titles[1]}\n{table}"
+        )

@@ -51,7 +51,20 @@ def main(argv: Sequence[str]) -> int:
         )
         return 0
     chosen = _choose_examples(flags.name, root, paths)
-    written = _copy_examples(chosen, root, Path(flags.folder), overwrite=flags.overwrite)
+    folder = Path(flags.folder)
+    written = [folder / path.relative_to(root) for path in chosen]
+    if (older := [copy for copy in written if copy.exists()]) and not flags.overwrite:
+        raise RunFolderError(
+            f"{older[0]} is there{f', and {len(older) - 1} more' if older[1:] else ''}; name another folder, or "
+            "replace files with --overwrite"
+        )
+    try:
+        for path, copy in zip(chosen, written, strict=True):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+            copy.chmod(path.stat().st_mode & 0o777 | 0o200)  # installed files may be read-only, copies are edited
+    except OSError as error:
+        raise RunFolderError(f"cannot copy examples to {folder}: {error.strerror} ({error.filename})") from error
     if flags.json:
         print(as_json({"written": [str(path) for path in written]}))
     else:
@@ -108,24 +121,3 @@ def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]
             hint = f"the nearest are {', '.join(nearest)}; longspan examples lists all"
         raise ConfigError(f"longspan has no example {name!r}: {hint}")
     return choice
-
-
-def _copy_examples(paths: Sequence[Path], root: Path, folder: Path, *, overwrite: bool) -> list[Path]:
-    """Copy files from below `root` to the same places below `folder`; returns the copies, which may be edited.
-
-    Raises RunFolderError before anything is copied where a copy is there already, unless `overwrite`.
-    """
-    copies = [folder / path.relative_to(root) for path in paths]
-    if (older := [copy for copy in copies if copy.exists()]) and not overwrite:
-        raise RunFolderError(
-            f"{older[0]} is there{f', and {len(older) - 1} more' if older[1:] else ''}; name another folder, or "
-            "replace files with --overwrite"
-        )
-    try:
-        for path, copy in zip(paths, copies, strict=True):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
-            copy.chmod(path.stat().st_mode & 0o777 | 0o200)  # installed files may be read-only, copies are edited
-    except OSError as error:
-        raise RunFolderError(f"cannot copy examples to {folder}: {error.strerror} ({error.filename})") from error
-    return copies

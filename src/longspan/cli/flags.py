@@ -1,7 +1,7 @@
 """Words of the command line to a dataclass of flags, for every verb, and what `--help` shows of them.
 
 `train` and `eval` have every key of the configuration as `--section.key value`; a verb's other flags have dashes. A
-flag may have dashes or underscores, and "=" or a space before its value.
+flag may have dashes or underscores, and "=" or a space before its value. Files that flags name are written here too.
 """
 
 import inspect
@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from textwrap import wrap
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -21,10 +22,10 @@ from longspan.config.keys import (
     section_texts,
     with_key_values,
 )
-from longspan.config.other_names import key_of_other_name
-from longspan.config.renamed import renamed_hint, renamed_value
+from longspan.config.renamed import key_of_other_name, renamed_hint, renamed_value
 from longspan.config.values import kind_text, read_words
 from longspan.errors import ConfigError
+from longspan.files import name_file_in_errors, os_error_text
 from longspan.plain_text import nearest_hint
 
 Groups = Mapping[str, Sequence[str]]  # titles, and the flags of each: those that --help shows, as SHOWN of a class
@@ -223,6 +224,18 @@ def check_flags_at_least(flags: Any, **least: int) -> None:
     for name, number in least.items():
         if (value := getattr(flags, name)) < number:
             raise ConfigError(f"{flag_text(f'--{name}')} is {value}; give an integer of at least {number}")
+
+
+def write_text_file(path: str | Path, text: str) -> None:
+    """Write a file that a flag names, in UTF-8, over one that is there.
+
+    Raises ConfigError for what the disk refuses.
+    """
+    try:
+        with name_file_in_errors(Path(path)):
+            Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {os_error_text(error)}") from error
 
 
 def flag_types(kind: Any) -> dict[str, Any]:

@@ -31,6 +31,17 @@ VERBS = {
 _RANK_VERBS = ("train", "eval", "generate")  # verbs that start ranks, unless they show help or a plan
 _WITHOUT_RANKS = {"-h", "--help", "--help-all", "--help_all", "--dry_run", "--dry-run", "--show"}
 _MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
+_VERB_LINES = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
+USAGE = f"""longspan {__version__}
+
+Train Hugging Face models on long documents: exact context parallelism, planned for each step.
+
+usage: longspan VERB [flags]
+
+{_VERB_LINES}
+
+longspan VERB --help shows a verb's usual flags and examples, --help-all all of its flags.
+--debug shows the traceback of an error."""
 EXIT_ERROR = 2
 EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
 
@@ -44,12 +55,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     try:
         with raise_on_stop_signals(), _imports_ahead(words) if argv is None else nullcontext():
-            return _run_verb(words)
+            verb = words[0] if words else "help"
+            if verb in ("-h", "--help", "--help-all", "help"):
+                print(USAGE)
+                return 0
+            if verb in ("-V", "--version"):
+                print(f"longspan {__version__}")
+                return 0
+            if verb not in VERBS:
+                from longspan.plain_text import nearest_hint
+
+                raise ConfigError(f"longspan has no verb {verb!r}: {nearest_hint(verb, VERBS)}")
+            return import_module(_MODULES.get(verb, f"longspan.cli.{verb}")).main(words[1:])
     except LongspanError as error:
         return _print_error(error, debug=debug)
     except KeyboardInterrupt as error:
-        if (lost_rank := _find_rank_loss(error)) is not None:
-            return _print_error(lost_rank, debug=debug)
+        # A rank that is lost makes torchrun send a signal to the others: the loss is the news, not the signal.
+        earlier_error = error.__context__
+        while earlier_error is not None and not isinstance(earlier_error, RankLostError):
+            earlier_error = earlier_error.__context__
+        if earlier_error is not None:
+            return _print_error(earlier_error, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
             with suppress(OSError):  # of a terminal that closed
@@ -75,67 +101,24 @@ def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
 
 
 def _print_error(error: LongspanError, *, debug: bool) -> int:
-    """Print an error, with `debug` its traceback too, and return the exit code of the command."""
+    """Print an error and its notes that do not repeat it, a line each, with `debug` the traceback too; returns the exit
+    code of the command. Under torchrun the first line begins with the rank.
+    """
     if debug:
         traceback.print_exception(error)
-    print(error_lines(error), file=sys.stderr, flush=True)
-    return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
-
-
-def _find_rank_loss(error: BaseException) -> RankLostError | None:
-    """Find the loss of a rank that was being handled when `error` came; None if there was none.
-
-    A rank that is lost makes torchrun send a signal to the others: the loss is the news, not the signal.
-    """
-    earlier_error = error.__context__
-    while earlier_error is not None and not isinstance(earlier_error, RankLostError):
-        earlier_error = earlier_error.__context__
-    return earlier_error
-
-
-def error_lines(error: LongspanError) -> str:
-    """Return what is printed of an error: a line for it, and one for each note that does not repeat it.
-
-    Under torchrun the first line begins with the rank.
-    """
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         label = f"\x1b[1;31m{label}\x1b[0m"
     notes = [note for note in getattr(error, "__notes__", ()) if str(error) not in note]
-    return "\n".join(
-        [f"{label} {_escape_controls(str(error))}", *(f"  {_escape_controls(note)}" for note in notes)]
-    )
+    lines = [f"{label} {_escape_controls(str(error))}", *(f"  {_escape_controls(note)}" for note in notes)]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
 
 
 def _escape_controls(text: str) -> str:
     """Escape what would steer a terminal: an error may quote a file of somebody else's."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
-def _run_verb(words: list[str]) -> int:
-    """Run the verb that the first word names, or print the list of verbs or the version; returns the exit code. Raises
-    ConfigError for a verb that is not there.
-    """
-    if not words or words[0] in ("-h", "--help", "--help-all", "help"):
-        verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
-        print(
-            f"longspan {__version__}\n\n"
-            "Train Hugging Face models on long documents: exact context parallelism, planned for each step.\n\n"
-            f"usage: longspan VERB [flags]\n\n{verbs}\n\n"
-            "longspan VERB --help shows a verb's usual flags and examples, --help-all all of its flags.\n"
-            "--debug shows the traceback of an error."
-        )
-        return 0
-    if words[0] in ("-V", "--version"):
-        print(f"longspan {__version__}")
-        return 0
-    verb, *arguments = words
-    if verb not in VERBS:
-        from longspan.plain_text import nearest_hint
-
-        raise ConfigError(f"longspan has no verb {verb!r}: {nearest_hint(verb, VERBS)}")
-    return import_module(_MODULES.get(verb, f"longspan.cli.{verb}")).main(arguments)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from longspan.cli.flags import Groups, check_flags_at_least, flag_text, parse_flags
-from longspan.cli.output_files import write_text_file
+from longspan.cli.flags import Groups, check_flags_at_least, flag_text, parse_flags, write_text_file
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.planning import PlanningFlags, read_lengths
 from longspan.cli.plans.question import OF_PRESET, GpuFlags, is_gpu_question, parse_question

@@ -10,9 +10,24 @@ from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import read_file
 from longspan.config.local_folders import with_local_folders
-from longspan.config.reference import OFTEN
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
+
+# The keys that most runs set, in the order in which one meets them.
+OFTEN = (
+    "model.path",
+    "data.path",
+    "run.dir",
+    "lora.rank",
+    "train.epochs",
+    "train.steps",
+    "train.tokens_per_step",
+    "optimizer.lr",
+    "context.planner",
+    "context.context_parallel_size",
+    "context.max_tokens_per_slot",
+    "evaluation.every",
+)
 
 
 @dataclass(frozen=True)

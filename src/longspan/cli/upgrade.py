@@ -151,7 +151,12 @@ def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
             if new in GONE:
                 continue
             new_section, _, name = new.partition(".")
-            item = _item_of_now(f"{new_section}.{name}", item)
+            value = item.unwrap()
+            if (new_value := renamed_value(new, value)) != value:
+                new_item = tomlkit.item(new_value)
+                new_item.trivia.comment_ws = item.trivia.comment_ws
+                new_item.trivia.comment = item.trivia.comment
+                item = new_item
         place = table if new_section == section else moved.setdefault(new_section, tomlkit.table())
         for comment in comments:
             place.add(comment)
@@ -163,17 +168,3 @@ def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
         document[section] = table
     else:
         document.remove(section)
-
-
-def _item_of_now(key: str, item: Any) -> Any:
-    """Return a tomlkit item with the value that the key has now, and the item's comment; the item where it stays."""
-    import tomlkit
-
-    value = item.unwrap()
-    new_value = renamed_value(key, value)
-    if new_value == value:
-        return item
-    new_item = tomlkit.item(new_value)
-    new_item.trivia.comment_ws = item.trivia.comment_ws
-    new_item.trivia.comment = item.trivia.comment
-    return new_item

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
 from longspan.config.local_folders import STDLIB
@@ -17,10 +17,6 @@ from longspan.config.sections import EncoderSection, ModelConfig, RunConfig, hel
 from longspan.errors import LongspanError, plural
 from longspan.model.presets import PRESETS
 from longspan.plan.shape.model_shape import has_mixers
-
-if TYPE_CHECKING:
-    pass
-
 
 TINY = "-tiny"  # how the names of the demo's presets end
 
@@ -83,7 +79,18 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = config.with_keys("context", planner=planner)
     if config.evaluation.context_parallel_size == NOT_GIVEN and config.evaluation.planner_of_degrees == "dynamic":
         config = _with_defaults(config, {"evaluation.planner": "dynamic"})
-    config = _with_demo_defaults(config, ranks) if is_demo(config.model) else _with_defaults(config, _OWN_MODEL)
+    if is_demo(config.model):  # on 2 slots, in evaluation on 4, or on as many as divide the slots
+        slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
+        training_degree = 0 if config.context.planner == AUTO else math.gcd(2, slots)
+        degrees = {
+            "context.context_parallel_size": training_degree,
+            "evaluation.context_parallel_size": math.gcd(4, slots),
+        }
+        config = _with_defaults(config, degrees | _DEMO)
+        rows = max(1024, 2048 // max(1, config.context.context_parallel_size))
+        config = _with_defaults(config, {"context.max_tokens_per_slot": rows})
+    else:
+        config = _with_defaults(config, _OWN_MODEL)
     # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
     train = config.train
     if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
@@ -99,21 +106,6 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         entry = replace(entry, **{key: getattr(parent, key) for key in keys})
         sets.append(inherit_keys(entry, config.evaluation, config.context))
     return config.with_sets(sets)
-
-
-def _with_demo_defaults(config: RunConfig, ranks: int) -> RunConfig:
-    """Return the configuration with the demo's values for the keys that are not given.
-
-    Documents are on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part.
-    """
-    slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
-    degree = 0 if config.context.planner == AUTO else math.gcd(2, slots)
-    degrees = {"context": degree, "evaluation": math.gcd(4, slots)}
-    config = _with_defaults(
-        config, {f"{key}.context_parallel_size": degree for key, degree in degrees.items()} | _DEMO
-    )
-    rows = max(1024, 2048 // max(1, config.context.context_parallel_size))
-    return _with_defaults(config, {"context.max_tokens_per_slot": rows})
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import section_keys, with_key_values
-from longspan.config.other_names import key_of_other_name
 from longspan.config.plan_section import EvalConfig
-from longspan.config.renamed import OLD_SETS, SETS, renamed_hint, upgraded_tables
+from longspan.config.renamed import OLD_SETS, SETS, key_of_other_name, renamed_hint, upgraded_tables
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.config.values import convert_value
 from longspan.errors import ConfigError

@@ -99,8 +99,19 @@ class Section:
 
     def __post_init__(self) -> None:
         for key in section_keys(type(self)):
-            if key.bound is not None and (value := key_value(self, key.name)) != key.default:
-                check_bound(f"{self.prefix}{key.name}", value, key.bound)
+            value = key_value(self, key.name)
+            if key.bound is None or value in (key.default, AUTO):
+                continue
+            name = f"{self.prefix}{key.name}"
+            if name.endswith("max_document_tokens") and value == 1:
+                raise ConfigError(f"{name} is 1; a document of one token predicts nothing: use 2 or more")
+            if isinstance(value, str):
+                raise ConfigError(f'{name} is {value!r}; give a number, or "{AUTO}"')
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(map(math.isfinite, numbers)):
+                raise ConfigError(f"{name} is {value}; it must be a finite number, {key.bound}")
+            if not all(map(key.bound.allows, numbers)):
+                raise ConfigError(f"{name} is {value}; it must be {key.bound}")
 
 
 @cache
@@ -126,23 +137,6 @@ def _attribute(key: str) -> str:
 def key_value(section: Any, key: str) -> Any:
     """Return the value of a key of a section, as files name the key."""
     return getattr(section, _attribute(key))
-
-
-def check_bound(name: str, value: Any, bound: AtLeast) -> None:
-    """Raise ConfigError for a number, or one of a list, outside the bound of the key `name`; "auto" is the
-    only word.
-    """
-    if name.endswith("max_document_tokens") and value == 1:
-        raise ConfigError(f"{name} is 1; a document of one token predicts nothing: use 2 or more")
-    if isinstance(value, str):
-        if value != AUTO:
-            raise ConfigError(f'{name} is {value!r}; give a number, or "{AUTO}"')
-        return
-    numbers = value if isinstance(value, tuple) else (value,)
-    if not all(map(math.isfinite, numbers)):
-        raise ConfigError(f"{name} is {value}; it must be a finite number, {bound}")
-    if not all(map(bound.allows, numbers)):
-        raise ConfigError(f"{name} is {value}; it must be {bound}")
 
 
 def with_key_values(section: AnySection, values: Mapping[str, Any]) -> AnySection:

@@ -3,15 +3,11 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longspan.config.keys import AUTO
 from longspan.config.sections import RANDOM, RunConfig
 from longspan.hub import find_local_path
-
-if TYPE_CHECKING:
-    pass
-
 
 STDLIB = "stdlib"  # as data.path
 

@@ -1,16 +1,11 @@
 """The arguments of `train.loss`: their names, defaults and bounds."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from longspan.config.keys import Above, AtLeast
 from longspan.config.sections import TrainConfig
 from longspan.config.text_values import read_arguments
 from longspan.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
-
 
 # The arguments of each train.loss, with TRL's names and defaults; simpo's cpo_alpha is that of SimPO itself.
 LOSS_ARGUMENTS: Mapping[str, Mapping[str, float]] = {

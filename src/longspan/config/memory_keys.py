@@ -2,9 +2,7 @@
 
 from typing import Any, Literal
 
-from longspan.config.keys import (
-    AUTO,
-)
+from longspan.config.keys import AUTO
 from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
 from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint

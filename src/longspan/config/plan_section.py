@@ -216,8 +216,13 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     """
     if section.planner == AUTO:
         section = replace(section, planner=section.planner_of_degrees or AUTO)
-    values = parent.plan_keys | {"planner": _default_planner(section, parent)}
-    if section.context_parallel_size == AUTO:
+    values = parent.plan_keys
+    degree = section.context_parallel_size
+    if degree in (NOT_GIVEN, 0):
+        values["planner"] = section.planner_of_degrees or parent.planner
+    elif parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig)):
+        values["planner"] = "fixed"  # unless the parent pads; "auto" compares packed plans
+    if degree == AUTO:
         values["cp_comm_type"] = AUTO
     open_keys = {key: value for key, value in values.items() if getattr(section, key) in (NOT_GIVEN, "")}
     filled = replace(section, **open_keys)
@@ -227,33 +232,11 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
         filled = replace(filled, max_tokens_per_slot=training.max_tokens_per_slot)
     if section.hierarchical_context_parallel_sizes != NOT_GIVEN or filled.planner not in ONE_DEGREE:
         return filled
-    return replace(filled, hierarchical_context_parallel_sizes=_inherited_levels(filled, parent))
-
-
-def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
-    """Return the parent's a2a and p2p levels, fitted where planner or degree differ.
-
-    A degree "auto" takes training's.
-    """
-    planner = section.planner
-    degree = section.context_parallel_size
+    degree = filled.context_parallel_size
     if isinstance(parent, ContextConfig) and isinstance(degree, str):
         degree = parent.context_parallel_size
     sizes = parent.hierarchical_context_parallel_sizes
-    same_plan = (planner, degree) == (parent.planner, parent.context_parallel_size)
+    same_plan = (filled.planner, degree) == (parent.planner, parent.context_parallel_size)
     if same_plan or not sizes or not degree or isinstance(degree, str):  # a degree 0 or "auto" is chosen later
-        return sizes
-    return fit_level_sizes(sizes, degree)
-
-
-def _default_planner(section: PlanSection, parent: PlanSection) -> str:
-    """Return the planner of a section that gives none.
-
-    That is the parent's, or dynamic with limits; with a degree fixed, unless the parent pads: "auto" compares packed
-    plans.
-    """
-    degree = section.context_parallel_size
-    if degree in (NOT_GIVEN, 0):
-        return section.planner_of_degrees or parent.planner
-    packs = parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig))
-    return "fixed" if packs else parent.planner
+        return replace(filled, hierarchical_context_parallel_sizes=sizes)
+    return replace(filled, hierarchical_context_parallel_sizes=fit_level_sizes(sizes, degree))

@@ -13,8 +13,11 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.report.bars import PlanBars as PlanBars, plan_bars as plan_bars
-    from longspan.report.gantt import gantt_svg as gantt_svg, plan_document as plan_document
-    from longspan.report.png import write_png as write_png
+    from longspan.report.gantt import (
+        gantt_svg as gantt_svg,
+        plan_document as plan_document,
+        write_png as write_png,
+    )
     from longspan.report.run_folder import RunFolder as RunFolder
     from longspan.report.run_page import plan_page as plan_page, write_report as write_report
 

@@ -1,4 +1,4 @@
-"""The picture of a plan: bars of which slots are busy with which document, as SVG.
+"""The picture of a plan: bars of which slots are busy with which document, as SVG, which matplotlib paints as PNG.
 
 On a page, page.js adds hover and keyboard. A slot's wide groups come first inside a micro-batch, whatever the order in
 which it runs them, so that a long document that spans slots is one block.
@@ -9,15 +9,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
+from pathlib import Path
+from xml.etree import ElementTree
 
-from longspan.errors import plural
+from longspan.errors import ConfigError, plural
 from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, Plan
 from longspan.plan.micro_batch import comm_type_text
 from longspan.plan.plan import group_counts
-from longspan.report.bars import Bar, PlanBars, Summary, group_times, plan_bars
+from longspan.report.bars import FILLS, Bar, PlanBars, Summary, group_times, plan_bars
 from longspan.report.page import PATTERNS, Part, read_report_file
-from longspan.report.svg import svg_element, svg_text
 
 WIDTH = 1120  # of the picture on a page
 NARROW = 400  # on a page of a telephone
@@ -33,6 +34,14 @@ _BOTTOM = 40
 _RIGHT = 12
 HEAD = 68  # above the drawing of a document: title and facts
 _FOOT = 44  # below it: the legend
+_SHAPE_COLORS = {  # of the shapes' classes, as in page.css
+    **{f"k{i}": fill for i, fill in enumerate(FILLS)},
+    "many": "#93a5bf",
+    "idle": "#f1f1ed",
+    "launch": "#dcdcd4",
+}
+LINE = re.compile(r"M([\d.]+) ([\d.]+)([HVv])([\d.]+)")  # of a path: from a point to an x, to a y, or so far down
+ALIGNMENTS = {"start": "left", "middle": "center", "end": "right"}
 
 
 def plan_part(plan: Plan, name: str, seconds: float | None, *, measured: bool) -> Part:
@@ -84,16 +93,12 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
         yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"
 
 
-def plan_fact_lines(plan: Plan) -> tuple[str, str]:
-    """Return the facts of a plan as two lines: as one they would be wider than its picture."""
-    facts = [f"{name} {value}" for name, value in plan_facts(plan)]
-    return " · ".join(facts[:5]), " · ".join(facts[5:])
-
-
 def plan_document(plan: Plan, *, title: str = "plan") -> str:
     """Return the picture of one plan in time as the text of an .svg file, with its title and its legend."""
     height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
     picture = gantt_svg(plan)
+    facts = [f"{name} {value}" for name, value in plan_facts(plan)]
+    fact_lines = (" · ".join(facts[:5]), " · ".join(facts[5:]))  # as one line they would be wider than the picture
     size = {"width": WIDTH, "height": round(HEAD + height + _FOOT)}
     entries = list[str]()
     for i, (kind, words) in enumerate(picture_legend(picture)):
@@ -108,7 +113,7 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
         PATTERNS,
         svg_element("rect", fill="var(--card)", **size),
         svg_element("text", escape(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
-        *(svg_text(line, 12, 42 + 16 * i, "start") for i, line in enumerate(plan_fact_lines(plan))),
+        *(svg_text(line, 12, 42 + 16 * i, "start") for i, line in enumerate(fact_lines)),
         svg_element("g", picture, transform=f"translate(0 {HEAD})"),
         *entries,
         xmlns="http://www.w3.org/2000/svg",
@@ -280,3 +285,67 @@ def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[t
                 elif branches := (plan.parents or ()).count(document):
                     words[document].insert(1, ("computed once for", plural(branches, "document")))
     return words
+
+
+def write_png(plan: Plan, path: str | Path, *, title: str = "plan") -> Path:
+    """Write what `plan_document` draws as a PNG file. Raises ConfigError without matplotlib.
+
+    >>> write_png(plan, "plan.png")  # doctest: +SKIP
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
+    except ImportError as error:
+        raise ConfigError(
+            f"a PNG needs matplotlib, which is not installed ({error}); pip install 'longspan[viz]'"
+        ) from None
+
+    document = ElementTree.fromstring(plan_document(plan, title=title))
+    width, height = (float(size) for size in document.attrib["viewBox"].split()[2:])
+    figure = Figure(figsize=(width / 100, height / 100))  # a pixel of the document is a hundredth of an inch
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, width), ylim=(height, 0))
+    axes.axis("off")
+    for parent, top in (*((part, HEAD) for part in document.iterfind("{*}g/{*}svg")), (document, 0)):
+        for shape in parent:
+            x = float(shape.get("x", 0))
+            y = float(shape.get("y", 0)) + top
+            name = shape.get("class", "").removeprefix("b ")
+            if shape.tag.endswith("rect") and name in _SHAPE_COLORS:
+                size = (float(shape.attrib[side]) for side in ("width", "height"))
+                axes.add_patch(
+                    Rectangle((x, y), *size, facecolor=_SHAPE_COLORS[name], edgecolor="white", linewidth=0.3)
+                )
+            elif shape.tag.endswith("text"):
+                align = ALIGNMENTS[shape.get("text-anchor", "middle" if name == "name" else "start")]
+                points = 10 if "style" in shape.attrib else 7.2  # a title has a style
+                axes.text(x, y, shape.text or "", ha=align, fontsize=points, color="#333a41", parse_math=False)
+            for *begin, direction, end in LINE.findall(shape.get("d", "")):
+                x, y, to = map(float, (*begin, end))
+                end_x, end_y = {"H": (to, y), "V": (x, to), "v": (x, y + to)}[direction]
+                dots = ":" if name == "node" else "-"
+                axes.plot((x, end_x), (y + top, end_y + top), dots, color="#8b9199", linewidth=0.8)
+    figure.savefig(path, dpi=192, facecolor="white")
+    return Path(path)
+
+
+def svg_element(element: str, *content: str, **attributes: object) -> str:
+    """Return one element. `content` is markup, plain words by `svg_text`; attribute values are escaped.
+
+    >>> svg_element("rect", class_="bar", x=1.25, data_d=3, hidden=None)
+    '<rect class="bar" x="1.2" data-d="3"></rect>'
+
+    Underscores in names become hyphens, a trailing one is dropped; floats have one decimal; None is left out.
+    """
+    named = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None)
+    written = (
+        f' {name}="{value:.1f}"' if isinstance(value, float) else f' {name}="{escape(str(value), quote=True)}"'
+        for name, value in named
+    )
+    return f"<{element}{''.join(written)}>{''.join(content)}</{element}>"
+
+
+def svg_text(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
+    """Return words in a drawing at (x, y), which is where they start, end or have their middle, as `anchor` says."""
+    return svg_element("text", escape(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)

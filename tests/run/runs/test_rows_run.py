@@ -227,10 +227,10 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(
     assert f"train.epochs {epochs:g}: {len(rows)} step" in out and "repeatedly" not in out
     assert re.search(rf"\nsteps +{len(rows)}, each of up to {min(tokens, epoch):,} tokens\n", out)
     run = GpuRun(config, choose_gpus(config, ranks, on_gpus=False), config.model.preset)
-    with open_planned_documents(run, lambda line: None, estimate=False) as planned:
-        assert planned.facts.steps == len(rows)
-        assert [sum(planned.facts.lengths_of_step(step)) for step in range(len(rows))] == [r["tokens"] for r in rows]
-        assert re.match(read, planned.line)
+    with open_planned_documents(run, lambda line: None, estimate=False) as (_, facts, line):
+        assert facts.steps == len(rows)
+        assert [sum(facts.lengths_of_step(step)) for step in range(len(rows))] == [r["tokens"] for r in rows]
+        assert re.match(read, line)
 
 
 def test_a_model_of_ones_own_reads_each_chat_once_unless_steps_are_given(tmp_path: Path, base: Path) -> None:

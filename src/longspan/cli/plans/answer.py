@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from longspan.cli.output_files import write_text_file
+from longspan.cli.flags import write_text_file
 from longspan.cli.plans.documents import open_planned_documents
 from longspan.cli.plans.gpu_run import GpuRun, choose_position_scaling, position_notes
 from longspan.cli.plans.gpus import choose_gpus, read_gpus
@@ -227,9 +227,17 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     config = resolve_defaults(config, gpus.count)
     if source == "data" and not gives("train.epochs", "train.steps"):
         config = config.with_keys("train", epochs=1.0)
+    # what the question does not give is open, also where a run's default is another value
+    open_keys = dict[str, Any]()
+    if not gives("context.context_parallel_size"):
+        open_keys["context_parallel_size"] = 0
+        if not gives("context.planner", LOWEST_DEGREE, HIGHEST_DEGREE):
+            open_keys["planner"] = AUTO
+    if not gives("context.max_tokens_per_slot"):
+        open_keys["max_tokens_per_slot"] = AUTO
     run = replace(
         GpuRun.with_model(config, gpus),
-        config=_leave_open(config, question),
+        config=config.with_keys("context", **open_keys),
         given_keys=question.given_keys,
         given=Given(planner=not flags.compare, ep=gives("parallel.ep")),
     )
@@ -246,22 +254,6 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         )
         answer = _answer_ways(title, run, run.facts_of_step(lengths))
     return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
-
-
-def _leave_open(config: RunConfig, question: Question) -> RunConfig:
-    """Return the configuration with planner and rows "auto" and degree 0 where a question does not give them, also
-    where a run's default is another.
-    """
-    context = config.context
-    gives = question.gives_any
-    keys = dict[str, Any]()
-    if not gives("context.context_parallel_size"):
-        keys["context_parallel_size"] = 0
-        if not gives("context.planner", LOWEST_DEGREE, HIGHEST_DEGREE):
-            keys["planner"] = AUTO
-    if not gives("context.max_tokens_per_slot"):
-        keys["max_tokens_per_slot"] = AUTO
-    return replace(config, context=replace(context, **keys))
 
 
 def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool) -> int:
@@ -283,13 +275,30 @@ def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    with open_planned_documents(run, log, estimate=estimate) as documents:
-        run = documents.run
-        facts = documents.facts
-        length = "train.epochs" if run.config.train.epochs else "train.steps"
-        run = replace(run, given_keys=run.given_keys | {"train.tokens_per_step", length})
-        answer = _answer_ways(f"a run of {plural(facts.steps, 'step')}: {documents.line}", run, facts)
-        return _time_more_steps(replace(answer, steps=facts.steps), facts)
+    with open_planned_documents(run, log, estimate=estimate) as (run_of_data, facts, line):
+        length = "train.epochs" if run_of_data.config.train.epochs else "train.steps"
+        run = replace(run_of_data, given_keys=run.given_keys | {"train.tokens_per_step", length})
+        answer = _answer_ways(f"a run of {plural(facts.steps, 'step')}: {line}", run, facts)
+        fitting = [fit for fit in answer.ways if fit.seconds is not None]
+        if not fitting:
+            return replace(answer, steps=facts.steps)
+        sampled = len(fitting[0].plans)
+        # Plans of one degree are made fast, and are timed on more steps of the run; the choice stays the run's.
+        if all(fit.way.choice.has_one_degree for fit in fitting):
+            sample = evenly_spaced_numbers(facts.steps, PRICED)
+            sampled = len(sample)
+            for i, fit in enumerate(fitting):
+                plans = tuple(fit.way.plan_steps(sample))
+                fitting[i] = replace(fit, plans=plans, seconds=fit.way.step_seconds(plans, fit.memory))
+            fitting[1:] = sorted(fitting[1:], key=lambda fit: fit.rank)
+        images = f"images: {facts.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
+        return replace(
+            answer,
+            steps=facts.steps,
+            ways=(*fitting, *answer.ways[len(fitting) :]),
+            sampled=sampled,
+            notes=(*[images] * bool(facts.image_rows), *answer.notes),
+        )
 
 
 def _answer_by_longest(run: GpuRun) -> Answer:
@@ -310,28 +319,6 @@ def _answer_by_longest(run: GpuRun) -> Answer:
         longest=tokens,
         notes=(*fit.notes, *position_notes(config, facts.model, tokens)),
         reasons=Reasons(notes=fit.notes),
-    )
-
-
-def _time_more_steps(answer: Answer, facts: Facts) -> Answer:
-    """Time plans of one degree, which are made fast, on more steps of the run; the choice stays the run's."""
-    fitting = [fit for fit in answer.ways if fit.seconds is not None]
-    if not fitting:
-        return answer
-    sampled = len(fitting[0].plans)
-    if all(fit.way.choice.has_one_degree for fit in fitting):
-        sample = evenly_spaced_numbers(facts.steps, PRICED)
-        sampled = len(sample)
-        for i, fit in enumerate(fitting):
-            plans = tuple(fit.way.plan_steps(sample))
-            fitting[i] = replace(fit, plans=plans, seconds=fit.way.step_seconds(plans, fit.memory))
-        fitting[1:] = sorted(fitting[1:], key=lambda fit: fit.rank)
-    images = f"images: {facts.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
-    return replace(
-        answer,
-        ways=(*fitting, *answer.ways[len(fitting) :]),
-        sampled=sampled,
-        notes=(*[images] * bool(facts.image_rows), *answer.notes),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,27 +27,19 @@ Log = Callable[[str], None]
 BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
 
 
-@dataclass(frozen=True)
-class PlannedDocuments:
-    """A run with its number of steps, the facts of its documents, and a line that says what they are."""
-
-    run: GpuRun
-    facts: Facts
-    line: str
-
-
 @contextmanager
-def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[PlannedDocuments]:
-    """Open the documents of a run; with `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer.
-    Without it a tokenizer is trained, as the run does. Raises ConfigError and DataError as the run does.
+def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[tuple[GpuRun, Facts, str]]:
+    """Open the documents of a run: yields it with its number of steps, their facts, and a line that says what they are.
+    With `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer. Without it a tokenizer is
+    trained, as the run does. Raises ConfigError and DataError as the run does.
     """
     config = run.config
     if estimate and tokenizer_folder(config.data.tokenizer, config.model.source) is None:
         texts = _estimate_texts(config, log)
         lengths = np.concatenate(texts)
         order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(texts)), [*map(len, texts)]))
-        documents = _planned_documents(run, order, lengths, log)
-        yield replace(documents, line=f"{documents.line}; estimated")
+        planned, facts, line = _plan_documents(run, order, lengths, log)
+        yield planned, facts, f"{line}; estimated"
         return
     from longspan.corpus.recipe import CorpusSettings
     from longspan.corpus.run_corpus import load_configured_tokenizer, open_or_build_corpus
@@ -60,7 +52,7 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
         allow_sharing(config, order, corpus, log)
         rows = corpus.image_share
         lengths = np.asarray(corpus.lengths)
-        yield _planned_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
+        yield _plan_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
 
 
 def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
@@ -87,7 +79,7 @@ def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
     return texts
 
 
-def _planned_documents(
+def _plan_documents(
     run: GpuRun,
     order: StepOrder,
     lengths: npt.NDArray[Any],
@@ -95,8 +87,8 @@ def _planned_documents(
     *,
     target_share: float = 1.0,
     rows_of_token: float = 0.0,
-) -> PlannedDocuments:
-    """Return a run with the steps that its epochs take, and the facts of its documents, of these `lengths`.
+) -> tuple[GpuRun, Facts, str]:
+    """Return a run with the steps that its epochs take, the facts of its documents, of these `lengths`, and a line.
 
     `target_share` is that of tokens which are targets, `rows_of_token` the mean rows of images for a token.
     """
@@ -113,4 +105,4 @@ def _planned_documents(
         target_share=target_share,
         image_rows=rows_of_token * most_step_tokens(config, order) if rows_of_token else 0.0,
     )
-    return PlannedDocuments(run, facts, documents_line(config, order))
+    return run, facts, documents_line(config, order)

@@ -1,35 +1,21 @@
-"""The page docs/configuration.md, made from the sections of the configuration: every key with type, default and text.
+"""The page docs/configuration.md, made from the sections of the configuration: every key with type, default and text;
+and the table of docs/upgrade.md.
 
-python -m longspan.config.reference docs/configuration.md
+python docs/site/configuration.py
 """
 
 import inspect
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.train_flags import OFTEN
 from longspan.config.file import TABLES
 from longspan.config.keys import Key, section_keys, section_texts
+from longspan.config.renamed import GONE, OLD_SETS, RENAMED, SETS, VALUES
 from longspan.config.sections import section_kinds
 from longspan.config.values import kind_text
-
-# The keys that most runs set, in the order in which one meets them.
-OFTEN = (
-    "model.path",
-    "data.path",
-    "run.dir",
-    "lora.rank",
-    "train.epochs",
-    "train.steps",
-    "train.tokens_per_step",
-    "optimizer.lr",
-    "context.planner",
-    "context.context_parallel_size",
-    "context.max_tokens_per_slot",
-    "evaluation.every",
-)
 
 _HEAD = """\
 # Configuration
@@ -51,7 +37,7 @@ that names the nearest known one. Whether values fit together, and fit the numbe
 process is started ([limits.md](limits.md#training) lists what is refused).
 
 `longspan train --help-all` shows the same texts. This page is made from them:
-`python -m longspan.config.reference docs/configuration.md`.
+`python docs/site/configuration.py`.
 
 ## Keys that most runs set
 
@@ -71,8 +57,7 @@ def reference_page() -> str:
     common_rows = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
     shown = (*OFTEN, *TABLES)
     others = {
-        name: [key for key in section_keys(kind) if f"{name}.{key.name}" not in shown]
-        for name, kind in kinds.items()
+        name: [key for key in section_keys(kind) if f"{name}.{key.name}" not in shown] for name, kind in kinds.items()
     }
     sections = (_section_text(f"[{name}]", kind, others[name]) for name, kind in kinds.items())
     tables = (_section_text(f"[[{name}]]", kind, section_keys(kind)) for name, kind in TABLES.items())
@@ -95,5 +80,20 @@ def _key_row(title: str, kind: type, name: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def upgrade_table() -> str:
+    """Write the table of docs/upgrade.md, in Markdown."""
+    rows = [f"| `[[{OLD_SETS}]]` | `[[{SETS}]]` |  |"]
+    rows += [f"| `{old}` | `{new}` | {_value_changes_text(new)} |" for old, new in RENAMED.items() if new not in GONE]
+    rows += [f"| `{key}` | `{key}` | {_value_changes_text(key)} |" for key in VALUES if key not in RENAMED.values()]
+    old_names = {new: old for old, new in RENAMED.items()}
+    rows += [f"| `{old_names.get(key, key)}` |  | gone; write {advice} |" for key, advice in GONE.items()]
+    return "\n".join(["| in 0.3 | in 0.4 | values |", "|---|---|---|", *rows])
+
+
+def _value_changes_text(key: str) -> str:
+    """Say which values of 0.3 are other ones now, for a cell of the table."""
+    return ", ".join(f"`{json.dumps(old)}` is `{json.dumps(new)}`" for old, new in VALUES.get(key, {}).items())
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference_page(), encoding="utf-8")
+    Path(__file__).resolve().parents[1].joinpath("configuration.md").write_text(reference_page(), encoding="utf-8")

@@ -1,1 +1,0 @@
-"""`longspan bench step`: whole training steps under several planners, next to their predictions."""
