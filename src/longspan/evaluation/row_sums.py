@@ -16,8 +16,7 @@ from longspan.layout import Floats, Integers
 from longspan.train.log_probs import cut_into_chunks, row_scores, target_log_probs
 from longspan.train.loss import rows_per_chunk
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
-from longspan.train.terms.loss_tokens import BatchTargets
-from longspan.train.terms.token_loss import LossFunction
+from longspan.train.terms.loss_tokens import BatchTargets, LossFunction
 
 
 class Bucket(NamedTuple):

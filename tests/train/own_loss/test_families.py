@@ -308,8 +308,8 @@ MUTATIONS = {
     ),
     "rows of a loss count from the branch": (
         "train.terms.loss_tokens",
-        "positions + shared_rows_before(",
-        "positions + 0 * shared_rows_before(",
+        "positions + shared_rows",
+        "positions + 0 * shared_rows",
     ),
     "tokens of a micro-batch count from the branch": (
         "train.terms.micro_batch_loss",

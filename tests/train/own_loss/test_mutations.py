@@ -52,7 +52,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "weights forgotten in the pass ahead": (
         (LOG_PROBS, "targets.weighted_rows(numbers, self._columns, self._scores)", "numbers"), "all"),
     "weights multiplied beside a loss of one's own": (
-        (OWN + "token_loss", "total = losses.sum(",
+        (OWN + "loss_tokens", "total = losses.sum(",
          'total = (losses * targets.loss_rows(part, leaf.dtype)["weights"]).sum('),
         "tokens"),
     "the loss called on padding": (

@@ -96,18 +96,13 @@ def kernel_supports(update: Update) -> bool:
     """
     parameter, gradient, mean, square = tensors = update[:4]
     return (
-        on_gpu(parameter)
+        parameter.is_cuda
         and all(tensor.dtype in _DTYPES and tensor.is_contiguous() for tensor in tensors)
         and mean.dtype == square.dtype
         and parameter.shape == gradient.shape
         and (update.places is None or update.places.is_flat or update.places.inner < 1 << 31)
         and import_triton_kernels(_KERNELS) is not None
     )
-
-
-def on_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a CUDA device."""
-    return tensor.device.type == "cuda"
 
 
 def launch_update_kernels(updates: Sequence[Update], scale: Tensor | None) -> int:

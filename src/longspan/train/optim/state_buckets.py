@@ -119,7 +119,6 @@ def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
 
     A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
     """
-    # A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
     local = local_tensor(parameter.detach())
     gradient = None if parameter.grad is None else local_tensor(parameter.grad)
     flat = local.is_contiguous() and (gradient is None or gradient.is_contiguous())

@@ -20,7 +20,8 @@ from longspan.train.log_probs import check_value_names
 from longspan.train.loss import Head, chunked_loss
 from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.terms.loss_tokens import BatchTargets
-from longspan.train.terms.same_on_ranks import SameOnRanks
+
+TOLERANCE = 1e-6  # relative: hosts of other kinds may differ in the last bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +139,49 @@ class MicroBatchPasses:
             return 0.0, {self._names[0]: np.zeros(table.shape[1])}
 
 
+# ---- what every rank computes by itself, of documents as of micro-batches
+
+
+class SameOnRanks:
+    """Sums by which ranks see whether losses that each computes by itself are the same everywhere.
+
+    They are of losses and coefficients, apart for sets whose sums every rank has and those that only a last stage has.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
+        self._sizes = np.zeros((2, 2))
+
+    def add_sums(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
+        """Add the loss of some sets, and the coefficients of all documents, of any shape; `inside` sets are in one
+        micro-batch.
+
+        Coefficients are added with a weight for each, so that swapped ones do not give the same sum.
+        """
+        coefficients = coefficients.ravel()
+        weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0
+        sums = np.array([loss, coefficients @ weights])
+        kind = int(inside)
+        sums_before = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind])  # -inf: none yet
+        self._sums[kind] = sums_before + sums
+        self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
+
+    def differ_on_ranks(self, world: World) -> bool:
+        """Return whether the ranks that have sums differ in them.
+
+        Sums that are not finite are not compared: a step with an optimizer raises NonFiniteError for them.
+        One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
+        """
+        finite = np.isfinite(self._sums)
+        low = np.where(finite, -self._sums, -np.inf)
+        values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
+        extremes = np.array(
+            world.control.largest_over_ranks(values.ravel().tolist(), "comparison of losses")
+        ).reshape(3, 2, 2)
+        spread = extremes[0] + extremes[1]  # the largest less the smallest; -inf where no rank has any
+        return bool((spread > TOLERANCE * extremes[2]).any())
+
+
 def loss_with_slopes(
     loss: float,
     slopes: Sequence[Floats],
@@ -182,17 +226,15 @@ def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
     """
     adapter = adapter_of_prepared_model(model)
     rate = adapter.dropout if adapter is not None else 0.0
-    if rate and world.control.any_rank(_head_is_adapted(model)):
+    if not rate:
+        return
+    # of a pipeline the last stage has the head
+    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
+    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
+    if world.control.any_rank(any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)):
         raise on_all_ranks(
             ModelError(
                 f"a {loss} makes the logits of a micro-batch twice, which dropout of the head's adapter would make "
                 f"differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
             )
         )
-
-
-def _head_is_adapted(model: nn.Module) -> bool:
-    """Return whether this rank has an output head with an adapter; of a pipeline its last stage has the head."""
-    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
-    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
-    return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)
