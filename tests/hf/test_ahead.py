@@ -221,7 +221,7 @@ def test_a_step_reads_its_device_once_and_prepares_the_next_before(tmp_path: Pat
         assert not [place for place in ours if place[0] == "before"], ours
         # As `longspan train`: loss, norm and targets. Besides, tokens' values and, a batch, what the loss left of them.
         assert ours["after", "sum_over_ranks"] <= 3
-        for place, at_most in (("is_finite", 1), ("host_array", 2), ("_loss_on_host", 1)):
+        for place, at_most in (("is_finite", 1), ("host_array", 2), ("training_step", 1)):
             assert ours.pop(("after", place)) <= at_most * accumulate
         assert {name for _, name in ours} <= {"finish_step", "<listcomp>", "sum_over_ranks", "sum_array_over_ranks"}
         assert set(others) <= {"compute_loss", "_run_epoch"} and sum(others.values()) <= 7 * accumulate, others

@@ -67,7 +67,7 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items():
         norms = [norm_on_device(gradient) for gradient in alike]
         here = [local_tensor(gradient) for gradient, norm in zip(alike, norms, strict=True) if norm is None]
-        others = iter(torch._foreach_norm(here, 2, dtype=_sum_dtype(dtype)) if here else ())
+        others = iter(torch._foreach_norm(here, 2, dtype=torch.promote_types(dtype, torch.float32)) if here else ())
         in_order = [next(others) if norm is None else norm for norm in norms]
         parts.append(torch.stack([norm.to(world.device) for norm in in_order]).double().square().sum())
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
@@ -96,7 +96,10 @@ def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: float) ->
     if factor < 1:
         for dtype, gradients in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
-            torch._foreach_mul_([*map(local_tensor, gradients)], torch.tensor(factor, dtype=_sum_dtype(dtype)))
+            torch._foreach_mul_(
+                [*map(local_tensor, gradients)],
+                torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32)),
+            )
 
 
 class _FirstCopies:
@@ -132,8 +135,3 @@ def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]
     for x in tensors:
         by_dtype[x.dtype].append(x)
     return by_dtype
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which squares of gradients are summed and factors are kept."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -83,7 +83,7 @@ class TemperedHead(NamedTuple):
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits divided by the temperature, in float32 at least."""
         logits = self.head(hidden)
-        return (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
 
 class Targets(NamedTuple):
@@ -125,7 +125,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient.
     """
-    wide_logits = logits if logits.dtype == torch.float64 else logits.float()
+    wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(wide_logits, labels, ignore_index=NO_TARGET, reduction="none")  # (T,)
     return losses.sum(dtype=torch.float64)
 

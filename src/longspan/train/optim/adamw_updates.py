@@ -178,7 +178,7 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
         PackedMoments(update.mean, update.square, update.parameter.numel()) if update.moments_rounding else None
     )
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
-    wide = torch.float64 if update.parameter.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(update.parameter.dtype, torch.float32)
     scale = None if scale is None else scale.to(wide)
     chunk = numbers_per_chunk(flat[0].device)
     for start in range(0, len(flat[0]), chunk):

@@ -14,9 +14,8 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 
 CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
-_Settings = Mapping[str, Any]
 # Classes that update each number by itself, and the numbers that they keep of it under a group's settings.
-STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
+STATES: dict[type[optim.Optimizer], Callable[[Mapping[str, Any]], int]] = {
     **dict.fromkeys((OnePassAdamW, optim.Adam, optim.AdamW), lambda group: 2 + bool(group["amsgrad"])),
     **dict.fromkeys((optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop), lambda _: 2),
     **dict.fromkeys((optim.Adagrad, optim.ASGD), lambda _: 1),

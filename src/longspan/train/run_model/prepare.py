@@ -103,7 +103,7 @@ def prepare_run_model(
     memory: "MemoryPlan | None" = None,
     training: bool = True,
     images: bool = False,
-) -> PreTrainedModel | PipelineModel | MultimodalModel:
+) -> AnyModel:
     """Prepare a loaded model under the world's home as the configuration has it; entered by all ranks.
 
     What `memory` chose takes the place of the keys of memory. With [lora] only a new adapter is trained of the language
