@@ -64,7 +64,21 @@ class StepEnd:
         where the loss or the norm is not finite, on every rank: weights and the optimizer's state are as before the
         step.
         """
-        pieces = self._numbers_to_sum(loss_sum)
+        passes = self.passes
+        language_model: Any = passes.model
+        # Targets are counted where losses are made, in a pipeline by its last stage.
+        makes_loss = not is_pipeline(language_model) or any(stage.last for stage in language_model.stages)
+        targets = sum(int((batch.labels != NO_TARGET).sum()) for batch in self.batches) if makes_loss else 0
+        numbers = [loss_sum, [targets], *(term.sums() for term in passes.terms)]
+        slot_sums = [torch.as_tensor(x, dtype=torch.float64).detach().flatten() for x in numbers]
+        if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums
+            slot_sums = [torch.zeros(len(x), dtype=torch.float64) for x in slot_sums]
+        squares = torch.zeros(1, dtype=torch.float64)
+        if passes.backward:  # of the whole model, encoders included
+            squares = model_gradient_square_sum(self.model, self.world).flatten()
+        # What this rank adds to the sums: squares of gradients, loss, targets, and numbers of each term, each (n,) in
+        # float64, on the host or the device.
+        pieces = [squares, *slot_sums]
         inner = self.optimizer.inner if isinstance(self.optimizer, OffloadedStates) else self.optimizer
         one_pass = inner if isinstance(inner, OnePassAdamW) else None
         if one_pass is not None and sums_stay_on_device(self.world):
@@ -90,7 +104,8 @@ class StepEnd:
 
         Gradients are scaled by at most 1, and by NaN where the step must not be taken: the norm or the loss is not
         finite, or targets are missing. An update that goes on behind the next forward pass cannot be taken back: it
-        begins once the host has checked the sums. `pieces` are those of `_numbers_to_sum`.
+        begins once the host has checked the sums. `pieces` are this rank's squares of gradients, loss, targets, and
+        numbers of each term.
         """
         assert self.optimizer is not None
         device = self.world.device
@@ -116,27 +131,6 @@ class StepEnd:
         except BaseException:
             one_pass.take_back_counts(self.optimizer.state)  # its scale was no number: nothing else has changed
             raise
-
-    def _numbers_to_sum(self, loss_sum: Tensor) -> list[Tensor]:
-        """Return what this rank adds to the sums: squares of gradients, loss, targets, and numbers of each term, each
-        (n,).
-
-        All are in float64, on the host or the device. Targets are counted where losses are made, in a pipeline by its
-        last stage. Gradients are those of the whole model, encoders included, of which `passes.model` is the language
-        model.
-        """
-        passes = self.passes
-        language_model: Any = passes.model
-        makes_loss = not is_pipeline(language_model) or any(stage.last for stage in language_model.stages)
-        targets = sum(int((batch.labels != NO_TARGET).sum()) for batch in self.batches) if makes_loss else 0
-        numbers = [loss_sum, [targets], *(term.sums() for term in passes.terms)]
-        slot_sums = [torch.as_tensor(x, dtype=torch.float64).detach().flatten() for x in numbers]
-        if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums
-            slot_sums = [torch.zeros(len(x), dtype=torch.float64) for x in slot_sums]
-        squares = torch.zeros(1, dtype=torch.float64)
-        if passes.backward:
-            squares = model_gradient_square_sum(self.model, self.world).flatten()
-        return [squares, *slot_sums]
 
     def _split_and_check_sums(self, values: Sequence[float], pieces: Sequence[Tensor]) -> StepSums:
         """Split the sums over all ranks, in the order of `pieces`, into a StepSums, and check them; the same on every

@@ -45,54 +45,43 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
     """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines
     for the log.
 
-    The model is made without weights, and dropped again. The data decide whether a model with towers sees images: it is
-    refused here if it could run neither way. Raises a LongspanError with the reason, and with
-    that beside images where it is another.
+    The model is made without weights, checked as `prepare` would on the host, and dropped again. The data decide
+    whether a model with towers sees images: it is refused here if it could run neither way. Raises a LongspanError with
+    the first reason of a feature, or of its layers, and with that beside images where it is another.
     """
+    from longspan.model.adapters.new_adapter import lines_about_adapter
+
     ways = [True] if encoder_is_given(config) else [False, True]
     if not ways[0] and type(configuration) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         ways = [False]
     errors = list[LongspanError]()
     for images in ways:
         try:
-            return _check_before_prepare(config, world, configuration, images=images)
+            with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the run loads the model
+                model = load_run_model(config, configuration, images=images)
+                _add_adapter_and_freeze(config, model, images=images)
+            lines = [*lines_about_adapter(model)] if config.lora.rank else []
+            _check_comm_types_fit_layers(config, model)
+            options = _prepare_options(config, world, model, None, training=True)
+            with ExitStack() as forms:
+                if images:
+                    from longspan.model.multimodal.take_apart import take_apart_or_undo
+
+                    forms.enter_context(take_apart_or_undo(model))
+                features = features_of(Call(model, model, world, options))
+                for feature in features:
+                    forms.enter_context(feature.checks_context(model))
+                check_model_on_this_rank(model, features)
+                for feature in features:
+                    if reason := feature.rank_error(model):
+                        raise reason
+            return lines
         except LongspanError as error:
             errors.append(error)
     first, *others = errors
     if others and str(others[0]) != str(first):
         raise type(first)(f"{first}; and with images: {others[0]}") from first
     raise first
-
-
-def _check_before_prepare(
-    config: RunConfig, world: World, configuration: PreTrainedConfig, *, images: bool
-) -> list[str]:
-    """Make the model without weights and check it as `prepare` would on the host; return the adapter's lines for the
-    log.
-
-    Raises the first reason of a feature, or of its layers, not to run it. `images`: whether its towers are kept.
-    """
-    from longspan.model.adapters.new_adapter import lines_about_adapter
-
-    with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
-        model = load_run_model(config, configuration, images=images)
-        _add_adapter_and_freeze(config, model, images=images)
-    lines = [*lines_about_adapter(model)] if config.lora.rank else []
-    _check_comm_types_fit_layers(config, model)
-    options = _prepare_options(config, world, model, None, training=True)
-    with ExitStack() as forms:
-        if images:
-            from longspan.model.multimodal.take_apart import take_apart_or_undo
-
-            forms.enter_context(take_apart_or_undo(model))
-        features = features_of(Call(model, model, world, options))
-        for feature in features:
-            forms.enter_context(feature.checks_context(model))
-        check_model_on_this_rank(model, features)
-        for feature in features:
-            if error := feature.rank_error(model):
-                raise error
-    return lines
 
 
 def prepare_run_model(

@@ -19,12 +19,13 @@ from longspan.errors import DataError, LossError
 from longspan.layout import Floats, Integers
 from longspan.train.log_probs import (
     DISTRIBUTION_VALUES,
+    cut_into_chunks,
     distribution_values,
     kernel_distributions,
     row_scores,
     target_log_probs_and_gradient,
 )
-from longspan.train.loss import Head, Targets, chunked_loss, chunked_values
+from longspan.train.loss import Head, Targets, chunked_loss, rows_per_chunk
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 LossFunction = Callable[[Tensor, "LossTokens"], Tensor]
@@ -161,16 +162,20 @@ class BatchTargets:
         """Compute log-probabilities or scores of these targets, and the distributions' numbers that `also` names.
 
         Returns (1 + k, n), or of L scores (L + k, n), on the device without a gradient. The head runs `chunk_rows` rows
-        at a time.
+        at a time (0: as many as fit).
         """
-
-        def tabulate(logits: Tensor, ids: Tensor) -> Tensor:
-            """Return the numbers (k, t) of one chunk of targets, from its logits (t, V) and ids (t,)."""
-            numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
-            values = numbers(logits, ids)[0].movedim(0, -1).reshape(-1, len(ids))
-            return torch.cat([values, distribution_values(logits, ids, also)]) if also else values
-
-        return chunked_values(hidden, self.targets, tabulate, head, chunk_rows)
+        numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
+        rows, ids = self.targets.with_padding()
+        chunk_rows = chunk_rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
+        values = list[Tensor]()  # (k, t) of each chunk
+        with torch.no_grad():
+            for chunk in cut_into_chunks(len(rows), chunk_rows):
+                logits = head(hidden.index_select(0, rows[chunk]))
+                chunk_values = numbers(logits, ids[chunk])[0].movedim(0, -1).reshape(-1, len(rows[chunk]))
+                if also:
+                    chunk_values = torch.cat([chunk_values, distribution_values(logits, ids[chunk], also)])
+                values.append(chunk_values)
+        return torch.cat(values, -1)[:, : len(self.targets.rows)]  # without a padding target
 
     def loss_rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossTokens:
         """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
