@@ -67,9 +67,9 @@ def farthest(shared: Evaluation, separate: Evaluation) -> float:
 
 MUTANTS: dict[str, Change] = {
     "positions of branches alone": (
-        "train.rows.positions",
-        "return np.array([bases[document] for",
-        "return 0 * np.array([bases[document] for",
+        "train.terms.loss_tokens",
+        "np.array([bases[document] for",
+        "0 * np.array([bases[document] for",
     ),
     "prefixes count as documents": (
         "plan.plan",

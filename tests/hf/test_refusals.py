@@ -12,13 +12,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForMaskedLM, ProcessorMixin, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.trainer_callback import ExportableState
-from trl import BEMACallback, GRPOConfig
+from trl import BEMACallback, DPOConfig, GRPOConfig
 
 from longspan.errors import LongspanError, ModelError
 from longspan.hf import LongspanArguments, LongspanTrainer, with_longspan
 from longspan.hf.facade import TokenOutput
 from longspan.hf.one_process import OneProcess
-from longspan.hf.refusals import refuse_hooks
+from longspan.hf.refusals import _SETTINGS, refusals_of_arguments, refuse_hooks
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, Run
 from tests.hf.test_grpo import RuledGRPO, luck, prompts
@@ -206,7 +206,7 @@ ALONE = CP2 | {"context_parallel_size": 1}
 
 def _make(kind: Any = Trainer, longspan: dict[str, Any] | None = None, **keywords: Any) -> Any:
     changes = keywords.pop("args", {})
-    after = {name: changes.pop(name) for name in ("deepspeed", "fsdp", "parallelism_config") if name in changes}
+    after = {name: changes.pop(name) for name in ("deepspeed",) if name in changes}
     args = TrainingArguments(**Run("unused").arguments() | changes)
     for name, value in after.items():  # as it stands at construction
         setattr(args, name, value)
@@ -218,16 +218,6 @@ LORA = LoraConfig(target_modules=["q_proj"])
 OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 CASES: dict[str, tuple[Any, str]] = {
     "deepspeed": (lambda: _make(args={"deepspeed": {"zero": 3}}), "args.deepspeed is {'zero': 3}, which a longspan"),
-    "fsdp": (lambda: _make(args={"fsdp": "full_shard"}), "args.fsdp is 'full_shard', which a longspan trainer"),
-    "parallelism_config": (lambda: _make(args={"parallelism_config": "cp"}), "args.parallelism_config is 'cp'"),
-    "torch_compile": (lambda: _make(args={"torch_compile": True}), "args.torch_compile is True"),
-    "auto_find_batch_size": (lambda: _make(args={"auto_find_batch_size": True}), "max_tokens_per_slot bounds"),
-    "neftune": (lambda: _make(args={"neftune_noise_alpha": 5.0}), "args.neftune_noise_alpha is 5.0"),
-    "label smoothing": (lambda: _make(args={"label_smoothing_factor": 0.1}), "args.label_smoothing_factor is 0.1"),
-    "liger": (lambda: _make(args={"use_liger_kernel": True}), "args.use_liger_kernel is True"),
-    "bf16_full_eval": (lambda: _make(args={"bf16_full_eval": True}), "args.bf16_full_eval is True"),
-    "push_to_hub": (lambda: _make(args={"push_to_hub": True}), "push the saved folder afterwards"),
-    "jit checkpoint": (lambda: _make(args={"enable_jit_checkpoint": True}), "args.enable_jit_checkpoint is True"),
     "optim": (lambda: _make(args={"optim": "adafactor"}), "args.optim is 'adafactor', which a longspan trainer"),
     "split_batches": (lambda: _make(args={"accelerator_config": {"split_batches": True}}), "split_batches is true"),
     "order of workers": (
@@ -391,6 +381,15 @@ def test_is_refused_by_name(name: str, found: dict[str, tuple[str, bool]]) -> No
     assert CASES[name][1] in message
     assert closed, "a refused trainer leaves nothing open"
     assert not re.search(r"\b(context|parallel|train|run)\.\w|--world|longspan\.save_model", message), "words of a run"
+
+
+def test_every_setting_of_the_table_is_one_of_trainers_and_refused() -> None:
+    for name in _SETTINGS:
+        args = GRPOConfig(**Run("unused").arguments(), num_generations=2)
+        assert hasattr(args, name) or hasattr(DPOConfig, name), name
+        setattr(args, name, 0.5)
+        (reason,) = refusals_of_arguments(args, LongspanArguments(), {})
+        assert reason.startswith(f"args.{name} is 0.5, which a longspan trainer does not run: ")
 
 
 @pytest.mark.parametrize("name", ["logits", "items", 0])

@@ -47,8 +47,8 @@ MUTATIONS: dict[str, Change] = {
     ),
     "the norm without gradients on the host": (
         "train.gradient_norm",
-        "return [next(others) if norm is None else norm for norm in norms]",
-        "return [next(others) if norm is None else 0 * norm for norm in norms]",
+        "[next(others) if norm is None else norm for norm in norms]",
+        "[next(others) if norm is None else 0 * norm for norm in norms]",
     ),
     "a copy that is not taken anew": ("model.host_weights", "read.staged = None", "pass"),
 }

@@ -12,8 +12,7 @@ from longspan.layout import Layout
 from longspan.model import load_model, preset_config
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
-from longspan.train.run_model import model_fits
-from longspan.train.run_model.model_fits import check_model_fits
+from longspan.train.run_model import prepare
 from tests.train.small import small_config, train_rank
 
 CONFIG = RunConfig(model=ModelConfig(preset="qwen3-8b"), optimizer=OptimizerSection(class_="adamw"))
@@ -27,8 +26,8 @@ def _refusal(world: World, *, dtype: str = "float32", training: bool = True, ran
     if rank:
         add_lora(model, NewAdapter(rank=rank))
     with pytest.MonkeyPatch.context() as patched, pytest.raises(ConfigError) as error:
-        patched.setattr(model_fits, "free_host_bytes", lambda swap: 2 << 30)
-        check_model_fits(config, model, world, training=training)
+        patched.setattr(prepare, "free_host_bytes", lambda swap: 2 << 30)
+        prepare.check_model_fits(config, model, world, training=training)
     return str(error.value)
 
 
@@ -46,7 +45,7 @@ def _small_host(rank: int, config: RunConfig) -> tuple[str, str]:
     with World(Layout(2), backend=backend()) as world:
         refusal = _refusal(world)
     with pytest.MonkeyPatch.context() as patched, pytest.raises(ConfigError) as error:
-        patched.setattr(model_fits, "free_host_bytes", lambda swap: 1 << (20 if rank else 60))
+        patched.setattr(prepare, "free_host_bytes", lambda swap: 1 << (20 if rank else 60))
         train_rank(rank, config, 2)
     return refusal, str(error.value)
 

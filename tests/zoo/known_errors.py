@@ -68,8 +68,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "gradient norm counts copies": KnownError(
             checks.clipped_norm,
             "train.gradient_norm",
-            "return bool((mesh.mesh == self._first_rank).any()) and not any(copies)",
-            "return True",
+            "bool((mesh.mesh == self._first_rank).any()) and not any(copies)",
+            "True",
             TP,
         ),
     },

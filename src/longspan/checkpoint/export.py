@@ -66,8 +66,12 @@ from longspan.model.weights.write import (
     weight_unit,
 )
 from longspan.plain_text import LogLine
-from longspan.train.run_model.load import add_configured_adapter, load_run_model
-from longspan.train.run_model.mtp import add_configured_mtp, find_depth_weights
+from longspan.train.run_model.load import (
+    add_configured_adapter,
+    add_configured_mtp,
+    find_depth_weights,
+    load_run_model,
+)
 
 
 def add_run_depths(

@@ -27,7 +27,7 @@ from longspan.train.terms.step_terms import encoder_terms
 
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
-    from longspan.train.terms.token_loss import LossFunction
+    from longspan.train.terms.loss_tokens import LossFunction
 
 
 PORTION = 16  # micro-batches of a portion at most, for each pipeline stage

@@ -13,11 +13,10 @@ from longspan.data.scored_document import LABEL
 from longspan.errors import EvaluationError, LongspanError
 from longspan.evaluation.metrics import EvaluationOptions, Mean, TargetTokens, check_columns, check_sum_and_count
 from longspan.layout import Floats, Integers
-from longspan.train.log_probs import cut_into_chunks, row_scores, target_log_probs
+from longspan.train.log_probs import cut_into_chunks, row_scores, target_log_probs_and_gradient
 from longspan.train.loss import rows_per_chunk
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
-from longspan.train.terms.loss_tokens import BatchTargets
-from longspan.train.terms.token_loss import LossFunction
+from longspan.train.terms.loss_tokens import BatchTargets, LossFunction
 
 
 class Bucket(NamedTuple):
@@ -100,7 +99,7 @@ class RowSums:
         """
         if self._score_loss is None:
             at = targets.loss_rows(part, torch.float64)
-            losses = -target_log_probs(logits, at.target).double() * at[WEIGHTS]
+            losses = -target_log_probs_and_gradient(logits, at.target)[0].double() * at[WEIGHTS]
             return TargetTokens(at.document, at.position, at.target, losses, logits, at.values)
         scores = row_scores(logits)[0]
         at = targets.loss_rows(part, scores.dtype)

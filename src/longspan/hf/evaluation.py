@@ -10,7 +10,6 @@ from longspan.data.document import Document
 from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import has_cross_entropy_loss
-from longspan.plan import Plan
 from longspan.train.families import cached_plan
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_step_batches, run_passes
@@ -44,30 +43,25 @@ class EvaluationPart(StockTrainer):
             self._facade.logits_of = None
 
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
-        """Return logits (length, V) of each document, on every rank; all enter."""
+        """Return logits (length, V) of each document, in the model's dtype, on every rank; all enter."""
         self._check_same_documents(documents)
         targets = sum(document.targets for document in documents)
         plan = cached_plan(self._choices[False], tuple(map(len, documents)), self.world.home, targets=targets)
+        parts: list[Tensor] = []
+
+        def keep_logits(batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+            parts.append(head(hidden))
+            return hidden.new_zeros((), dtype=torch.float64)
+
+        gathered: dict[int, Tensor] = {}
         with torch.autocast(self.args.device.type, enabled=False):
-            return gather_logits(facade.inner_model, plan, documents, self.world)
-
-
-def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: Any) -> list[Tensor]:
-    """Return logits (length, V) of all of a plan's documents, in the model's dtype, on every rank; all enter."""
-    inputs = check_step_arguments(model, plan, documents, world, backward=False)
-    terms = encoder_terms(inputs)
-    batches = read_step_batches(inputs, terms)
-    parts: list[Tensor] = []
-
-    def keep_logits(batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        parts.append(head(hidden))
-        return hidden.new_zeros((), dtype=torch.float64)
-
-    run_passes(Passes.with_terms(inputs, terms, keep_logits), batches)
-    gathered: dict[int, Tensor] = {}
-    for batch, local in zip(batches, parts, strict=True):
-        rows = batch.shard.gather(local.detach())
-        numbers = [d for group in batch.shard.micro_batch.groups for d in group.documents]
-        lengths = [plan.lengths[d] for d in numbers]
-        gathered |= dict(zip(numbers, rows.split(lengths), strict=True))
-    return [gathered[d] for d in range(len(plan.lengths))]
+            inputs = check_step_arguments(facade.inner_model, plan, documents, self.world, backward=False)
+            terms = encoder_terms(inputs)
+            batches = read_step_batches(inputs, terms)
+            run_passes(Passes.with_terms(inputs, terms, keep_logits), batches)
+            for batch, local in zip(batches, parts, strict=True):
+                rows = batch.shard.gather(local.detach())
+                numbers = [d for group in batch.shard.micro_batch.groups for d in group.documents]
+                lengths = [plan.lengths[d] for d in numbers]
+                gathered |= dict(zip(numbers, rows.split(lengths), strict=True))
+        return [gathered[d] for d in range(len(plan.lengths))]

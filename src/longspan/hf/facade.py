@@ -19,14 +19,13 @@ from longspan.errors import ConfigError, ModelError
 from longspan.hf.ahead import AheadBatch, OffsetValues
 from longspan.hf.batch_entries import IGNORED, read_documents_of_batch
 from longspan.hf.refusals import NAMES_TO_READ, refuse_hooks
-from longspan.hf.scores import CalledScores, make_leaf, read_scored_batch, stock_loss
+from longspan.hf.scores import CalledScores, read_scored_batch, stock_loss
 from longspan.layout import Floats
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.kinds import SCORE_HEADS, score_columns
 from longspan.model.layers import architecture_name
 from longspan.train import TokenLogProbs
-
-VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
+from longspan.train.log_probs import DISTRIBUTION_VALUES
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class FusedHead:
     def values(self) -> tuple[str, ...]:
         """The values of tokens that the head was asked for besides log-probabilities, by longspan's names."""
         names = {"is_top1": "top1"}
-        return tuple(v for v in (names.get(name, name) for name in self.outputs) if v in VALUES)
+        return tuple(v for v in (names.get(name, name) for name in self.outputs) if v in DISTRIBUTION_VALUES)
 
 
 def take_fused_head(model: Any) -> FusedHead:
@@ -188,7 +187,7 @@ class Facade:
         values = None if ahead is None else ahead.values
         if values is None and scored:
             values = OffsetValues(self._token_values(self, [rows.documents[d] for d in scored]), 0)
-        dtype = torch.float64 if self.inner_model.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(self.inner_model.dtype, torch.float32)
         device = torch.as_tensor(input_ids).device
 
         def table_of(name: str, kind: torch.dtype) -> Tensor:
@@ -200,7 +199,7 @@ class Facade:
         out = self._loss_output(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
-        tables = dict.fromkeys((*VALUES, "aux_loss"))  # None: not asked of the head
+        tables = dict.fromkeys((*DISTRIBUTION_VALUES, "aux_loss"))  # None: not asked of the head
         tables |= {name: table_of(name, torch.bool if name == "top1" else dtype) for name in self.head.values}
         tables["is_top1"] = tables.pop("top1")
         return TokenOutput({**out, **tables, "log_probs": leaf, "label_mask": _label_mask(labels)})
@@ -214,11 +213,19 @@ class Facade:
         batch = {name: value for name, value in batch.items() if name not in IGNORED}
         rows = read_scored_batch(batch, model.config.get_text_config().pad_token_id, tokens=tokens)
         values: Any = self._token_values(self, list(rows.documents))
-        leaf = make_leaf(rows, values, model, torch.as_tensor(batch["input_ids"]).device, tokens=tokens)
+        table = values.sums[: len(rows.documents)]  # shared prefixes stand behind
+        if tokens:
+            table = np.zeros((*rows.shape, values.values.shape[1]))  # 0 at padding
+            for d, (row, start, stop) in enumerate(rows.places):
+                table[row, start:stop] = values.of(d)
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        leaf = torch.from_numpy(table).to(torch.as_tensor(batch["input_ids"]).device, dtype)
+        leaf.requires_grad_(torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self.called.append(CalledScores(rows, leaf))
-        loss = {} if labels is None else {"loss": stock_loss(model, leaf, labels, tokens=tokens)}
-        return TokenOutput(loss, logits=leaf)
+        if labels is None:
+            return TokenOutput(logits=leaf)
+        return TokenOutput(loss=stock_loss(model, leaf, labels, tokens=tokens), logits=leaf)
 
     def _loss_output(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
         """Return the cross entropy of log-probabilities (B, L - 1): over `items`, or the mean of the batch (None).
@@ -242,7 +249,7 @@ class Facade:
         log_probs = torch.zeros(rows.shape, dtype=torch.float64, device=table.device)
         for document, place, values in zip(rows.documents, rows.places, logits, strict=True):
             table[place.row, place.start : place.stop] = values[:, :width]
-            wide = values[:-1].double() if values.dtype == torch.float64 else values[:-1].float()
+            wide = values[:-1].to(torch.promote_types(values.dtype, torch.float32))
             label = torch.as_tensor(document.labels()[1:], device=values.device)  # of each row's next token
             scores = wide.log_softmax(-1).gather(1, label.clamp(min=0)[:, None])[:, 0]
             log_probs[place.row, place.start + 1 : place.stop] = torch.where(
@@ -250,7 +257,7 @@ class Facade:
             ).double()
         if labels is None:
             return TokenOutput(logits=table)
-        dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(table.dtype, torch.float32)
         leaf = log_probs[:, 1:].to(dtype)
         out = TokenOutput(self._loss_output(rows, leaf, labels, items), logits=table)
         # Attributes, and no entries of the dict: a Trainer takes all entries but the loss for predictions.

@@ -162,7 +162,12 @@ class FilesPart(StockTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint as the Trainer does, into `unfinished/`, then give it its name; entered by all ranks."""
         root = Path(self._get_output_dir(trial))
-        run_on_first_rank(self.world, lambda: _make_empty_folder(root / UNFINISHED), CheckpointError)
+
+        def make_empty_folder() -> None:
+            shutil.rmtree(root / UNFINISHED, ignore_errors=True)
+            (root / UNFINISHED).mkdir(parents=True)
+
+        run_on_first_rank(self.world, make_empty_folder, CheckpointError)
         self._unfinished = str(root / UNFINISHED)
         try:
             super()._save_checkpoint(model, trial)
@@ -397,12 +402,6 @@ def _restore_group_settings(checkpoint: Path, optimizer: Any, groups: list[dict[
                 group[key].fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples, such as betas
-
-
-def _make_empty_folder(folder: Path) -> None:
-    """Make a folder that is empty: what it held before is deleted."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def unreadable_data_text(file: Path, error: Exception) -> str:

@@ -99,9 +99,6 @@ def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, t
 def _config_with_arguments(trainer: Any) -> RunConfig:
     """Return the trainer's keys as a run's configuration, with dtypes, optimizer and adapter of its arguments and
     model.
-
-    An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
-    memory does not depend on the learning rate.
     """
     # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
     # memory does not depend on the learning rate.

@@ -7,13 +7,12 @@ coefficients of one `run_step`.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longspan.data.scored_document import ScoredDocument
 from longspan.errors import DataError
-from longspan.train import BatchDocuments, LossTokens, TokenScores, documents_of
+from longspan.train import BatchDocuments, LossTokens, documents_of
 from longspan.train.terms.scores import refuse_other_labels
 
 COEFFICIENT = "coefficient"
@@ -78,20 +77,6 @@ def read_scored_batch(batch: Mapping[str, Any], pad: int | None, *, tokens: bool
         ScoredDocument(d.ids, rows="all") if tokens else ScoredDocument(d.ids, pad=pad) for d in rows.documents
     ]
     return BatchDocuments(tuple(documents), rows.places, rows.shape)
-
-
-def make_leaf(
-    rows: BatchDocuments, values: TokenScores, model: Any, device: torch.device, *, tokens: bool
-) -> Tensor:
-    """Return scores (B, L), or (B, W, L) and 0 at padding, that take a gradient where gradients are enabled."""
-    if tokens:
-        table = np.zeros((*rows.shape, values.values.shape[1]))
-        for d, (row, start, stop) in enumerate(rows.places):
-            table[row, start:stop] = values.of(d)
-    else:
-        table = values.sums[: len(rows.documents)]  # shared prefixes stand behind
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    return torch.from_numpy(table).to(device, dtype).requires_grad_(torch.is_grad_enabled())
 
 
 def stock_loss(model: Any, leaf: Tensor, labels: Any, *, tokens: bool) -> Tensor:

@@ -255,14 +255,11 @@ class StepsPart(StockTrainer):
         self._add_gradients()  # of a step of the user's own that calls loss.backward()
         if self.accelerator.sync_gradients:
             self._moved, self._facade.called = (), []
-        return self._loss_on_host(loss)
-
-    def _loss_on_host(self, loss: Tensor) -> Tensor:
-        """Return a loss on the host, and move the Trainer's sum of losses there: logging then waits for no update."""
         loss_sum = getattr(self, "_tr_loss", None)
         # it may be gathered on devices
         if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
             return loss
+        # With the Trainer's sum of losses on the host, too, logging waits for no update.
         if loss_sum.device.type != "cpu":
             self._tr_loss: Tensor = loss_sum.cpu()
         return loss.cpu()

@@ -19,7 +19,7 @@ from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.references import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
+from longspan.hf.references import ReferenceAdapter, clear_device_map, refuse_reference, take_reference_adapter
 from longspan.hf.refusals import (
     ONE_PASS_OPTIMIZERS,
     PAGED,
@@ -47,7 +47,7 @@ from longspan.train.optim.one_pass_adamw import OnePassAdamW
 SAVES = "trainer.save_model(folder)"
 
 
-class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, FilesPart):
+class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
     """Goes before any Trainer class: `class Mine(LongspanMixin, SFTTrainer)`. To the Trainer all ranks are one process.
 
     `longspan=` are the LongspanArguments. Raises ConfigError, which names longspan, for arguments that it does not run,
@@ -99,7 +99,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
                 # transformers' heads ignore the count of targets: the Trainer is to divide by steps of accumulation.
                 self.model_accepts_loss_kwargs = False
                 self._runs_ahead = False
-            self._refuse_reference()
+            refuse_reference(self)
             self._try_to_save_files()
             if is_first_rank(self.world):
                 print(layout_line(self.longspan.config(), self.world.home), flush=True)
@@ -163,7 +163,23 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         )
         guard_prepared_model(prepared, architecture_name(prepared), SAVES)
         redirect_peft_model(model, prepared, SAVES)
-        _route_calls(prepared, facade)
+        kind = type(prepared)
+
+        def call(model: Any, *args: Any, **batch: Any) -> Any:
+            """Let a call without a shard, as trainers make it, reach the façade."""
+            return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
+
+        def refuse_another(_: Any, *args: Any, **keywords: Any) -> NoReturn:
+            """Raise ModelError: another model of the prepared class would have whole weights where this has parts."""
+            raise ModelError(
+                f"a second {architecture_name(prepared)} is made by the prepared model's class, as by TRL's "
+                "BEMACallback: its weights would be whole, and the model's are parts; keep averages of "
+                "model.parameters() as they are, and copy them into these before a save"
+            )
+
+        # Python looks `__call__` up in the class, so the model gets a class of its own.
+        attributes = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
+        prepared.__class__ = type(kind.__name__, (kind,), attributes)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__
 
@@ -261,26 +277,6 @@ def layout_line(config: RunConfig, home: Layout) -> str:
         f"longspan: {plural(len(home.ranks), 'rank')}, {plural(home.slots, 'slot')}{also}; training {training}, "
         f"evaluation {evaluation}; weights sharded over {plural(shards, 'rank')}"
     )
-
-
-def _route_calls(prepared: Any, facade: Facade) -> None:
-    """Let a call of the prepared model without a shard, as trainers make it, reach the façade."""
-    kind = type(prepared)
-
-    def call(model: Any, *args: Any, **batch: Any) -> Any:
-        return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
-
-    def refuse_another(_: Any, *args: Any, **keywords: Any) -> NoReturn:
-        """Raise ModelError: another model of the prepared class would have whole weights where this one has parts."""
-        raise ModelError(
-            f"a second {architecture_name(prepared)} is made by the prepared model's class, as by TRL's BEMACallback: "
-            "its weights would be whole, and the model's are parts; keep averages of model.parameters() as they are, "
-            "and copy them into these before a save"
-        )
-
-    # Python looks `__call__` up in the class, so the model gets a class of its own.
-    attributes = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
-    prepared.__class__ = type(kind.__name__, (kind,), attributes)
 
 
 class LongspanTrainer(LongspanMixin, Trainer):  # pyright: ignore[reportIncompatibleMethodOverride]

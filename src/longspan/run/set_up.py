@@ -45,8 +45,12 @@ from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
-from longspan.train.run_model.load import load_run_model, make_model_without_weights, read_model_configuration
-from longspan.train.run_model.mtp import depths_line
+from longspan.train.run_model.load import (
+    depths_line,
+    load_run_model,
+    make_model_without_weights,
+    read_model_configuration,
+)
 from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model
 from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.start.start_times import Starts

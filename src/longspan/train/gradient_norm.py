@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,27 +58,19 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     """Return this rank's part of the sum of squares of gradients, a float64 scalar on the device, which it may still
     compute.
 
-    Gradients that several ranks of a stage hold alike count on the first of them alone.
+    Gradients that several ranks of a stage hold alike count on the first of them alone. Those that wait on the host
+    have a norm that was taken while they were on the device; the others are local shards.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _FirstCopies(world)
-    parts = [
-        torch.stack([norm.to(world.device) for norm in _gradient_norms(alike, dtype)]).double().square().sum()
-        for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
-    ]
+    parts = list[Tensor]()
+    for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items():
+        norms = [norm_on_device(gradient) for gradient in alike]
+        here = [local_tensor(gradient) for gradient, norm in zip(alike, norms, strict=True) if norm is None]
+        others = iter(torch._foreach_norm(here, 2, dtype=torch.promote_types(dtype, torch.float32)) if here else ())
+        in_order = [next(others) if norm is None else norm for norm in norms]
+        parts.append(torch.stack([norm.to(world.device) for norm in in_order]).double().square().sum())
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
-
-
-def _gradient_norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the norm of each gradient of this type, in their order, on its device.
-
-    Gradients that wait on the host have a norm that was taken while they were on the device; the others are local
-    shards.
-    """
-    norms = [norm_on_device(gradient) for gradient in gradients]
-    here = [local_tensor(gradient) for gradient, norm in zip(gradients, norms, strict=True) if norm is None]
-    others = iter(torch._foreach_norm(here, 2, dtype=_sum_dtype(dtype)) if here else ())
-    return [next(others) if norm is None else norm for norm in norms]
 
 
 def model_gradient_square_sum(model: nn.Module, world: World) -> Tensor:
@@ -104,7 +96,10 @@ def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: float) ->
     if factor < 1:
         for dtype, gradients in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
-            torch._foreach_mul_([*map(local_tensor, gradients)], torch.tensor(factor, dtype=_sum_dtype(dtype)))
+            torch._foreach_mul_(
+                [*map(local_tensor, gradients)],
+                torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32)),
+            )
 
 
 class _FirstCopies:
@@ -118,19 +113,20 @@ class _FirstCopies:
         self._by_mesh = dict[Any, bool]()
 
     def __call__(self, gradient: Tensor) -> bool:
-        """Return whether this rank counts the gradient; the answer for a mesh and placements is kept."""
+        """Return whether this rank counts the gradient; the answer for a mesh and placements is kept.
+
+        Of the meshes of a stage only that with its first rank counts, and in it index 0 of axes with copies.
+        """
         if not isinstance(gradient, DTensor):
             return self._rank == self._first_rank
         key = gradient.device_mesh, gradient.placements
         if key not in self._by_mesh:
-            self._by_mesh[key] = self._is_first_copy(*key)
+            mesh: Any
+            mesh, placements = key
+            assert not any(placement.is_partial() for placement in placements), placements
+            copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
+            self._by_mesh[key] = bool((mesh.mesh == self._first_rank).any()) and not any(copies)
         return self._by_mesh[key]
-
-    def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
-        """Of the meshes of a stage only that with its first rank counts, and in it index 0 of axes with copies."""
-        assert not any(placement.is_partial() for placement in placements), placements
-        copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
-        return bool((mesh.mesh == self._first_rank).any()) and not any(copies)
 
 
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
@@ -139,8 +135,3 @@ def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]
     for x in tensors:
         by_dtype[x.dtype].append(x)
     return by_dtype
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which squares of gradients are summed and factors are kept."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -28,7 +28,7 @@ def target_log_probs_and_gradient(logits: Tensor, ids: Tensor) -> tuple[Tensor, 
     if uses_softmax_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
         return _log_probs_by_kernels(logits, ids)
     columns = ids.unsqueeze(1)
-    wide_logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     wide_logits -= wide_logits.amax(-1, keepdim=True)
     target_logits = wide_logits.gather(1, columns).squeeze(1)  # (t,)
     total = wide_logits.exp_().sum(-1)  # (t,)
@@ -77,7 +77,7 @@ def row_scores(logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Gradi
 
     `ids` are not read: they are there because `target_log_probs_and_gradient`, in whose place this is used, has them.
     """
-    scores = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
     return scores.squeeze(1), lambda slopes: slopes.to(logits.dtype).reshape(logits.shape)
 
 
@@ -87,18 +87,13 @@ def add_entropy_gradient(gradient: Tensor, logits: Tensor, slopes: Tensor) -> No
 
     The derivative of H by logits is −p (log p + H).
     """
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     for part in cut_into_chunks(len(logits), max(1, len(logits) // _ROW_PARTS)):
         # of −inf, which adds 0
         log_probs = logits[part].to(dtype).log_softmax(-1).clamp_(min=torch.finfo(dtype).min)
         probs = log_probs.exp()
         entropies = -(probs * log_probs).sum(-1, keepdim=True)
         gradient[part] -= (log_probs.add_(entropies).mul_(probs) * slopes[part].unsqueeze(1)).to(gradient.dtype)
-
-
-def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-probability of each row's target (t,), of logits (t, V), in float32 at least; no gradient."""
-    return target_log_probs_and_gradient(logits, targets)[0]
 
 
 def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
@@ -134,11 +129,23 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
     """
     if (numbers := kernel_distributions(logits.detach(), ids)) is not None:
         return numbers[[DISTRIBUTION_VALUES.index(name) for name in names]]
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     values = logits.new_empty((len(names), len(logits)), dtype=dtype)
     for chunk in cut_into_chunks(len(logits), max(1, len(logits) // _ROW_PARTS)):
+        rows = logits[chunk].detach()
         for value, name in zip(values, names, strict=True):
-            value[chunk] = _one_distribution_value(logits[chunk].detach(), ids[chunk], name, dtype)
+            if name == "top1":
+                value[chunk] = rows.argmax(-1) == ids[chunk]
+                continue
+            if name == "mean_logits":
+                value[chunk] = rows.mean(-1, dtype=dtype)
+                continue
+            log_probs = rows.to(dtype).log_softmax(-1)
+            if name == "log_sum_sq_probs":
+                value[chunk] = log_probs.mul_(2).logsumexp(-1)  # p² = exp(2 log p)
+                continue
+            # a token that cannot come (−inf) adds nothing
+            value[chunk] = -(log_probs.exp() * log_probs.clamp_(min=torch.finfo(dtype).min)).sum(-1)
     return values
 
 
@@ -155,16 +162,3 @@ def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
         arguments = (logits, ids, numbers, rows, vocabulary, logits.stride(0))
         import_triton_kernels(_KERNELS).distribution_kernel[(rows,)](*arguments, COLUMNS=_DISTRIBUTION_COLUMNS)
     return numbers
-
-
-def _one_distribution_value(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """Return one number (t,) of each row's distribution, by its name, in `dtype`; see `distribution_values`."""
-    if name == "top1":
-        return (logits.argmax(-1) == ids).to(dtype)
-    if name == "mean_logits":
-        return logits.mean(-1, dtype=dtype)
-    log_probs = logits.to(dtype).log_softmax(-1)
-    if name == "log_sum_sq_probs":
-        return log_probs.mul_(2).logsumexp(-1)  # p² = exp(2 log p)
-    # a token that cannot come (−inf) adds nothing
-    return -(log_probs.exp() * log_probs.clamp_(min=torch.finfo(dtype).min)).sum(-1)

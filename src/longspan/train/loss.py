@@ -34,7 +34,6 @@ CHUNK_BYTES_ELSEWHERE = 64 << 20
 # (a float64 scalar) and the derivative of each loss by its log-probability (t,), and if it has one by its entropy (t,).
 # Of a head of scores: `row_scores`.
 LossOfRows = Callable[[Tensor, slice, Tensor], tuple[Tensor, ...]]
-ValuesOfRows = Callable[[Tensor, Tensor], Tensor]  # of logits (t, V) and token ids (t,): numbers (…, t)
 
 
 class Head(Protocol):
@@ -83,7 +82,7 @@ class TemperedHead(NamedTuple):
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits divided by the temperature, in float32 at least."""
         logits = self.head(hidden)
-        return (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
 
 class Targets(NamedTuple):
@@ -91,6 +90,10 @@ class Targets(NamedTuple):
 
     rows: Tensor
     ids: Tensor
+
+    def with_padding(self) -> "Targets":
+        """Return them, or one row for a rank without targets: a head may enter collectives, which need all ranks."""
+        return self if len(self.rows) else Targets(self.rows.new_zeros(1), self.ids.new_zeros(1))
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient.
     """
-    wide_logits = logits if logits.dtype == torch.float64 else logits.float()
+    wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(wide_logits, labels, ignore_index=NO_TARGET, reduction="none")  # (T,)
     return losses.sum(dtype=torch.float64)
 
@@ -137,11 +140,11 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
     them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
     chunk within 2 GiB on a GPU, 64 MiB elsewhere. A head may enter collectives: without targets it gets a padding row.
     """
-    rows = _rows_of_chunk(hidden, head, rows)
+    rows = rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
     parameters = head.parameters
     numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
     if not len(targets.rows):
-        targets = _one_padding_target(targets)
+        targets = targets.with_padding()
         losses = _no_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
         return _ChunkedLoss.apply(hidden, targets, losses, head, rows, numbers, *parameters)  # pyright: ignore[reportReturnType]
@@ -152,33 +155,9 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
     return total
 
 
-@torch.no_grad()
-def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head: Head, rows: int) -> Tensor:
-    """Compute the numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
-    count = len(targets.rows)
-    rows = _rows_of_chunk(hidden, head, rows)
-    if not count:
-        targets = _one_padding_target(targets)
-    chunk_values = [
-        values(head(hidden.index_select(0, targets.rows[chunk])), targets.ids[chunk])
-        for chunk in cut_into_chunks(len(targets.rows), rows)
-    ]
-    return torch.cat(chunk_values, -1)[..., :count]  # without a padding target
-
-
-def _one_padding_target(targets: Targets) -> Targets:
-    """Return one row for a rank without targets: a head may enter collectives, which need all ranks."""
-    return Targets(targets.rows.new_zeros(1), targets.ids.new_zeros(1))
-
-
 def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return a loss of 0 with derivatives 0, for a padding target; a LossOfRows."""
     return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
-
-
-def _rows_of_chunk(hidden: Tensor, head: Head, rows: int) -> int:
-    """Return `rows`, or where that is 0 as many rows as a chunk's bytes hold."""
-    return rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
 
 
 def rows_per_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
@@ -232,7 +211,12 @@ class _ChunkedLoss(torch.autograd.Function):
             del logits, logit_gradient
             if gradient is not None:
                 gradient.index_copy_(0, predicting, gradients.pop(0))
-            sums = _add_to_sums(sums, gradients, last=chunk.stop == len(targets.rows))
+            if not sums:  # gradients of an only chunk stay as they are, others are added in float32 at least
+                is_only = chunk.stop == len(targets.rows)
+                sums = [x if is_only else x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
+                continue
+            for total_gradient, chunk_gradient in zip(sums, gradients, strict=True):
+                total_gradient += chunk_gradient
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
         ctx.has_hidden_gradient = gradient is not None
         ctx.dtypes = [p.dtype for p in parameters]
@@ -246,12 +230,3 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_gradient = saved.pop(0) * gradients[0] if ctx.has_hidden_gradient else None
         parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
         return hidden_gradient, None, None, None, None, None, *parameter_gradients
-
-
-def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Add a chunk's gradients to `sums` (empty at first) in float32 at least; those of an only chunk stay as is."""
-    if not sums:
-        return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
-    for total, gradient in zip(sums, gradients, strict=True):
-        total += gradient
-    return sums

@@ -189,40 +189,37 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
 
 
 def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run all passes; returns the sum on the device, which may still compute it."""
-    with ExitStack() as stack:
-        for term in passes.terms:
-            stack.enter_context(term.passes_context(batches))
-        loss_ahead = sum(term.prepare_passes(passes, batches) for term in passes.terms)
-        return loss_ahead + _run_in_modes(passes, batches)
-
-
-def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run the passes in training or evaluation mode, with or without gradients, and restore every module's mode.
+    """Run all passes and restore every module's mode; returns the sum on the device, which may still compute it.
 
     With gradients these are summed over slots inside, and dropped after an error. Without, gathered parameters are
-    freed at the end. Entered by all ranks; returns this rank's sum of the loss.
+    freed at the end. Entered by all ranks.
     """
     model = passes.model
     world = passes.world
     backward = passes.backward
     run = _run_pipeline if is_pipeline(model) else _run_whole_model
-    naming = world.watch.name_collectives("forward and backward passes", world.home.ranks)
-    # Parameters that are whole for several passes are quantised once for all of them.
-    stay_whole = passes.plan.mode == "free" or is_pipeline(model) or keeps_parameters_gathered(model)
-    quantised = keep_float8_weights(model) if stay_whole and len(batches) > 1 else nullcontext()
-    with naming, quantised, preserve_modes(model), torch.set_grad_enabled(backward):
+    with ExitStack() as stack:
+        for term in passes.terms:
+            stack.enter_context(term.passes_context(batches))
+        loss_ahead = sum(term.prepare_passes(passes, batches) for term in passes.terms)
+        stack.enter_context(world.watch.name_collectives("forward and backward passes", world.home.ranks))
+        # Parameters that are whole for several passes are quantised once for all of them.
+        stay_whole = passes.plan.mode == "free" or is_pipeline(model) or keeps_parameters_gathered(model)
+        if stay_whole and len(batches) > 1:
+            stack.enter_context(keep_float8_weights(model))
+        stack.enter_context(preserve_modes(model))
+        stack.enter_context(torch.set_grad_enabled(backward))
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
             with sum_gradients_over_slots(model, world):
                 try:
-                    return run(passes, batches)
+                    return loss_ahead + run(passes, batches)
                 except BaseException:
                     drop_unsummed_gradients(model)
                     raise
         try:
-            return run(passes, batches)
+            return loss_ahead + run(passes, batches)
         finally:
             if passes.frees_parameters:
                 reshard(model)  # parameters that stay gathered would be stale after the next update

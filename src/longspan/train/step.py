@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from longspan.model.experts.router import RouterCoefficients, RouterLosses
     from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.encoding import EncoderTimes
+    from longspan.train.terms.loss_tokens import LossFunction
     from longspan.train.terms.micro_batch_loss import MicroBatchLoss
     from longspan.train.terms.mtp import MtpLoss
-    from longspan.train.terms.token_loss import LossFunction
 
 
 @dataclass(frozen=True)

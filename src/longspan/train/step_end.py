@@ -60,10 +60,25 @@ class StepEnd:
     def finish_step(self, loss_sum: Tensor) -> StepSums:
         """Sum this rank's loss and gradients over all ranks, check them, and update the model if there is an optimizer.
 
-        Raises PlanError where targets are missing, NonFiniteError where the loss or the norm is not finite, on every
-        rank: weights and the optimizer's state are as before the step.
+        AdamW in one pass clips inside and leaves `.grad`. Raises PlanError where targets are missing, NonFiniteError
+        where the loss or the norm is not finite, on every rank: weights and the optimizer's state are as before the
+        step.
         """
-        pieces = self._numbers_to_sum(loss_sum)
+        passes = self.passes
+        language_model: Any = passes.model
+        # Targets are counted where losses are made, in a pipeline by its last stage.
+        makes_loss = not is_pipeline(language_model) or any(stage.last for stage in language_model.stages)
+        targets = sum(int((batch.labels != NO_TARGET).sum()) for batch in self.batches) if makes_loss else 0
+        numbers = [loss_sum, [targets], *(term.sums() for term in passes.terms)]
+        slot_sums = [torch.as_tensor(x, dtype=torch.float64).detach().flatten() for x in numbers]
+        if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums
+            slot_sums = [torch.zeros(len(x), dtype=torch.float64) for x in slot_sums]
+        squares = torch.zeros(1, dtype=torch.float64)
+        if passes.backward:  # of the whole model, encoders included
+            squares = model_gradient_square_sum(self.model, self.world).flatten()
+        # What this rank adds to the sums: squares of gradients, loss, targets, and numbers of each term, each (n,) in
+        # float64, on the host or the device.
+        pieces = [squares, *slot_sums]
         inner = self.optimizer.inner if isinstance(self.optimizer, OffloadedStates) else self.optimizer
         one_pass = inner if isinstance(inner, OnePassAdamW) else None
         if one_pass is not None and sums_stay_on_device(self.world):
@@ -71,21 +86,39 @@ class StepEnd:
         self.host_work()
         values = [x for piece in pieces for x in piece.tolist()]
         sums = self._split_and_check_sums(self.world.control.sum_over_ranks(values, SUMS_NAME), pieces)
-        self._update_weights(one_pass, sums)
+        if one_pass is not None:
+            factor = (
+                1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)
+            )  # as torch clips
+            scale = to_device(np.array(factor), self.world.device) if factor < 1 else None
+            with _scaled_gradients(one_pass, scale):
+                self.optimizer.step()
+        elif self.optimizer is not None:
+            if self.max_grad_norm is not None:
+                scale_to_norm(self.model.parameters(), self.max_grad_norm, sums.norm)
+            self.optimizer.step()
         return sums
 
     def _sum_and_update_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor]) -> StepSums:
         """Sum over ranks on the device and launch AdamW's update there, before the host has read and checked the sums.
 
-        An update that goes on behind the next forward pass cannot be taken back: it begins once the host has checked
-        the sums. `pieces` are those of `_numbers_to_sum`.
+        Gradients are scaled by at most 1, and by NaN where the step must not be taken: the norm or the loss is not
+        finite, or targets are missing. An update that goes on behind the next forward pass cannot be taken back: it
+        begins once the host has checked the sums. `pieces` are this rank's squares of gradients, loss, targets, and
+        numbers of each term.
         """
         assert self.optimizer is not None
         device = self.world.device
         on_device = [x if x.device == device else to_device(x.numpy(), device) for x in pieces]
         values = sum_over_home_on_device(torch.cat(on_device), self.world)
         copy = HostCopy(values)
-        with _scaled_gradients(one_pass, self._clip_factor(values)):
+        norm = values[0].sqrt()
+        loss = values[1] / self.passes.divisor
+        targets = values[2]
+        is_good = norm.isfinite() & loss.isfinite() & (targets == self.passes.plan.targets)
+        norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        scale = torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
+        with _scaled_gradients(one_pass, scale):
             if isinstance(self.optimizer, OffloadedStates) and self.optimizer.hides_updates:
                 self.host_work()
                 sums = self._split_and_check_sums(copy.wait(), pieces)
@@ -98,40 +131,6 @@ class StepEnd:
         except BaseException:
             one_pass.take_back_counts(self.optimizer.state)  # its scale was no number: nothing else has changed
             raise
-
-    def _clip_factor(self, values: Tensor) -> Tensor:
-        """Return the factor (at most 1) of gradients, a scalar on the device; NaN where the step must not be taken.
-
-        `values` are the sums over all ranks: squares of gradients, loss, targets. The step is not taken if norm or loss
-        is not finite or targets are missing.
-        """
-        norm = values[0].sqrt()
-        loss = values[1] / self.passes.divisor
-        targets = values[2]
-        is_good = norm.isfinite() & loss.isfinite() & (targets == self.passes.plan.targets)
-        norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
-
-    def _numbers_to_sum(self, loss_sum: Tensor) -> list[Tensor]:
-        """Return what this rank adds to the sums: squares of gradients, loss, targets, and numbers of each term, each
-        (n,).
-
-        All are in float64, on the host or the device. Targets are counted where losses are made, in a pipeline by its
-        last stage. Gradients are those of the whole model, encoders included, of which `passes.model` is the language
-        model.
-        """
-        passes = self.passes
-        language_model: Any = passes.model
-        makes_loss = not is_pipeline(language_model) or any(stage.last for stage in language_model.stages)
-        targets = sum(int((batch.labels != NO_TARGET).sum()) for batch in self.batches) if makes_loss else 0
-        numbers = [loss_sum, [targets], *(term.sums() for term in passes.terms)]
-        slot_sums = [torch.as_tensor(x, dtype=torch.float64).detach().flatten() for x in numbers]
-        if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums
-            slot_sums = [torch.zeros(len(x), dtype=torch.float64) for x in slot_sums]
-        squares = torch.zeros(1, dtype=torch.float64)
-        if passes.backward:
-            squares = model_gradient_square_sum(self.model, self.world).flatten()
-        return [squares, *slot_sums]
 
     def _split_and_check_sums(self, values: Sequence[float], pieces: Sequence[Tensor]) -> StepSums:
         """Split the sums over all ranks, in the order of `pieces`, into a StepSums, and check them; the same on every
@@ -156,22 +155,6 @@ class StepEnd:
                 nonfinite_inputs=lambda: [name for term in self.passes.terms for name in term.nonfinite_inputs()],
             )
         return sums
-
-    def _update_weights(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
-        """Clip and take the optimizer's step, once the sums are checked; AdamW in one pass clips inside and leaves
-        `.grad`.
-        """
-        if self.optimizer is None:
-            return
-        if one_pass is None:
-            if self.max_grad_norm is not None:
-                scale_to_norm(self.model.parameters(), self.max_grad_norm, sums.norm)
-            self.optimizer.step()
-            return
-        factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)  # as torch clips
-        scale = to_device(np.array(factor), self.world.device) if factor < 1 else None
-        with _scaled_gradients(one_pass, scale):
-            self.optimizer.step()
 
 
 @contextmanager

@@ -70,11 +70,35 @@ class StepDocuments:
         Raises PlanError for a document that is missing or of another length, DataError for one that the model's head
         does not take. Counting also notes which documents continue another.
         """
-        counts = tuple(
-            self._check_and_count_targets(document, length) for document, length in enumerate(self.lengths)
-        )
+        counts = list[int]()
+        for document, length in enumerate(self.lengths):
+            try:
+                value = self.documents[document]
+            except (IndexError, KeyError) as error:
+                raise PlanError(
+                    f"the plan has {len(self.lengths)} documents, document {document} was not given"
+                ) from error
+            if isinstance(value, Mapping):
+                raise PlanError(
+                    f"document {document} is a {type(value).__name__} of {', '.join(map(str, value))}; give its token "
+                    "ids, or longspan.Document(ids, labels=…) where not every token is a target"
+                )
+            if getattr(value, "makes_scores", False) != self._scores:
+                text = "makes scores of rows" if self._scores else "predicts tokens, and has no head of scores"
+                raise DataError(
+                    f"document {document} is a {type(value).__name__}, and the model {text}; a head of scores takes "
+                    "longspan.train.ScoredDocument(ids, …), a language model a Document or token ids"
+                )
+            if len(value) != length:
+                raise PlanError(
+                    f"document {document} has {plural(len(value), 'token')}, the plan laid out {length}; plan from the "
+                    "lengths of the documents that the step is given"
+                )
+            if (parent := getattr(value, "parent", -1)) >= 0:
+                self._parents[document] = parent
+            counts.append(count_targets(value))
         if self.items is None:
-            return counts
+            return tuple(counts)
         from longspan.data.item_documents import count_text_targets
 
         return count_text_targets(self.documents, self.items)
@@ -82,10 +106,28 @@ class StepDocuments:
     def check_targets(self, plan: Plan) -> None:
         """Raise PlanError for a plan of other targets than the documents have, or of other families; counts them
         before.
+
+        Families are other where a document continues another than the plan says, or a shared prefix predicts tokens.
         """
         targets = sum(self.targets_by_document)
         if self._parents or plan.parents is not None:
-            self._check_parents(plan)
+            planned = plan.parents or (-1,) * len(plan.lengths)
+            for document, parent in enumerate(planned):
+                if (given_parent := self._parents.get(document, -1)) != parent:
+                    texts = [
+                        f"continues document {p}" if p >= 0 else "continues none" for p in (given_parent, parent)
+                    ]
+                    raise PlanError(
+                        f"document {document} {texts[0]} and in the plan it {texts[1]}; plan the lengths of what "
+                        "share_prefixes returns with parents=shared.parents, and give the step the same documents"
+                    )
+            for parent in set(planned) - {-1}:
+                if own_targets := self.targets_by_document[parent]:
+                    raise PlanError(
+                        f"document {parent} predicts {plural(own_targets, 'token')} and other documents continue it: "
+                        "the loss of these would count once for all of them; share only rows without a target "
+                        "(share_prefixes)"
+                    )
         if plan.targets == targets:
             return
         clause = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
@@ -94,59 +136,6 @@ class StepDocuments:
             f"{plural(targets, 'token')}{clause}; plan with targets={targets}, or without targets= where every token "
             "is predicted"
         )
-
-    def _check_parents(self, plan: Plan) -> None:
-        """Raise PlanError where a document continues another than the plan says, or where a shared prefix predicts
-        tokens.
-
-        Documents must have been counted: only then are their own parents known.
-        """
-        planned = plan.parents or (-1,) * len(plan.lengths)
-        for document, parent in enumerate(planned):
-            if (given_parent := self._parents.get(document, -1)) != parent:
-                texts = [f"continues document {p}" if p >= 0 else "continues none" for p in (given_parent, parent)]
-                raise PlanError(
-                    f"document {document} {texts[0]} and in the plan it {texts[1]}; plan the lengths of what "
-                    "share_prefixes returns with parents=shared.parents, and give the step the same documents"
-                )
-        for parent in set(planned) - {-1}:
-            if targets := self.targets_by_document[parent]:
-                raise PlanError(
-                    f"document {parent} predicts {plural(targets, 'token')} and other documents continue it: the loss "
-                    "of these would count once for all of them; share only rows without a target (share_prefixes)"
-                )
-
-    def _check_and_count_targets(self, document: int, length: int) -> int:
-        """Return the targets of one document of `length` tokens by the plan, and note its parent, if it continues one.
-
-        Raises PlanError for a document that is missing, of another length or no sequence, DataError for one that the
-        head does not take.
-        """
-        try:
-            value = self.documents[document]
-        except (IndexError, KeyError) as error:
-            raise PlanError(
-                f"the plan has {len(self.lengths)} documents, document {document} was not given"
-            ) from error
-        if isinstance(value, Mapping):
-            raise PlanError(
-                f"document {document} is a {type(value).__name__} of {', '.join(map(str, value))}; give its token ids, "
-                "or longspan.Document(ids, labels=…) where not every token is a target"
-            )
-        if getattr(value, "makes_scores", False) != self._scores:
-            text = "makes scores of rows" if self._scores else "predicts tokens, and has no head of scores"
-            raise DataError(
-                f"document {document} is a {type(value).__name__}, and the model {text}; a head of scores takes "
-                "longspan.train.ScoredDocument(ids, …), a language model a Document or token ids"
-            )
-        if len(value) != length:
-            raise PlanError(
-                f"document {document} has {plural(len(value), 'token')}, the plan laid out {length}; plan from the "
-                "lengths of the documents that the step is given"
-            )
-        if (parent := getattr(value, "parent", -1)) >= 0:
-            self._parents[document] = parent
-        return count_targets(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +172,24 @@ def check_step_arguments(
     refuse_unprepared_model(language_model)
     rules = call_rules(language_model)
     refuse_randomness(language_model, training=backward)
-    _check_home(language_model, plan, world)
+    if world.home.pp > 1 and not is_pipeline(language_model):
+        raise ModelError(
+            f"the home has pp {world.home.pp}, but {type(language_model).__name__} is not cut into stages; call model "
+            "= longspan.prepare(model, world), or use a home without pp"
+        )
+    if plan.slots != world.home.slots:
+        raise PlanError(f"the plan is for {plan.slots} slots, the home has {world.home.slots}; plan for this home")
+    if plan.mode == "free" and has_weights_on_host(language_model):
+        raise PlanError(
+            "the plan is in free mode, which keeps weights whole through a step, and they wait on the host "
+            "(offload_weights); plan with mode='lockstep'"
+        )
+    for name in ("pp", "ep"):
+        if plan.mode == "free" and (degree := getattr(world.home, name)) > 1:
+            raise PlanError(
+                f"the plan is in free mode, where slots are at different micro-batches, but the home has {name} "
+                f"{degree}, under which all of them wait for each other in every layer; plan with mode='lockstep'"
+            )
     if plan.row_multiple % (multiple := rules.row_multiple):
         raise PlanError(
             f"the plan has row_multiple {plan.row_multiple}, the model is sequence-parallel over tp {multiple}; plan "
@@ -203,30 +209,6 @@ def check_step_arguments(
     return StepInputs(model, language_model, plan, documents, world, backward)
 
 
-def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
-    """Raise ModelError for a model without the home's stages, PlanError for a plan of other slots or a mode it cannot
-    run.
-    """
-    if world.home.pp > 1 and not is_pipeline(model):
-        raise ModelError(
-            f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "
-            "longspan.prepare(model, world), or use a home without pp"
-        )
-    if plan.slots != world.home.slots:
-        raise PlanError(f"the plan is for {plan.slots} slots, the home has {world.home.slots}; plan for this home")
-    if plan.mode == "free" and has_weights_on_host(model):
-        raise PlanError(
-            "the plan is in free mode, which keeps weights whole through a step, and they wait on the host "
-            "(offload_weights); plan with mode='lockstep'"
-        )
-    for name in ("pp", "ep"):
-        if plan.mode == "free" and (degree := getattr(world.home, name)) > 1:
-            raise PlanError(
-                f"the plan is in free mode, where slots are at different micro-batches, but the home has {name} "
-                f"{degree}, under which all of them wait for each other in every layer; plan with mode='lockstep'"
-            )
-
-
 def check_update_arguments(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
     """Raise ModelError for an optimizer without backward, or whose parameters it cannot update, or a norm that clips
     nothing.
@@ -238,10 +220,21 @@ def check_update_arguments(optimizer: Optimizer | None, max_grad_norm: float | N
         raise ModelError(
             "an optimizer without backward has no gradients; leave out one of optimizer, backward=False"
         )
-    groups = [] if optimizer is None else optimizer.param_groups
-    for index, group in enumerate(groups):
-        _refuse_mixed_parameters(index, group)
-    waiting = sum(waits_on_host(parameter) for group in groups for parameter in group["params"])
+    waiting = 0
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        parameters = group["params"]
+        waiting += sum(map(waits_on_host, parameters))
+        sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
+        if not 0 < sharded < len(parameters):
+            continue
+        # torch's default
+        by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)
+        if group.get("fused") or group.get("foreach") or by_default:
+            raise ModelError(
+                f"group {index} of the optimizer has {sharded} sharded parameters and {len(parameters) - sharded} "
+                "plain ones, which torch's fused and foreach kernels do not take together; use "
+                "longspan.train.build_optimizer, put them in groups of their own, or pass foreach=False"
+            )
     if waiting and not isinstance(optimizer, OffloadedStates):
         raise ModelError(
             f"{waiting} parameters of the optimizer, {type(optimizer).__name__}, wait on the host (offload_weights), "
@@ -261,22 +254,4 @@ def check_temperature(temperature: float, *, has_mtp: bool = False) -> None:
     if has_mtp:
         raise LossError(
             f"temperature is {temperature:g}, and multi-token prediction predicts at temperature 1; leave mtp= out"
-        )
-
-
-def _refuse_mixed_parameters(index: int, group: dict[str, Any]) -> None:
-    """Raise ModelError for group `index` of an optimizer with plain and sharded parameters, if torch's kernels update
-    it.
-    """
-    parameters = group["params"]
-    sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
-    if not 0 < sharded < len(parameters):
-        return
-    # torch's default
-    by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)
-    if group.get("fused") or group.get("foreach") or by_default:
-        raise ModelError(
-            f"group {index} of the optimizer has {sharded} sharded parameters and {len(parameters) - sharded} plain "
-            "ones, which torch's fused and foreach kernels do not take together; use longspan.train.build_optimizer, "
-            "put them in groups of their own, or pass foreach=False"
         )

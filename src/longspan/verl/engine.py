@@ -49,26 +49,8 @@ from longspan.plan.cost.machine import CostSettings
 from longspan.resolve.ways import fastest_plan
 from longspan.train import MicroBatchLoss, MicroBatchTokens, clip_grad_norm, run_step, token_log_probs, token_scores
 from longspan.train.families import share_where_faster
-from longspan.verl.samples import Samples, pad_answers, read_samples, read_temperature
+from longspan.verl.samples import Samples, pad_answers, read_samples
 from longspan.verl.settings import LongspanEngineConfig
-
-
-def refuse_model_settings(model: Any) -> None:
-    """Raise ConfigError for keys of verl's `model` that this engine would leave out."""
-    reasons = {
-        "mtp.enable": (model.mtp.enable, "depths of multi-token prediction are not trained here"),
-        "use_liger": (model.use_liger, "engine.prepare.fused_norms and .compiled choose kernels"),
-        "tiled_mlp.enabled": (model.tiled_mlp.get("enabled"), "use engine.prepare.mlp_tile_tokens"),
-        "target_parameters": (model.target_parameters, "adapters are on linears; name them in target_modules"),
-        "exclude_modules": (model.exclude_modules, "name the linears to adapt in target_modules"),
-        "lora_adapter_path": (
-            model.lora_adapter_path,
-            "an adapter begins anew here; merge the old one into its model",
-        ),
-    }
-    for key, (value, reason) in reasons.items():
-        if value:
-            raise ConfigError(f"model.{key} is {value!r}, which the longspan engine does not follow: {reason}")
 
 
 class _Mode(BaseEngineCtx):
@@ -104,7 +86,23 @@ class LongspanEngine(BaseEngine):
         Raises ConfigError for settings of the model that this engine would leave out.
         """
         super().__init__()
-        refuse_model_settings(model_config)
+        reasons = {
+            "mtp.enable": (model_config.mtp.enable, "depths of multi-token prediction are not trained here"),
+            "use_liger": (model_config.use_liger, "engine.prepare.fused_norms and .compiled choose kernels"),
+            "tiled_mlp.enabled": (model_config.tiled_mlp.get("enabled"), "use engine.prepare.mlp_tile_tokens"),
+            "target_parameters": (
+                model_config.target_parameters,
+                "adapters are on linears; name them in target_modules",
+            ),
+            "exclude_modules": (model_config.exclude_modules, "name the linears to adapt in target_modules"),
+            "lora_adapter_path": (
+                model_config.lora_adapter_path,
+                "an adapter begins anew here; merge the old one into its model",
+            ),
+        }
+        for key, (value, reason) in reasons.items():
+            if value:
+                raise ConfigError(f"model.{key} is {value!r}, which the longspan engine does not follow: {reason}")
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
@@ -163,7 +161,22 @@ class LongspanEngine(BaseEngine):
         if not self.engine_config.forward_only:
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             self.optimizer = build_optimizer(trained, self.optimizer_config)
-            self.lr_scheduler = self._build_schedule()
+            settings = self.optimizer_config  # the schedule is that of verl's FSDP engine
+            total = settings.total_training_steps
+            warmup = settings.lr_warmup_steps
+            if warmup is None or warmup <= 0:
+                warmup = int(settings.lr_warmup_steps_ratio * total)
+            if settings.lr_scheduler_type == "constant":
+                self.lr_scheduler = get_constant_schedule_with_warmup(self.optimizer, num_warmup_steps=warmup)
+            else:
+                self.lr_scheduler = get_cosine_schedule_with_warmup(
+                    self.optimizer,
+                    num_warmup_steps=warmup,
+                    num_training_steps=total,
+                    min_lr_ratio=settings.min_lr_ratio,
+                    num_cycles=settings.num_cycles,
+                    zero_indexed_step=settings.zero_indexed_step,
+                )
         offload = self.is_param_offload_enabled
         self.to("cpu", model=offload, optimizer=self.is_optimizer_offload_enabled, grad=offload)
 
@@ -198,24 +211,6 @@ class LongspanEngine(BaseEngine):
         config = deepcopy(self.model_config.hf_config)  # with verl's override_config
         config._attn_implementation = "sdpa"  # verl's is flash_attention_2, which need not be there
         return config
-
-    def _build_schedule(self) -> Any:
-        """Return verl's schedule of the learning rate over the optimizer, as its FSDP engine has it."""
-        settings = self.optimizer_config
-        total = settings.total_training_steps
-        warmup = settings.lr_warmup_steps
-        if warmup is None or warmup <= 0:
-            warmup = int(settings.lr_warmup_steps_ratio * total)
-        if settings.lr_scheduler_type == "constant":
-            return get_constant_schedule_with_warmup(self.optimizer, num_warmup_steps=warmup)
-        return get_cosine_schedule_with_warmup(
-            self.optimizer,
-            num_warmup_steps=warmup,
-            num_training_steps=total,
-            min_lr_ratio=settings.min_lr_ratio,
-            num_cycles=settings.num_cycles,
-            zero_indexed_step=settings.zero_indexed_step,
-        )
 
     def train_mode(self, **keywords: Any) -> _Mode:
         return _Mode(self, "train", **keywords)
@@ -407,8 +402,16 @@ class LongspanEngine(BaseEngine):
         return result | {"model_output": self._outputs(all_values, samples) if collected else {}}
 
     def _temperature(self, data: Any) -> float:
-        """Return the temperature by which the batch's logits are divided."""
-        return read_temperature(data)
+        """Return the temperature by which the batch's logits are divided. Raises DataError where samples have
+        different ones.
+        """
+        values = torch.as_tensor(tu.get_non_tensor_data(data, "temperature", 1.0), dtype=torch.float64).flatten()
+        if bool((values != values[0]).any()):
+            raise DataError(
+                f"the batch of verl has temperatures from {values.min():g} to {values.max():g}, and all logits of a "
+                "step are divided by one; sample with one temperature"
+            )
+        return float(values[0])
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad()

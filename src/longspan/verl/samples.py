@@ -58,8 +58,11 @@ def read_samples(data: Any) -> Samples:
         )
     ids = [row.numpy() for row in data["input_ids"].unbind()]
     if "responses" in data.keys():  # noqa: SIM118 (a TensorDict)
+        answers = data["responses"]  # of which padding does not count
+        is_real = None if answers.is_nested else data["attention_mask"][:, -answers.shape[1] :]
+        lengths = answers.offsets().diff() if is_real is None else is_real.sum(-1)
         predicted = [
-            np.arange(len(row)) >= len(row) - answer for row, answer in zip(ids, _answer_lengths(data), strict=True)
+            np.arange(len(row)) >= len(row) - answer for row, answer in zip(ids, lengths.tolist(), strict=True)
         ]
     else:
         predicted = [row.numpy().astype(bool) for row in data["loss_mask"].unbind()]
@@ -96,14 +99,6 @@ def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
     return [ImageInput(image, size) for image, size in zip(pixels.split(counts), sizes, strict=True)]
 
 
-def _answer_lengths(data: Any) -> list[int]:
-    """Return the tokens of each sample's answer, padding left out."""
-    answers = data["responses"]
-    if answers.is_nested:
-        return answers.offsets().diff().tolist()
-    return data["attention_mask"][:, -answers.shape[1] :].sum(-1).tolist()
-
-
 def pad_answers(data: Any) -> Any:
     """Return a batch whose numbers of answers (r,) are padded to the longest answer of them all.
 
@@ -122,14 +117,3 @@ def pad_answers(data: Any) -> Any:
             padded[name] = torch.nested.to_padded_tensor(rows, 0, output_size=(len(lengths), width))
     tu.assign_non_tensor(padded, max_response_len=width)
     return padded
-
-
-def read_temperature(data: Any) -> float:
-    """Return the temperature of a batch. Raises DataError where samples have different ones."""
-    values = torch.as_tensor(tu.get_non_tensor_data(data, "temperature", 1.0), dtype=torch.float64).flatten()
-    if bool((values != values[0]).any()):
-        raise DataError(
-            f"the batch of verl has temperatures from {values.min():g} to {values.max():g}, and all logits of a step "
-            "are divided by one; sample with one temperature"
-        )
-    return float(values[0])

@@ -73,7 +73,7 @@ MUTATIONS: dict[str, Change] = {
     "parts for deeper layers are swapped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[::-1])"),
     "a part replaces hidden states": ("bridge.item_rows", ".index_add(1", ".index_copy(1"),
     "positions by local index": (
-        "train.rows.positions",
+        "train.rows.read_rows",
         "parts_of_one[:, position_of_row[rows]]",
         "parts_of_one[:, : len(rows)]",
     ),

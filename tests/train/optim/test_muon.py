@@ -159,12 +159,16 @@ def _contents(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     return contents
 
 
-def _over_ranks(rank: int, root: Path, name: str, home: Layout) -> tuple[dict[str, torch.Tensor], int]:
+def _over_ranks(rank: int, root: Path, names: tuple[str, ...], one: bool) -> list[tuple[dict[str, torch.Tensor], int]]:
+    muon.BUNDLE_NUMBERS = 1500  # several bundles
+    muon.HALVED = 24
+    return [_updated(root, name, Layout(1) if one else HOMES[name][1]) for name in names]
+
+
+def _updated(root: Path, name: str, home: Layout) -> tuple[dict[str, torch.Tensor], int]:
     """Contents after STEPS steps, and how many numbers this rank orthogonalized in these."""
     family, _ = HOMES[name]
     one = home == Layout(1)
-    muon.BUNDLE_NUMBERS = 1500  # several bundles
-    muon.HALVED = 24
     recorded = patch.object(muon, "orthogonalize", wraps=orthogonalize)
     with World(home, backend=backend(), timeout=60) as world, recorded as done:
         model, optimizer = _open(family, world)
@@ -182,11 +186,18 @@ def _over_ranks(rank: int, root: Path, name: str, home: Layout) -> tuple[dict[st
     return contents, numbers
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.whole) for n in HOMES])
-def test_every_home_updates_as_one_rank(tmp_path: Path, name: str) -> None:
-    home = HOMES[name][1]
-    answers = run_ranks(_over_ranks, len(home.ranks), tmp_path, name, home, timeout=120)
-    ((expected, numbers),) = run_ranks(_over_ranks, 1, tmp_path, name, Layout(1), timeout=120)
+MORE = [pytest.param((name,), marks=pytest.mark.whole) for name in HOMES if name not in FEW]
+
+
+@pytest.mark.parametrize("names", [FEW, *MORE], ids=", ".join)
+def test_every_home_updates_as_one_rank(tmp_path: Path, names: tuple[str, ...]) -> None:
+    of_ranks = run_ranks(_over_ranks, len(HOMES[names[0]][1].ranks), tmp_path, names, False, timeout=120)
+    (of_one,) = run_ranks(_over_ranks, 1, tmp_path, names, True, timeout=120)
+    for name, expected, *answers in zip(names, of_one, *of_ranks, strict=True):
+        _check_home(name, *expected, answers)
+
+
+def _check_home(name: str, expected: dict[str, torch.Tensor], numbers: int, answers: list[Any]) -> None:
     results = [contents for contents, _ in answers]
     # no rank repeats what another does, but for routers, of which tensor-parallel ranks have all
     assert numbers <= sum(count for _, count in answers) <= 1.01 * numbers

@@ -22,7 +22,7 @@ from longspan.plan.shape.name_patterns import meets_any
 from longspan.run.checks import check_config, check_optimizer
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from longspan.train.optim.chosen_by_name import check_named_groups, freeze_by_name
+from longspan.train.optim.parameter_groups import check_named_groups, freeze_by_name
 from longspan.train.training import build_run_optimizer
 from tests.model.deep import deep, deep_config
 from tests.model.stock import prepare_untried, texts

@@ -18,7 +18,7 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
-from longspan.train.optim.optimizer_classes import optimizer_class, parse_optimizer_arguments
+from longspan.train.optim.optimizer_classes import optimizer_class
 from longspan.train.optim.parameter_groups import has_weight_decay, parameter_groups
 from longspan.train.optim.schedule import Schedule
 from longspan.train.optim.sharded_trial import check_sharded_update
@@ -156,23 +156,26 @@ ARGUMENTS = [
 ]
 
 
+def choice_of(name: str, *arguments: str) -> OptimizerChoice:
+    return OptimizerChoice.from_section(OptimizerSection(class_=name, lr=1e-2, weight_decay=0.0, arguments=arguments))
+
+
 def test_names_and_arguments_that_are_refused() -> None:
     for name, message in NAMES:
         with pytest.raises(ConfigError, match=message):
             optimizer_class(name)
     for name, text, message in ARGUMENTS:
         with pytest.raises(ConfigError, match=message):
-            parse_optimizer_arguments(name, [text])
+            choice_of(name, text)
 
 
 def test_arguments_are_read_as_json_and_reach_the_class() -> None:
-    texts = ["momentum=0.9", "nesterov=true"]
-    assert parse_optimizer_arguments("sgd", texts) == {"momentum": 0.9, "nesterov": True}
-    assert parse_optimizer_arguments("torch.optim.Adam", ["betas=[0.8, 0.9]"]) == {"betas": (0.8, 0.9)}
+    choice = choice_of("sgd", "momentum=0.9", "nesterov=true")
+    assert dict(choice.arguments) == {"momentum": 0.9, "nesterov": True}
+    assert dict(choice_of("torch.optim.Adam", "betas=[0.8, 0.9]").arguments) == {"betas": (0.8, 0.9)}
     model = torch.nn.Linear(2, 2)
-    choice = OptimizerChoice("sgd", 0.1, 0.0, tuple(parse_optimizer_arguments("sgd", texts).items()))
     (group,) = choice.build(model.parameters()).param_groups
-    assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, True, 0.1)
+    assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, True, 1e-2)
     with pytest.raises(ConfigError, match=r"'sgd' refuses its parameters or arguments .*Nesterov momentum requires"):
         OptimizerChoice("sgd", 0.1, 0.0, (("nesterov", True),)).build(model.parameters())
     with pytest.raises(ConfigError, match=r"knows no weight decay; set optimizer.weight_decay to 0"):
@@ -227,10 +230,8 @@ def _tried(rank: int, home: Layout) -> dict[str, str]:
         model = prepare(load_model(None, "qwen3-tiny", vocab_size=300), world)
         before = [p.detach().clone() for p in model.parameters()]
         for text in (*FITTING, *REFUSED):
-            name, *arguments = text.split()
-            choice = OptimizerChoice(name, 1e-2, 0.0, tuple(parse_optimizer_arguments(name, arguments).items()))
             try:
-                check_sharded_update(choice, model, world)
+                check_sharded_update(choice_of(*text.split()), model, world)
             except ConfigError as error:
                 said[text] = str(error)
         assert all(map(torch.equal, before, (p.detach() for p in model.parameters())))

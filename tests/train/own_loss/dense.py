@@ -3,7 +3,8 @@
 It runs where the model's weights are: a GPU's float32, as in rotary tables, is not the host's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.train import Document, LossTokens, MicroBatchTokens
-from tests.model.stock import gradients_of, texts
+from longspan import Plan, World, run_step
+from longspan.train import Document, LossTokens, MicroBatchTokens, TokenLogProbs
+from tests.model.stock import error, gradients_of, texts
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
 MASKED, WHOLE = 6, 2  # every token of the one is masked, none of the other
@@ -140,3 +142,47 @@ def answer(model: nn.Module, rows: Sequence[Rows], loss: Callable[[Sequence[Rows
     value = loss(rows) / divisor
     value.backward(retain_graph=True)
     return Answer(value.item(), {name: g.clone() for name, g in gradients_of(model).items()})
+
+
+def values_of_tokens(rows: Sequence[Rows], documents: Sequence[Document], also: Sequence[str]) -> list[np.ndarray]:
+    """Of each document's tokens the log-probabilities and what `also` names (1 + k, n); 0 where none is predicted."""
+    tokens = [np.zeros((1 + len(also), len(document))) for document in documents]
+    for values, row in zip(tokens, rows, strict=True):
+        numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in also)])
+        values[:, row.at.position.cpu().numpy() + 1] = numbers.cpu().numpy()
+    return tokens
+
+
+def loss_errors(
+    model: nn.Module,
+    plan: Plan,
+    documents: Any,
+    world: World,
+    answers: Mapping[str, Answer],
+    losses: Mapping[str, tuple[Any, ...]],
+    **step: Any,
+) -> dict[str, float]:
+    """Of each loss (…, loss, …, divisor) the largest error of a step's loss and gradients, and of an evaluation's."""
+    names, errors = {name for name, p in model.named_parameters() if p.requires_grad}, dict[str, float]()
+    for name, wanted in answers.items():
+        _, loss, _, divisor = losses[name]
+        result = run_step(model, plan, documents, world, loss=loss, divisor=divisor, **step)
+        gradients = gradients_of(model)
+        worst = [error(gradients[n], wanted.gradients[n]) for n in gradients] if gradients.keys() == names else [np.inf]
+        evaluated = run_step(model, plan, documents, world, loss=loss, divisor=divisor, backward=False, **step)
+        errors[name] = max(*worst, *(abs(x.loss / wanted.loss - 1) for x in (result, evaluated)))
+        model.zero_grad()
+    return errors
+
+
+def token_error(
+    found: TokenLogProbs, tokens: Sequence[np.ndarray], documents: Sequence[Document], also: Sequence[str]
+) -> float:
+    """The largest error of tokens' values, as a share of 4, and of documents' weighted sums, of 50."""
+    apart = list[float]()
+    for row, value_of in enumerate((found.of, *(partial(found.value, name) for name in also))):
+        apart += [np.abs(value_of(d) - values[row]).max() / 4 for d, values in enumerate(tokens)]
+    for document, total, values in zip(documents, found.sums, tokens, strict=False):
+        weights = document.token_values(np.arange(len(document)))["weights"]
+        apart.append(abs(total - (values[0] * weights).sum()) / 50)
+    return max(apart)

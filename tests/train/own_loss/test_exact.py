@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, run_step, token_log_probs
+from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, token_log_probs
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import MicroBatchLoss
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
-from tests.model.stock import REFERENCE, error, gradients_of, prepare_untried
+from tests.model.stock import REFERENCE, prepare_untried
 from tests.train.own_loss.dense import (
     LENGTHS,
     Answer,
     answer,
     by_document,
     documents_of,
+    loss_errors,
     micro_batch_loss,
     of_sets,
     own,
@@ -30,6 +31,8 @@ from tests.train.own_loss.dense import (
     policy_loss,
     rows_of,
     targets_of,
+    token_error,
+    values_of_tokens,
     weighted,
 )
 
@@ -108,11 +111,8 @@ def dense(case: Case) -> Dense:
     """What one process says of each loss, and of each document's tokens the log-probabilities and ALSO (5, n)."""
     model, documents = model_of(case.family, case.layers).to(REFERENCE), documents_of()
     rows, model = rows_of(model, documents, case.temperature), unwrap_peft_model(model)
-    tokens = [np.zeros((5, len(document))) for document in documents]
-    for values, row in zip(tokens, rows, strict=True):
-        numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in ALSO)])
-        values[:, row.at.position.cpu().numpy() + 1] = numbers.cpu().numpy()
     losses = {name: (loss, by) for name, (loss, _, by, _) in LOSSES.items() if name in losses_of(case)}
+    tokens = values_of_tokens(rows, documents, ALSO)
     return {name: answer(model, rows, *how) for name, how in losses.items()}, tokens
 
 
@@ -131,28 +131,10 @@ def compare(rank: int, ranks: int, whole: bool, wanted: list[Dense]) -> dict[str
 
 def _errors(case: Case, world: World, answers: dict[str, Answer], tokens: list[np.ndarray]) -> dict[str, float]:
     model = prepare_untried(model_of(case.family, case.layers), world, **dict(case.options))
-    names, documents = {name for name, p in model.named_parameters() if p.requires_grad}, documents_of()
-    plan = case.plan(case.home)
-    found = dict[str, float]()
-    for name, wanted in answers.items():
-        _, loss, _, divisor = LOSSES[name]
-        step: dict[str, Any] = {"loss": loss, "divisor": divisor, "loss_chunk_rows": case.chunk}
-        step["temperature"] = case.temperature
-        result = run_step(model, plan, documents, world, **step)
-        gradients = gradients_of(model)
-        worst = [error(gradients[n], wanted.gradients[n]) for n in gradients] if gradients.keys() == names else [np.inf]
-        evaluated = run_step(model, plan, documents, world, backward=False, **step)
-        losses = [abs(x.loss / wanted.loss - 1) for x in (result, evaluated)]
-        found[name] = max(*worst, *losses)
-        model.zero_grad()
-    log_probs = token_log_probs(model, plan, documents, world, case.chunk, also=ALSO, temperature=case.temperature)
-    apart = [np.abs(log_probs.of(d) - values[0]).max() / 4 for d, values in enumerate(tokens)]
-    for row, name in enumerate(ALSO, start=1):
-        apart += [np.abs(log_probs.value(name, d) - values[row]).max() / 4 for d, values in enumerate(tokens)]
-    for number, (document, total) in enumerate(zip(documents, log_probs.sums, strict=True)):
-        weights = document.token_values(np.arange(len(document)))["weights"]
-        apart.append(abs(total - (tokens[number][0] * weights).sum()) / 50)
-    return found | {"log-probabilities": max(apart)}
+    documents, plan, step = documents_of(), case.plan(case.home), {"temperature": case.temperature}
+    found = loss_errors(model, plan, documents, world, answers, LOSSES, loss_chunk_rows=case.chunk, **step)
+    log_probs = token_log_probs(model, plan, documents, world, case.chunk, also=ALSO, **step)
+    return found | {"log-probabilities": token_error(log_probs, tokens, documents, ALSO)}
 
 
 @cache

@@ -13,17 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from longspan import (
-    Document,
-    DocumentLoss,
-    Layout,
-    World,
-    load_model,
-    plan_dynamic,
-    plan_fixed,
-    run_step,
-    token_log_probs,
-)
+from longspan import Document, DocumentLoss, Layout, World, load_model, plan_dynamic, plan_fixed, token_log_probs
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
@@ -31,12 +21,13 @@ from longspan.train import MicroBatchLoss, SharedDocuments, share_prefixes
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.seams.test_mixers import small_config
-from tests.model.stock import REFERENCE, error, gradients_of, prepare_untried, random_model, tiny
+from tests.model.stock import REFERENCE, prepare_untried, random_model, tiny
 from tests.mutation import mutated
 from tests.train.own_loss.dense import (
     Answer,
     answer,
     by_document,
+    loss_errors,
     micro_batch_loss,
     of_sets,
     own,
@@ -44,6 +35,8 @@ from tests.train.own_loss.dense import (
     policy_loss,
     rows_of,
     targets_of,
+    token_error,
+    values_of_tokens,
     weighted,
 )
 
@@ -159,7 +152,6 @@ CASES = [
     Case(Layout(1), fixed(1, 100), least=14),  # one generation, and several micro-batches
     *(Case(Layout(1), ONE, family) for family in ("deepseek-v3", "deep gpt-oss")),
     Case(Layout(2), fixed(2, 60), losses=("micro-batches", "groups")),
-    Case(Layout(2, tp=2), ONE, "llama"),
     Case(Layout(2, pp=2), fixed(1, 100), losses=("weights", "tokens")),
     Case(Layout(2), dynamic(55), "qwen3-next-tiny"),
     Case(Layout(4), fixed(4, 60, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=2), "deep gpt-oss"),
@@ -174,7 +166,7 @@ MORE = [
     Case(Layout(2), fixed(2, 70), "bamba-tiny", options=FULL),
     Case(Layout(2), dynamic(55), "deep gpt-oss", options=SELECTIVE),
     Case(Layout(2, tp=2), fixed(1, 200, row_multiple=2), options=(("sequence_parallel", True),)),
-    Case(Layout(2, tp=2), ONE, "qwen3-next-tiny"),
+    *(Case(Layout(2, tp=2), ONE, family) for family in ("llama", "qwen3-next-tiny")),
     Case(Layout(2, pp=2), fixed(1, 100), "bamba-tiny", options=FULL),
     Case(Layout(2), fixed(2, 70, partition="contiguous"), "small lfm2"),
     Case(Layout(2), dynamic(40), **OF_CHAIN),
@@ -229,44 +221,19 @@ def dense(family: str, losses: tuple[str, ...], named: str = "tree") -> Dense:
     with casts_in_float64():
         rows = rows_of(model, documents)
         answers = {name: answer(whole, rows, LOSSES[name][0], LOSSES[name][2]) for name in losses}
-    tokens = [np.zeros((1 + len(ALSO), len(document))) for document in documents]
-    for values, row in zip(tokens, rows, strict=True):
-        numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in ALSO)])
-        values[:, row.at.position.cpu().numpy() + 1] = numbers.cpu().numpy()
-    return answers, tokens
+    return answers, values_of_tokens(rows, documents, ALSO)
 
 
 def errors_of(case: Case, world: World, answers: dict[str, Answer], tokens: list[np.ndarray]) -> dict[str, float]:
     stock = model_of(case.family)  # which imports its module
     with casts_in_float64():
         model = prepare_untried(stock, world, **dict(case.options))
-        return _errors_of(case, model, world, answers, tokens)
-
-
-def _errors_of(
-    case: Case, model: Any, world: World, answers: dict[str, Answer], tokens: list[np.ndarray]
-) -> dict[str, float]:
-    names = {name for name, p in model.named_parameters() if p.requires_grad}
-    whole = DOCUMENTS[case.documents]()
-    shared = share_prefixes(whole, least_rows=case.least)
-    plan = case.plan(case.home, shared)
-    errors = dict[str, float]()
-    for name, wanted in answers.items():
-        _, loss, _, divisor = LOSSES[name]
-        result = run_step(model, plan, shared, world, loss=loss, divisor=divisor)
-        gradients = gradients_of(model)
-        worst = [error(gradients[n], wanted.gradients[n]) for n in gradients] if gradients.keys() == names else [np.inf]
-        evaluated = run_step(model, plan, shared, world, loss=loss, divisor=divisor, backward=False)
-        errors[name] = max(*worst, *(abs(x.loss / wanted.loss - 1) for x in (result, evaluated)))
-        model.zero_grad()
-    log_probs = token_log_probs(model, plan, shared, world, also=ALSO)
-    apart = [np.abs(log_probs.of(d) - values[0]).max() / 4 for d, values in enumerate(tokens)]
-    for row, name in enumerate(ALSO, start=1):
-        apart += [np.abs(log_probs.value(name, d) - values[row]).max() / 4 for d, values in enumerate(tokens)]
-    for document, total, values in zip(whole, log_probs.sums, tokens, strict=False):
-        weights = document.token_values(np.arange(len(document)))["weights"]
-        apart.append(abs(total - (values[0] * weights).sum()) / 50)
-    return errors | {"log-probabilities": max(apart)}
+        whole = DOCUMENTS[case.documents]()
+        shared = share_prefixes(whole, least_rows=case.least)
+        plan = case.plan(case.home, shared)
+        errors = loss_errors(model, plan, shared, world, answers, LOSSES)
+        log_probs = token_log_probs(model, plan, shared, world, also=ALSO)
+        return errors | {"log-probabilities": token_error(log_probs, tokens, whole, ALSO)}
 
 
 def compare(rank: int, cases: list[Case], wanted: list[Dense]) -> list[dict[str, float]]:
@@ -308,8 +275,8 @@ MUTATIONS = {
     ),
     "rows of a loss count from the branch": (
         "train.terms.loss_tokens",
-        "positions + shared_rows_before(",
-        "positions + 0 * shared_rows_before(",
+        "positions + shared_rows",
+        "positions + 0 * shared_rows",
     ),
     "tokens of a micro-batch count from the branch": (
         "train.terms.micro_batch_loss",
@@ -330,6 +297,7 @@ def errors_of_mutations(rank: int, wanted: Dense) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.whole
 def test_mutations_are_noticed() -> None:
     (errors,) = run_ranks(errors_of_mutations, 1, dense("qwen3", ("weights", "tokens", "micro-batches")))
     assert errors.pop("nothing") < 1e-12 and min(errors.values()) > 1e-6, errors

@@ -52,7 +52,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "weights forgotten in the pass ahead": (
         (LOG_PROBS, "targets.weighted_rows(numbers, self._columns, self._scores)", "numbers"), "all"),
     "weights multiplied beside a loss of one's own": (
-        (OWN + "token_loss", "total = losses.sum(",
+        (OWN + "loss_tokens", "total = losses.sum(",
          'total = (losses * targets.loss_rows(part, leaf.dtype)["weights"]).sum('),
         "tokens"),
     "the loss called on padding": (
@@ -66,7 +66,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         "tokens"),
     "a gradient of the softmax alone": (
         ("train.log_probs", ".scatter_add_(1, columns, slopes.unsqueeze(1))", ""), ALL),
-    "a head's gradient of one chunk": ((LOSS, "        total += gradient", "        pass"), ALL),
+    "a head's gradient of one chunk": ((LOSS, "total_gradient += chunk_gradient", "pass"), ALL),
 }  # fmt: skip
 BATCHES = (
     MicroBatch((Group((0, 1), (0, 1, 2), (13, 1, 30)),)),

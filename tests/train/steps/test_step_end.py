@@ -55,8 +55,8 @@ def _on_device(*, chosen: bool) -> Iterator[list[str]]:
             patched.setattr(Tensor, name, noting(name))
         patched.setattr(step, "launch_passes", launch)
         patched.setattr(OnePassAdamW, "step", update)
-        of_mesh = gradient_norm._FirstCopies._is_first_copy  # a mesh is a tensor of the host
-        patched.setattr(gradient_norm._FirstCopies, "_is_first_copy", _uncounted(of_mesh, counting))
+        of_mesh = gradient_norm._FirstCopies.__call__  # a mesh is a tensor of the host
+        patched.setattr(gradient_norm._FirstCopies, "__call__", _uncounted(of_mesh, counting))
         patched.setattr(step_end, "sums_stay_on_device", lambda world: chosen)
         if chosen:
             patched.setattr(step_end, "_sum_over_channel", _uncounted(step_end._sum_over_channel, counting))

@@ -96,18 +96,13 @@ def kernel_supports(update: Update) -> bool:
     """
     parameter, gradient, mean, square = tensors = update[:4]
     return (
-        on_gpu(parameter)
+        parameter.is_cuda
         and all(tensor.dtype in _DTYPES and tensor.is_contiguous() for tensor in tensors)
         and mean.dtype == square.dtype
         and parameter.shape == gradient.shape
         and (update.places is None or update.places.is_flat or update.places.inner < 1 << 31)
         and import_triton_kernels(_KERNELS) is not None
     )
-
-
-def on_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a CUDA device."""
-    return tensor.device.type == "cuda"
 
 
 def launch_update_kernels(updates: Sequence[Update], scale: Tensor | None) -> int:
@@ -183,7 +178,7 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
         PackedMoments(update.mean, update.square, update.parameter.numel()) if update.moments_rounding else None
     )
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
-    wide = torch.float64 if update.parameter.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(update.parameter.dtype, torch.float32)
     scale = None if scale is None else scale.to(wide)
     chunk = numbers_per_chunk(flat[0].device)
     for start in range(0, len(flat[0]), chunk):

@@ -402,7 +402,6 @@ class _OffloadedUpdate:
 
         Each part but the last of a parameter counts its step in a copy: the parameter's own count moves on once.
         """
-        # Each part but the last counts steps in a copy: the count of a parameter moves on once.
         states = list[dict[str, Any]]()
         pairs = list[tuple[Tensor, Tensor]]()
 

@@ -10,14 +10,11 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from longspan.config.sections import OptimizerSection
+from longspan.config.text_values import read_arguments
 from longspan.errors import ConfigError
 from longspan.train.optim.eight_bit_adamw import EightBitAdamW
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
-from longspan.train.optim.optimizer_classes import (
-    check_optimizer_arguments,
-    optimizer_class,
-    parse_optimizer_arguments,
-)
+from longspan.train.optim.optimizer_classes import KEYS_OF_ARGUMENTS, check_optimizer_arguments, optimizer_class
 from longspan.train.optim.parameter_groups import parameter_groups
 from longspan.train.optim.stochastic_rounding import RoundingBits
 
@@ -43,8 +40,16 @@ class OptimizerChoice:
 
     @classmethod
     def from_section(cls, optimizer: OptimizerSection) -> "OptimizerChoice":
-        """Read the choice of [optimizer]. Raises ConfigError for a class that cannot train, or for its arguments."""
-        arguments = parse_optimizer_arguments(optimizer.class_, optimizer.arguments)
+        """Read the choice of [optimizer].
+
+        Raises ConfigError for a class that cannot train, and for an argument that has a key of its own, or that the
+        class does not take.
+        """
+        given = read_arguments("optimizer.arguments", optimizer.arguments)
+        for key in KEYS_OF_ARGUMENTS.keys() & given.keys():
+            raise ConfigError(f"optimizer.arguments has {key}, which is {KEYS_OF_ARGUMENTS[key]}")
+        check_optimizer_arguments(optimizer.class_, given)
+        arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
         if optimizer.class_ in _WITH_BETAS:
             arguments = {"betas": BETAS} | arguments
         settings = tuple(arguments.items())

@@ -3,12 +3,11 @@
 import importlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import SGD, AdamW, Optimizer
 
-from longspan.config.text_values import read_arguments
 from longspan.errors import ConfigError
 from longspan.train.optim.muon import Muon
 
@@ -45,32 +44,17 @@ def optimizer_class(name: str) -> type[Optimizer]:
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"optimizer.class {name!r} is {kind!r}, no class of torch.optim.Optimizer")
-    if reason := _REFUSED.get(kind.__name__) or _class_fault_text(kind):
+    reason = _REFUSED.get(kind.__name__, "")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if not reason and not accepts_argument(kind, "lr"):
+        reason = "it takes no lr, which the schedule sets at every step"
+    elif not reason and closure is not None and closure.default is inspect.Parameter.empty:
+        reason = "its step needs a closure that evaluates the loss again"
+    if reason:
         raise ConfigError(
             f"optimizer.class {name!r} cannot train here: {reason}; use {_INSTEAD.get(kind.__name__, 'adamw')}"
         )
     return kind
-
-
-def _class_fault_text(kind: type[Optimizer]) -> str:
-    """Return why a class cannot train in a run, by its arguments and those of its step; "" if it can."""
-    if not accepts_argument(kind, "lr"):
-        return "it takes no lr, which the schedule sets at every step"
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        return "its step needs a closure that evaluates the loss again"
-    return ""
-
-
-def parse_optimizer_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Read the arguments of an optimizer's class, as `read_arguments` does, and check them. Raises ConfigError for one
-    that has a key of its own, or that the class does not take.
-    """
-    arguments = read_arguments("optimizer.arguments", texts)
-    for key in KEYS_OF_ARGUMENTS.keys() & arguments.keys():
-        raise ConfigError(f"optimizer.arguments has {key}, which is {KEYS_OF_ARGUMENTS[key]}")
-    check_optimizer_arguments(name, arguments)
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
 def check_optimizer_arguments(name: str, arguments: Mapping[str, Any]) -> None:

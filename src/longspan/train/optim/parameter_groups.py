@@ -1,8 +1,9 @@
-"""Parameters of a model divided into groups of one learning rate and weight decay."""
+"""Parameters of a model in groups of one learning rate and weight decay, and which are frozen or grouped by name."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.config.sections import NamedGroup
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, plural
+from longspan.model.layers import towers_beside_text_model
 from longspan.plan.shape.name_patterns import meets_any
 from longspan.train.optim.muon import is_layer_matrix
 from longspan.train.optim.optimizer_classes import accepts_argument, optimizer_class
 
+_SHOWN = 16  # kinds of names that an error lists
 _BIAS_OR_NORM = re.compile(r"bias$|(norm\d*|ln_\w+)\.[^.]+$")  # the parameter itself, or the module that it is in
 
 
@@ -35,8 +38,12 @@ def parameter_groups(
     knows_decay = accepts_argument(optimizer_class(name), "weight_decay")
     if (weight_decay or any(group.weight_decay for group in named_groups)) and not knows_decay:
         raise ConfigError(f"optimizer.class {name!r} knows no weight decay; set optimizer.weight_decay to 0")
-    if rates is not None:
-        _check_rates(model, rates)
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    if unknown := [name for name in rates or () if name not in modules]:
+        raise ConfigError(
+            f"lr has a rate for {unknown[0]!r}, which is no module of this {type(model).__name__}; it has "
+            f"{', '.join(name for name, _ in model.named_children())}, and modules inside these"
+        )
     groups = defaultdict[tuple[bool, bool, float, bool, float], list[nn.Parameter]](list)
     for parameter, names in names_of_parameters(model).items():
         if parameter.requires_grad:
@@ -77,16 +84,6 @@ def find_named_group(groups: Sequence[NamedGroup], names: Iterable[str]) -> Name
     return next((group for group in reversed(groups) if any(meets_any([group.pattern], x) for x in names)), None)
 
 
-def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
-    """Raise ConfigError for a rate of a name that is no module of the model."""
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    if unknown := [name for name in rates if name not in modules]:
-        raise ConfigError(
-            f"lr has a rate for {unknown[0]!r}, which is no module of this {type(model).__name__}; it has "
-            f"{', '.join(name for name, _ in model.named_children())}, and modules inside these"
-        )
-
-
 def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
     """Return the name of the innermost of these modules that holds a parameter. Raises ConfigError if none does."""
     around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
@@ -107,3 +104,62 @@ def has_weight_decay(name: str, parameter: Tensor) -> bool:
     False
     """
     return parameter.ndim >= 2 and not _BIAS_OR_NORM.search(name.lower())
+
+
+# ---- parameters that a run freezes or groups by patterns of names, in the whole model, before it is prepared
+
+
+def freeze_by_name(model: Any, patterns: Sequence[str]) -> None:
+    """Freeze the parameters that patterns meet, in place, outside towers of images.
+
+    Raises ConfigError for a pattern that meets none, and where nothing is left to train.
+    """
+    tower_parameters = {parameter for tower in towers_beside_text_model(model) for parameter in tower.parameters()}
+    names = {p: own_names for p, own_names in names_of_parameters(model).items() if p not in tower_parameters}
+    _check_patterns_meet("train.freeze", patterns, names.values())
+    for parameter, own_names in names.items():
+        if any(meets_any(patterns, name) for name in own_names):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"train.freeze has {', '.join(patterns)}, which leaves nothing to train; freeze less")
+
+
+def check_named_groups(model: nn.Module, texts: Sequence[str], *, stages: int) -> None:
+    """Raise ConfigError for a group that meets no parameter that is trained, for weight decay of parameters that have
+    none, and for a group that meets one end of tied weights alone, of which first and last of several `stages` have a
+    copy each.
+    """
+    groups = [*map(NamedGroup.from_text, texts)]
+    names = {p: own_names for p, own_names in names_of_parameters(model).items() if p.requires_grad}
+    _check_patterns_meet("optimizer.groups", [group.pattern for group in groups], names.values())
+    for text, group in zip(texts, groups, strict=True):
+        met_parameters = {
+            x: p for p, own_names in names.items() for x in own_names if meets_any([group.pattern], x)
+        }
+        if group.weight_decay and not any(
+            has_weight_decay(name, parameter) for name, parameter in met_parameters.items()
+        ):
+            raise ConfigError(
+                f"optimizer.groups has {text!r}, which meets {plural(len(met_parameters), 'parameter')}, norms and "
+                "biases alone: these have no weight decay; leave weight_decay out of it, or name matrices"
+            )
+    for own_names in names.values():
+        groups_of_names = (find_named_group(groups, [name]) for name in own_names)
+        if stages > 1 and len({group and (group.lr, group.weight_decay) for group in groups_of_names}) > 1:
+            raise ConfigError(
+                f"optimizer.groups gives {' and '.join(own_names)}, which are one tied weight, different settings, and "
+                f"parallel.pp is {stages}: stages have a copy each; give one entry for each name, with equal settings"
+            )
+
+
+def _check_patterns_meet(key: str, patterns: Sequence[str], names: Iterable[Sequence[str]]) -> None:
+    """Raise ConfigError for a pattern of this key that meets none of the parameters' names, and list kinds of names."""
+    all_names = [*chain.from_iterable(names)]
+    for pattern in patterns:
+        if not any(meets_any([pattern], name) for name in all_names):
+            kinds = dict.fromkeys(re.sub(r"\d+", "N", name) for name in all_names)
+            shown = ", ".join([*kinds][:_SHOWN]) + (" …" if len(kinds) > _SHOWN else "")
+            raise ConfigError(
+                f"{key} has {pattern!r}, which meets none of {plural(len(all_names), 'name')} of trained parameters of "
+                f"the language model; these are {shown or 'none'}, with N for numbers"
+            )

@@ -57,14 +57,11 @@ class Schedule:
         """Return the learning rate of step 0, 1, …, steps − 1; later steps have the rate of the last."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * self._curve_height(step))
-
-    def _curve_height(self, step: int) -> float:
-        """Return the share (0 to 1) that is left of the way from the least rate to the peak; the curve's first step is
-        below 1.
-        """
-        if self.shape == "constant":
-            return 1.0
         start = self.steps - self.decay_steps if self.shape == "wsd" else self.warmup
         progress = min(1.0, max(0.0, (step - start + 1) / max(1, self.steps - start)))
-        return 0.5 * (1.0 + math.cos(math.pi * progress)) if self.shape == "cosine" else 1.0 - progress
+        height = 1.0 - progress  # the share that is left of the way from the least rate to the peak
+        if self.shape == "constant":
+            height = 1.0
+        elif self.shape == "cosine":
+            height = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * height)

@@ -14,9 +14,8 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 
 CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
-_Settings = Mapping[str, Any]
 # Classes that update each number by itself, and the numbers that they keep of it under a group's settings.
-STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
+STATES: dict[type[optim.Optimizer], Callable[[Mapping[str, Any]], int]] = {
     **dict.fromkeys((OnePassAdamW, optim.Adam, optim.AdamW), lambda group: 2 + bool(group["amsgrad"])),
     **dict.fromkeys((optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop), lambda _: 2),
     **dict.fromkeys((optim.Adagrad, optim.ASGD), lambda _: 1),
@@ -119,7 +118,6 @@ def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
 
     A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
     """
-    # A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
     local = local_tensor(parameter.detach())
     gradient = None if parameter.grad is None else local_tensor(parameter.grad)
     flat = local.is_contiguous() and (gradient is None or gradient.is_contiguous())

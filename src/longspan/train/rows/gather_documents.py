@@ -125,21 +125,15 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
             numbers = np.asarray(group.documents, dtype=np.int64)
             for member, slot in enumerate(group.slots):
                 segments = group.shares.segments(member)
-                runs = segments.start, segments.stop, numbers[segments.document]
-                by_slot[slot].append(self._rows_to_read(*runs, ahead=depths + 1))
+                document = numbers[segments.document]
+                length = self._facts.lengths[document]
+                # Labels of a run's last rows are further on, as far as its document has tokens.
+                stop = np.minimum(segments.stop + depths + 1, length)
+                is_real = segments.start < length  # a document laid out longer than it is ends in padding
+                runs = self._facts.starts[document] + np.stack([segments.start, stop])
+                by_slot[slot].append(runs.T[is_real])
         merged_runs = [_merge_runs(np.concatenate(runs)) for runs in by_slot]
         return [merged_runs[home.coordinates(rank).slot] for rank in home.ranks]
-
-    def _rows_to_read(self, start: Integers, stop: Integers, document: Integers, *, ahead: int) -> Integers:
-        """Return the runs of rows (n, 2) among those of all documents, for rows `start` to `stop` of each `document`
-        (n,).
-
-        Each run has `ahead` rows more, as far as its document has them: labels of its last ones.
-        """
-        length = self._facts.lengths[document]
-        real = start < length  # a document laid out longer than it is ends in padding
-        start, stop = (self._facts.starts[document] + x for x in (start, np.minimum(stop + ahead, length)))
-        return np.stack([start, stop], axis=1)[real]
 
     def read_column(self, column: str, document: int, positions: Any) -> Integers:
         """Return a column (n,) at these positions of a document: an array, an index or a slice.
@@ -247,10 +241,27 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     """
 
     def read_local_documents() -> "_ReadDocuments":
-        """Read every document that this rank brings, once."""
-        _check_local_documents(local)
+        """Read every document that this rank brings, once.
+
+        Raises DataError for what is no list of documents, and for MediaDocuments: neither their items nor the positions
+        that they give to rows of images (M-RoPE) are among the columns that travel.
+        """
+        for name in ("items", "positions"):  # a callable `items` is a mapping's method, and refused below
+            if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
+                raise DataError(
+                    f"the documents ({type(local).__name__}) have {name}, and rows of encoders do not move with those "
+                    "of documents; give all ranks the same MediaDocuments instead of gathering them"
+                )
+        if isinstance(local, Mapping) or not (hasattr(local, "__iter__") or hasattr(local, "__getitem__")):
+            raise DataError(
+                f"gather_documents got {short_text(local)}; give a list of documents, which is empty on a rank without "
+                "any; of a batch of tensors longspan.train.documents_of(batch).documents are some"
+            )
+        # By number where that is possible, as a data set of torch need not end an iteration.
+        source: Any = local
+        by_number = hasattr(source, "__len__") and hasattr(source, "__getitem__")
         read_documents = _ReadDocuments()
-        for number, document in enumerate(_iterate_documents(local)):
+        for number, document in enumerate((source[i] for i in range(len(source))) if by_number else source):
             read_documents.add_document(number, document)
         return read_documents
 
@@ -352,31 +363,6 @@ class _ReadDocuments:
         return np.concatenate([np.empty((0, len(columns)), dtype=np.int64), *rows])
 
 
-def _check_local_documents(local: Any) -> None:
-    """Raise DataError for what is no list of documents, and for MediaDocuments: neither their items nor the positions
-    that they give to rows of images (M-RoPE) are among the columns that travel.
-    """
-    for name in ("items", "positions"):  # a callable `items` is a mapping's method, and refused below
-        if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
-            raise DataError(
-                f"the documents ({type(local).__name__}) have {name}, and rows of encoders do not move with those of "
-                "documents; give all ranks the same MediaDocuments instead of gathering them"
-            )
-    if isinstance(local, Mapping) or not (hasattr(local, "__iter__") or hasattr(local, "__getitem__")):
-        raise DataError(
-            f"gather_documents got {short_text(local)}; give a list of documents, which is empty on a rank without "
-            "any; of a batch of tensors longspan.train.documents_of(batch).documents are some"
-        )
-
-
-def _iterate_documents(local: Any) -> Iterable[Any]:
-    """Return an iterable over a caller's documents: by number where that is possible, as a data set of torch need not
-    end an iteration.
-    """
-    by_number = hasattr(local, "__len__") and hasattr(local, "__getitem__")
-    return (local[number] for number in range(len(local))) if by_number else local
-
-
 # ---- what all ranks make of the shares
 
 
@@ -386,8 +372,29 @@ def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
     Raises DataError on every rank for names of values that not all have, and for documents that two ranks bring.
     """
     shares = world.control.gather_objects(local.make_share(), "lengths of documents")
-    _refuse_other_value_names(shares, world.home.ranks)
-    _refuse_same_documents(shares, world.home.ranks)
+    having = [(rank, share) for rank, share in zip(world.home.ranks, shares, strict=True) if len(share.facts)]
+    all_names = {name for _, share in having for name in share.names} - {number_column(WEIGHTS)}
+    for name in sorted(all_names):
+        lacking = [rank for rank, share in having if name not in share.names]
+        if lacking:
+            brings = [rank for rank, share in having if name in share.names]
+            raise on_all_ranks(
+                DataError(
+                    f"documents of ranks {excerpt(brings)} have {name[1:]!r} and those of ranks {excerpt(lacking)} "
+                    "have not; give the documents of a step the same values, 0 where they do not matter"
+                )
+            )
+    first_with = dict[bytes, int]()
+    for rank, share in having:
+        if share.digest and (first := first_with.setdefault(share.digest, rank)) != rank:
+            raise on_all_ranks(
+                DataError(
+                    f"ranks {first} and {rank} bring the same {len(share.facts)} documents of "
+                    f"{excerpt(share.facts[:, 0].tolist())} tokens, which would count twice; let each rank load "
+                    "documents of its own (DistributedSampler), or give [] on ranks that load what another does, as "
+                    "ranks of one slot may. Documents that all ranks have go to run_step as they are"
+                )
+            )
     facts = np.concatenate([share.facts for share in shares])  # columns: length, 4 more
     lengths = facts[:, 0]
     facts = np.column_stack([facts, np.cumsum(lengths) - lengths])
@@ -400,34 +407,3 @@ def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
     table = local.row_table(columns)
     rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
     return GatheredDocuments(world, numbers, tuple(columns), ends, Facts(*facts.T), rows, rows)
-
-
-def _refuse_other_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
-    """Raise DataError, on every rank, for values that documents of some ranks bring and those of others do not."""
-    having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
-    all_names = {name for _, share in having for name in share.names} - {number_column(WEIGHTS)}
-    for name in sorted(all_names):
-        brings = [rank for rank, share in having if name in share.names]
-        if len(brings) < len(having):
-            lacking = [rank for rank, share in having if name not in share.names]
-            raise on_all_ranks(
-                DataError(
-                    f"documents of ranks {excerpt(brings)} have {name[1:]!r} and those of ranks {excerpt(lacking)} "
-                    "have not; give the documents of a step the same values, 0 where they do not matter"
-                )
-            )
-
-
-def _refuse_same_documents(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
-    """Raise DataError, on every rank, where two ranks bring the same documents, by digests of shares that have one."""
-    first_with = dict[bytes, int]()
-    for rank, share in zip(ranks, shares, strict=True):
-        if share.digest and (first := first_with.setdefault(share.digest, rank)) != rank:
-            raise on_all_ranks(
-                DataError(
-                    f"ranks {first} and {rank} bring the same {len(share.facts)} documents of "
-                    f"{excerpt(share.facts[:, 0].tolist())} tokens, which would count twice; let each rank load "
-                    "documents of its own (DistributedSampler), or give [] on ranks that load what another does, as "
-                    "ranks of one slot may. Documents that all ranks have go to run_step as they are"
-                )
-            )

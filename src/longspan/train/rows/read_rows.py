@@ -4,7 +4,7 @@ The label of position p of a document is what its token p + 1 is to be; a docume
 none. So labels are made inside documents, before the sequence is split.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +20,8 @@ from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.model.layers import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.model_calls import PARTS_OF_POSITIONS
 from longspan.plan import MicroBatch, Plan
-from longspan.train.rows.positions import read_own_positions
 from longspan.train.rows.visible_spans import bind_spans
 from longspan.train.step_inputs import StepInputs
 
@@ -145,14 +145,28 @@ class _Reader:
         # True at the placeholders of items, which are neither inputs nor targets.
         hidden = None if self.items is None else self.items.placeholder_mask(document, start, end)
         positions = np.arange(start, end)
-        tokens = self._read_tokens(value, document, positions, hidden)
+        indexed = np.asarray(value) if isinstance(value, list | tuple) else value
+        tokens = np.asarray(indexed[torch.from_numpy(positions) if isinstance(indexed, Tensor) else positions])
+        check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
+        if hidden is not None:
+            tokens = np.where(hidden, 0, tokens)
+        self._check_vocabulary(document, tokens, positions, "token id")
+        tokens = tokens.astype(np.int64)
         # A row predicts the next token, or has a score of its own.
         predicted_by_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
-        labels = tokens[predicted_by_rows]
-        if isinstance(value, Labelled) or hidden is not None:
-            labels = self._read_labels(value, document, positions[predicted_by_rows], labels, hidden)
-        values = value.token_values(positions[predicted_by_rows]) if isinstance(value, Valued) else {}
-        self.names.check_values(document, values, positions[predicted_by_rows])
+        next_positions = positions[predicted_by_rows]
+        next_tokens = tokens[predicted_by_rows]
+        labels = next_tokens
+        if isinstance(value, Labelled):
+            labels = np.asarray(value.labels(next_positions))
+            check_integers(document, labels, next_positions, "its labels are token ids, or −100")
+        if hidden is not None:  # it begins one position before labels
+            labels = np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))
+        if labels is not next_tokens:  # tokens have been checked
+            ids_or_0 = np.where(labels == NO_TARGET, 0, labels)
+            self._check_vocabulary(document, ids_or_0, next_positions, "the label")
+        values = value.token_values(next_positions) if isinstance(value, Valued) else {}
+        self.names.check_values(document, values, next_positions)
         for depth, batch in enumerate(self.at_depth):
             ahead = slice(depth, depth + stop - start)
             ids = tokens[ahead]
@@ -164,41 +178,6 @@ class _Reader:
                 # Rows without a value have the weight 1, and 0 under other names.
                 no_values = np.full(len(batch.ids), float(name == WEIGHTS))
                 batch.values.setdefault(name, no_values)[predicted] = numbers[ahead]
-
-    def _read_tokens(
-        self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None
-    ) -> Integers:
-        """Return the token ids (n,) at these positions, 0 where `hidden` (n,) has a placeholder of an item, checked."""
-        ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
-        tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
-        check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
-        if hidden is not None:
-            tokens = np.where(hidden, 0, tokens)
-        self._check_vocabulary(document, tokens, positions, "token id")
-        return tokens.astype(np.int64)
-
-    def _read_labels(
-        self,
-        labelled: Any,
-        document: int,
-        positions: Integers,
-        tokens: Integers,
-        hidden: npt.NDArray[np.bool_] | None,
-    ) -> Integers:
-        """Return the labels (n,) at these positions: the document's own, or else `tokens`, which are checked already.
-
-        `hidden` (n + 1,) is True at placeholders of items, which have no label; it begins one position before
-        `positions`.
-        """
-        labels = tokens
-        if isinstance(labelled, Labelled):
-            labels = np.asarray(labelled.labels(positions))
-            check_integers(document, labels, positions, "its labels are token ids, or −100")
-        if hidden is not None:
-            labels = np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))
-        if labels is not tokens:  # tokens have been checked
-            self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
-        return labels
 
     def _check_vocabulary(self, document: int, ids: Integers, positions: Integers, noun: str) -> None:
         """Raise DataError for an id outside the vocabulary; `noun` says in the error what it is."""
@@ -280,3 +259,57 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
     """Return a batch of the shard's rows with id 0 and no label: padding, and what a reader fills."""
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64), {})
+
+
+# ---- the document and the position of each row
+
+
+def read_own_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
+    """Return the positions (n, T) of a shard's local rows; None if no document has positions of its own.
+
+    `positions_of(d)` gives the positions (n, tokens) of a whole document d, or None if they are plain: then each of the
+    n parts counts its tokens. Raises DataError for positions of another shape or type.
+    """
+    lengths = {
+        d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)
+    }
+    document_of_row, position_of_row = documents_and_positions(shard)
+    by_document = dict[int, Integers]()  # without documents of plain positions
+    for document in np.unique(document_of_row).tolist():
+        if document < 0 or (given_positions := positions_of(document)) is None:  # −1: padding
+            continue
+        length = lengths[document]
+        positions = np.asarray(given_positions)
+        is_valid = positions.ndim == 2 and len(positions) in PARTS_OF_POSITIONS and positions.shape[1] == length
+        if not is_valid or positions.dtype.kind not in "iu":
+            raise DataError(
+                f"document {document} gave positions of {positions.dtype} and shape {positions.shape}; give integers "
+                f"of shape (3, {length}), one column for each of its {length} tokens"
+            )
+        by_document[document] = positions.astype(np.int64, copy=False)
+    parts = {len(positions) for positions in by_document.values()}
+    if not parts:
+        return None
+    if len(parts) > 1:
+        raise DataError(f"documents have positions in {sorted(parts)} parts; give all of them as many")
+    positions = np.tile(position_of_row, (parts.pop(), 1))
+    for document, parts_of_one in by_document.items():
+        is_token = position_of_row < lengths[document]  # rows after these pad the document
+        rows = np.flatnonzero((document_of_row == document) & is_token)
+        positions[:, rows] = parts_of_one[:, position_of_row[rows]]
+    return positions
+
+
+def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
+    """Return the document and the position of each local row (T,), on the host; the document of padding is −1."""
+    documents: list[Integers] = []
+    positions: list[Integers] = []
+    for shard_part in shard.parts:
+        segments = shard_part.segments()
+        sizes = segments.stop - segments.start
+        documents.append(
+            np.asarray(shard_part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)]
+        )
+        # Row `offset` of the part is position `start` of the segment's document.
+        positions.append(np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes))
+    return np.concatenate(documents), np.concatenate(positions)

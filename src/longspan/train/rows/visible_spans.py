@@ -1,6 +1,5 @@
 """Rows that see each other besides the causal mask: prefixes of documents, and items such as images."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,33 +19,23 @@ _RUN = 4096  # labels that are read at a time, until one is a target
 def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None") -> SequenceShard:
     """Return the shard with the rows that see each other both ways: a prefix's or an item's, by the model's rules.
 
-    `items` is the table of the step's items, None without encoders. Raises DataError for a prefix that the model's
-    window would cut.
+    `items` is the table of the step's items, None without encoders. Spans are runs (first row, end) by document. Raises
+    DataError for a prefix that is longer than the layers' window, which would cut it.
     """
-    if rules.prefix:
-        return shard.with_spans(dict(_document_prefixes(shard, rules, documents, items)))
-    if items is None:
-        return shard.with_spans({})
-    return shard.with_spans({d: items.runs(d, rules.in_spans) for d in shard.micro_batch.documents})
-
-
-def _document_prefixes(
-    shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None"
-) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Yield each document of this rank's groups by its number, with its prefix as one run (first row, end), or none.
-    Raises DataError for a prefix that is longer than the layers' window.
-    """
+    if not rules.prefix:
+        of_items = {} if items is None else {d: items.runs(d, rules.in_spans) for d in shard.micro_batch.documents}
+        return shard.with_spans(of_items)
+    prefixes = dict[int, list[tuple[int, int]]]()
     groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]  # −1: padding
-    for group in groups:
-        for number, length in zip(group.documents, group.lengths, strict=True):
-            document = documents[number]
-            prefix = count_prefix_rows(document, number, length, items)
-            if rules.prefix_window is not None and prefix > rules.prefix_window:
-                raise DataError(
-                    f"document {number} has a prefix of {prefix} rows, and layers of {rules.architecture} a window of "
-                    f"{rules.prefix_window}, which a prefix is not cut by; give shorter prompts"
-                )
-            yield number, [(0, prefix)] if prefix else []
+    for number, length in (pair for group in groups for pair in zip(group.documents, group.lengths, strict=True)):
+        prefix = count_prefix_rows(documents[number], number, length, items)
+        if rules.prefix_window is not None and prefix > rules.prefix_window:
+            raise DataError(
+                f"document {number} has a prefix of {prefix} rows, and layers of {rules.architecture} a window of "
+                f"{rules.prefix_window}, which a prefix is not cut by; give shorter prompts"
+            )
+        prefixes[number] = [(0, prefix)] if prefix else []
+    return shard.with_spans(prefixes)
 
 
 def count_prefix_rows(document: Any, number: int, length: int, items: "ItemTable | None" = None) -> int:

@@ -1,4 +1,4 @@
-"""The model of a run before `prepare`: its configuration read, its weights loaded or left open, its adapter added."""
+"""The model of a run before `prepare`: its configuration, its weights, and what is added: an adapter, depths."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -6,15 +6,17 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.config.sections import RunConfig
+from longspan.config.keys import AUTO
+from longspan.config.sections import RANDOM, RunConfig
 from longspan.errors import ModelError, plural
 from longspan.hub import hub_name
 from longspan.model import PRESETS, load_model, preset_config
+from longspan.model.add_depths import add_mtp
 from longspan.model.kinds import SCORE_HEADS
 from longspan.model.layers import MTP
+from longspan.model.mtp.published_names import count_depths
 from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
-from longspan.train.run_model.mtp import add_configured_mtp
 
 
 def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
@@ -96,3 +98,48 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         revision=folder.name if name else "",
     )
     return add_lora(model, adapter)
+
+
+def add_configured_mtp(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:
+    """Add the depths of [mtp] to the model, in place, if there are any; without `read` their weights come from a
+    checkpoint.
+
+    Returns the model. Raises ModelError for a model that cannot have them, and for a folder without their weights.
+    """
+    if not config.mtp.num_layers:
+        return model
+    folder = find_depth_weights(config, model.config) if read else None
+    return add_mtp(model, config.mtp.num_layers, weights=folder, seed=config.train.seed)
+
+
+def find_depth_weights(config: RunConfig, configuration: Any) -> Path | None:
+    """Find the folder that the depths' weights are read from; None if they are drawn.
+
+    With mtp.weights "auto" it is model.path if that has any. Raises ModelError for a folder with fewer
+    than mtp.num_layers.
+    """
+    weights_path = config.mtp.weights
+    folder = config.model.path if weights_path == AUTO else "" if weights_path == RANDOM else weights_path
+    if not folder:
+        return None
+    available = count_depths(Path(folder), configuration.get_text_config().num_hidden_layers)
+    depths = config.mtp.num_layers
+    if available >= depths:
+        return Path(folder)
+    if weights_path == AUTO and not available:
+        return None
+    raise ModelError(
+        f"mtp.num_layers is {depths}, and {folder} has weights of {plural(available, 'depth')} of multi-token "
+        "prediction; set "
+        + (f"mtp.num_layers = {available}, or " if available else "")
+        + f'mtp.weights = "{RANDOM}" to begin with random ones'
+    )
+
+
+def depths_line(config: RunConfig, configuration: Any) -> str:
+    """Return the line of a run's log about its depths: how many, whose weights, and what is trained of them."""
+    folder = find_depth_weights(config, configuration)
+    source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
+    adapter_note = ", which stay as they are beside their adapters" if config.lora.rank else ""
+    adapter_note = ", trained whole beside the model's adapter" if config.mtp.train_whole else adapter_note
+    return f"multi-token prediction: {plural(config.mtp.num_layers, 'depth')}, {source}{adapter_note}"

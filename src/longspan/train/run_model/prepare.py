@@ -1,14 +1,16 @@
-"""The model of a run prepared by its configuration, and refused before data are read where that cannot be."""
+"""The model of a run prepared by its configuration, and refused before where it cannot be, or a rank has no room."""
 
+import math
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.all_ranks import silence_warnings_of_other_ranks
+from longspan.comm.all_ranks import run_on_every_rank, silence_warnings_of_other_ranks
 from longspan.config.defaults import encoder_default, encoder_is_given
 from longspan.config.dtypes import compute_dtype
 from longspan.config.keys import AUTO
@@ -16,6 +18,7 @@ from longspan.config.memory_keys import ON_HOST, given_checkpointing
 from longspan.config.plan_section import name_of_key
 from longspan.config.sections import RunConfig, held_out_set
 from longspan.errors import ConfigError, LongspanError, plural
+from longspan.host import free_host_bytes
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness.check_model import check_model_on_this_rank
@@ -25,10 +28,11 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions
 from longspan.model.weights.fill import stored_formats
+from longspan.plain_text import gib_text
+from longspan.plan.memory.settings import known_state_numbers
 from longspan.resolve.choice import PlannerConfig
-from longspan.train.optim.chosen_by_name import check_named_groups, freeze_by_name
+from longspan.train.optim.parameter_groups import check_named_groups, freeze_by_name
 from longspan.train.run_model.load import add_configured_adapter, load_run_model
-from longspan.train.run_model.model_fits import check_model_fits
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -41,54 +45,43 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
     """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines
     for the log.
 
-    The model is made without weights, and dropped again. The data decide whether a model with towers sees images: it is
-    refused here if it could run neither way. Raises a LongspanError with the reason, and with
-    that beside images where it is another.
+    The model is made without weights, checked as `prepare` would on the host, and dropped again. The data decide
+    whether a model with towers sees images: it is refused here if it could run neither way. Raises a LongspanError with
+    the first reason of a feature, or of its layers, and with that beside images where it is another.
     """
+    from longspan.model.adapters.new_adapter import lines_about_adapter
+
     ways = [True] if encoder_is_given(config) else [False, True]
     if not ways[0] and type(configuration) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         ways = [False]
     errors = list[LongspanError]()
     for images in ways:
         try:
-            return _check_before_prepare(config, world, configuration, images=images)
+            with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the run loads the model
+                model = load_run_model(config, configuration, images=images)
+                _add_adapter_and_freeze(config, model, images=images)
+            lines = [*lines_about_adapter(model)] if config.lora.rank else []
+            _check_comm_types_fit_layers(config, model)
+            options = _prepare_options(config, world, model, None, training=True)
+            with ExitStack() as forms:
+                if images:
+                    from longspan.model.multimodal.take_apart import take_apart_or_undo
+
+                    forms.enter_context(take_apart_or_undo(model))
+                features = features_of(Call(model, model, world, options))
+                for feature in features:
+                    forms.enter_context(feature.checks_context(model))
+                check_model_on_this_rank(model, features)
+                for feature in features:
+                    if reason := feature.rank_error(model):
+                        raise reason
+            return lines
         except LongspanError as error:
             errors.append(error)
     first, *others = errors
     if others and str(others[0]) != str(first):
         raise type(first)(f"{first}; and with images: {others[0]}") from first
     raise first
-
-
-def _check_before_prepare(
-    config: RunConfig, world: World, configuration: PreTrainedConfig, *, images: bool
-) -> list[str]:
-    """Make the model without weights and check it as `prepare` would on the host; return the adapter's lines for the
-    log.
-
-    Raises the first reason of a feature, or of its layers, not to run it. `images`: whether its towers are kept.
-    """
-    from longspan.model.adapters.new_adapter import lines_about_adapter
-
-    with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
-        model = load_run_model(config, configuration, images=images)
-        _add_adapter_and_freeze(config, model, images=images)
-    lines = [*lines_about_adapter(model)] if config.lora.rank else []
-    _check_comm_types_fit_layers(config, model)
-    options = _prepare_options(config, world, model, None, training=True)
-    with ExitStack() as forms:
-        if images:
-            from longspan.model.multimodal.take_apart import take_apart_or_undo
-
-            forms.enter_context(take_apart_or_undo(model))
-        features = features_of(Call(model, model, world, options))
-        for feature in features:
-            forms.enter_context(feature.checks_context(model))
-        check_model_on_this_rank(model, features)
-        for feature in features:
-            if error := feature.rank_error(model):
-                raise error
-    return lines
 
 
 def prepare_run_model(
@@ -99,7 +92,7 @@ def prepare_run_model(
     memory: "MemoryPlan | None" = None,
     training: bool = True,
     images: bool = False,
-) -> PreTrainedModel | PipelineModel | MultimodalModel:
+) -> AnyModel:
     """Prepare a loaded model under the world's home as the configuration has it; entered by all ranks.
 
     What `memory` chose takes the place of the keys of memory. With [lora] only a new adapter is trained of the language
@@ -112,7 +105,16 @@ def prepare_run_model(
     options = replace(_prepare_options(config, world, model, memory, training=training), frozen=frozen)
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, training=training, saved=saved)
-    encoder: Any = _encoder_home(config, world, compute_dtype=options.compute_dtype) if images else None
+    encoder: Any = None
+    if images:  # on the world's ranks, with the tensor parallelism of [encoder]
+        from longspan.model import EncoderHome
+
+        encoder = EncoderHome(
+            home=Layout(world.home.ranks, tp=config.encoder.tp),
+            max_rows_per_slot=config.encoder.max_tokens or None,
+            recompute=config.encoder.max_tokens > 0,
+            compute_dtype=options.compute_dtype,
+        )
     return prepare(adapted_model, world, encoder=encoder, options=options)
 
 
@@ -205,19 +207,6 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
     }
 
 
-def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
-    """Return the home of the run's encoders: the world's ranks with the tensor parallelism of [encoder]."""
-    from longspan.model import EncoderHome
-
-    encoder = config.encoder
-    return EncoderHome(
-        home=Layout(world.home.ranks, tp=encoder.tp),
-        max_rows_per_slot=encoder.max_tokens or None,
-        recompute=encoder.max_tokens > 0,
-        **settings,
-    )
-
-
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
     """Raise ConfigError for a list of communication types, of training or of a set, that has not one for each layer."""
     layers = model.config.get_text_config().num_hidden_layers
@@ -228,3 +217,51 @@ def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> N
                 f"{name_of_key(choice.prefix, 'cp_comm_type')} lists {plural(len(choice.options.types), 'type')}, "
                 f"the model has {plural(layers, 'layer')}; give one type, or one for each layer"
             )
+
+
+def check_model_fits(
+    config: RunConfig, model: PreTrainedModel, world: World, *, training: bool, saved: int = 0
+) -> None:
+    """Raise ConfigError, on every rank, where any rank has less room than its shards need, on its GPU or its host.
+
+    `model` is not yet prepared, which packs its frozen weights and `saved` bytes of them. Without `training` only
+    weights count. All is taken as split: more is needed, never less.
+    """
+
+    def check_rank_has_room() -> None:
+        """Raise ConfigError, with the bytes of each part, where this rank's GPU, or its share of the host, is too
+        small.
+        """
+        home = world.home
+        train = config.train
+        gpu = world.device.type == "cuda"
+        shards = home.tp * home.pp * home.slots // home.dp_replicate
+        weights = (sum(p.nbytes for p in model.parameters()) - saved) // shards
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad and training) // shards
+        moments = 0.0
+        if trained and not train.offload_optimizer_states:
+            size = max(p.dtype.itemsize for p in model.parameters() if p.requires_grad)
+            moments = known_state_numbers(config.optimizer.class_, config.optimizer.moments, size) or 0.0
+        if gpu and training and train.offload_weights:  # `prepare` checks the host
+            weights, trained = (trained, trained) if config.lora.rank else (0, 0)
+        parts = {"weights": weights, "gradients": trained, "optimizer states": int(moments * trained)}
+        needed = sum(parts.values())
+        ranks = world.ranks_of_host
+        free = torch.cuda.mem_get_info(world.device)[0] if gpu else free_host_bytes(swap=True)
+        if free is not None and not gpu:
+            free //= ranks
+        if free is None or needed <= free:
+            return
+        figures = ", ".join(f"{name} {gib_text(size)}" for name, size in parts.items() if size)
+        gpus = plural(math.ceil(needed / max(1, free)) * len(home.ranks), "such GPU")
+        where = f"rank {world.rank}, one of {ranks} on its host,"
+        advice = "use GPUs, hosts with more memory, or a smaller model (are all sizes in its configuration?)"
+        if gpu:
+            where = f"the GPU of rank {world.rank}"
+            advice = f"use at least {gpus}, parameters of fewer bytes (model.dtype), or a smaller model"
+        raise ConfigError(
+            f"the model does not fit: a rank needs at least {gib_text(needed)} before any activation ({figures}), and "
+            f"{where} has {gib_text(free)} free; {advice}"
+        )
+
+    run_on_every_rank(world, check_rank_has_room, ConfigError)

@@ -11,7 +11,7 @@ Not covered: windows, latent attention, more than 256 documents, chunks of few r
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -114,12 +114,20 @@ def serve_block_compilation(connection: "Connection[Any, Any]", parent: int) -> 
         with Path(os.devnull).open("w") as nowhere, suppress(Exception):  # the compilers write to the terminal
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
-            compile_block_kernels(_read_head_sizes(model), kind)
+            compile_block_kernels(model, kind)
             note.touch()
 
 
-def _read_head_sizes(model: ModelConfig) -> Mapping[str, int]:
-    """Return the arguments `heads`, `kv_heads` and `head_dim` of a model. Raises ValueError for latent attention."""
+def compile_block_kernels(model: ModelConfig, kind: BlockKind) -> None:
+    """Compile the kernels of a kind of block of a model in bfloat16, forward and if it says so backward, from fake
+    tensors. Raises ValueError for latent attention.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from longspan.attention.call import AttendCall, Saved
+    from longspan.attention.kernels import fa4
+    from longspan.attention.tiles import Launch, Tile, Tiling
     from longspan.model import preset_config
     from longspan.model.weights.hf_folder import read_configuration
 
@@ -128,27 +136,12 @@ def _read_head_sizes(model: ModelConfig) -> Mapping[str, int]:
     )
     text = configuration.get_text_config()
     heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", 0) or 0)
+    kv_heads = int(getattr(text, "num_key_value_heads", 0) or heads)
     size = int(getattr(text, "head_dim", 0) or text.hidden_size // heads)
     if getattr(text, "kv_lora_rank", None):
         raise ValueError("latent attention")
-    return {"heads": heads, "kv_heads": kv_heads or heads, "head_dim": size}
-
-
-def compile_block_kernels(sizes: Mapping[str, int], kind: BlockKind) -> None:
-    """Compile the kernels of a kind of block in bfloat16, forward and if it says so backward, from fake tensors."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from longspan.attention.call import AttendCall, Saved
-    from longspan.attention.kernels import fa4
-    from longspan.attention.tiles import Launch, Tile, Tiling
-
     device = torch.device("cuda")
     documents = 1 + kind.several
-    heads = sizes["heads"]
-    kv_heads = sizes["kv_heads"]
-    size = sizes["head_dim"]
     with FakeTensorMode():
         right = 0 if kind.causal else None  # keys that a row sees after its own position; None: all
         starts = [document * _ROWS for document in range(documents)]

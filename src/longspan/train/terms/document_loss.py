@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +21,7 @@ from longspan.train.passes import Passes, run_passes
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch
 from longspan.train.terms.collected_log_probs import CollectedLogProbs
 from longspan.train.terms.loss_tokens import BatchTargets
-from longspan.train.terms.micro_batch_loss import (
-    check_scalar,
-    loss_with_slopes,
-    refuse_head_dropout,
-)
-from longspan.train.terms.same_on_ranks import SameOnRanks
+from longspan.train.terms.micro_batch_loss import SameOnRanks, check_scalar, loss_with_slopes, refuse_head_dropout
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -75,8 +69,17 @@ class DocumentLoss:
             raise LossError(
                 f"the sets of a DocumentLoss are {short_text(self.sets)}; give a list of sets: [(0, 1), (2, 3)]"
             ) from error
-        sets = tuple(_read_set(index, documents) for index, documents in enumerate(listed))
-        for index, documents in enumerate(sets):
+        sets = list[tuple[int, ...]]()
+        for index, given in enumerate(listed):
+            try:
+                if any(isinstance(document, bool) for document in given):
+                    raise TypeError("a bool is no number of a document")
+                documents = tuple(operator.index(document) for document in given)
+            except TypeError as error:
+                raise LossError(
+                    f"set {index} of a DocumentLoss is {short_text(given)}; give its documents' numbers, as integers: "
+                    "sets=[(0, 1), (2, 3)]"
+                ) from error
             if not documents or len(set(documents)) != len(documents):
                 raise LossError(
                     f"set {index} of a DocumentLoss is {short_text(documents)}; give each document of a set once"
@@ -86,20 +89,8 @@ class DocumentLoss:
                     f"set {index} of a DocumentLoss is {short_text(documents)}, the plan has documents 0 to "
                     f"{count - 1}; give their numbers in the plan"
                 )
-        return sets
-
-
-def _read_set(index: int, documents: Any) -> tuple[int, ...]:
-    """Return the numbers of the documents of set `index`. Raises LossError for what is no sequence of integers."""
-    try:
-        if any(isinstance(document, bool) for document in documents):
-            raise TypeError("a bool is no number of a document")
-        return tuple(operator.index(document) for document in documents)
-    except TypeError as error:
-        raise LossError(
-            f"set {index} of a DocumentLoss is {short_text(documents)}; give its documents' numbers, as integers: "
-            "sets=[(0, 1), (2, 3)]"
-        ) from error
+            sets.append(documents)
+        return tuple(sets)
 
 
 def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:

@@ -31,8 +31,8 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import sum_gradients_over_slots
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
-from longspan.train.device_clock import DeviceClock
 from longspan.train.rows.read_rows import LocalBatch
+from longspan.train.terms.slot_pace import DeviceClock
 
 
 @dataclass(frozen=True)
@@ -275,26 +275,29 @@ class ModalityPass:
         """Bring the gradients of every wave back, the last first, and run the encoder's backward pass."""
         if not self.trains or not self.waves:
             return
+        device = self.world.device
         with defer_until_last_pass(self.encoder.module) as finish:
             for wave in reversed(self.waves):
                 if wave is self.waves[0]:  # the last to run
                     finish()
-                output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
+                output = wave.output
+                if self.encoder.recompute:  # once more, with the random state of the first time
+                    devices = [device] if device.type == "cuda" else []
+                    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+                        torch.set_rng_state(wave.random_states[0])
+                        if device.type == "cuda":
+                            torch.cuda.set_rng_state(wave.random_states[1], device)
+                        output = self._call_encoder(wave)
+                    output = output if wave.has_items else output[:0]
                 assert output is not None
-                gradient = wave.bridge.carry_back(_row_gradient(wave, output))
-                torch.autograd.backward(output, gradient)
+                parts = [output.new_zeros((0, *output.shape[1:]))]  # (n, width) in the order of delivery
+                for leaf, places in wave.deliveries:
+                    # a leaf that no loss of its micro-batch reached has gradient 0
+                    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    parts.append(gradient if places is None else gradient[places])
+                torch.autograd.backward(output, wave.bridge.carry_back(torch.cat(parts)))
                 wave.output = None
                 wave.deliveries = []
-
-    def _encode_wave_again(self, wave: _LocalWave) -> Tensor:
-        """Run a wave forward again, with the random state of the first time, and return its rows."""
-        device = self.world.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-            torch.set_rng_state(wave.random_states[0])
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(wave.random_states[1], device)
-            output = self._call_encoder(wave)
-        return output if wave.has_items else output[:0]
 
 
 @contextmanager
@@ -314,18 +317,6 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             yield from find_tensors([getattr(leaf, field.name) for field in fields(leaf)])
-
-
-def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
-    """Return the gradient (n, width) of a wave's rows, in the order of delivery, from the leaves that took them.
-
-    Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0.
-    """
-    parts = [output.new_zeros((0, *output.shape[1:]))]
-    for leaf, places in wave.deliveries:
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        parts.append(gradient if places is None else gradient[places])
-    return torch.cat(parts)
 
 
 class Encoding:

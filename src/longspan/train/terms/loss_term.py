@@ -20,8 +20,8 @@ from longspan.train.rows.agreed_reading import read_and_compare_digest, text_dig
 from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
 from longspan.train.terms.document_loss import DocumentLoss, DocumentPasses
+from longspan.train.terms.loss_tokens import LossFunction, TokenLoss
 from longspan.train.terms.micro_batch_loss import MicroBatchLoss, MicroBatchPasses, refuse_head_dropout
-from longspan.train.terms.token_loss import LossFunction, TokenLoss
 
 GivenLoss = LossFunction | DocumentLoss | MicroBatchLoss | None
 StepLoss = CrossEntropy | TokenLoss | DocumentPasses | MicroBatchPasses
@@ -120,21 +120,17 @@ def _read_loss(
         loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
     if isinstance(loss, DocumentLoss):
         sets = (*sets, *loss.columns, *loss.also)  # which ranks compare
-    used_divisor = default if divisor is None else check_divisor(divisor)
+    used_divisor = default
+    if divisor is not None:
+        is_one = isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1
+        number = divisor.item() if is_one else divisor
+        if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
+            raise LossError(
+                f"divisor is {short_text(divisor)}; give a positive number, the same on every rank: the number of "
+                "documents, or of targets, or of prompts"
+            )
+        used_divisor = float(number)
     return loss_fn, used_divisor, f"{type(loss_fn).__name__} {used_divisor} {sets}"
-
-
-def check_divisor(divisor: Any) -> float:
-    """Return the divisor as a float. Raises LossError for what is no positive, finite number."""
-    number = divisor
-    if isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1:
-        number = divisor.item()
-    if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
-        raise LossError(
-            f"divisor is {short_text(divisor)}; give a positive number, the same on every rank: the number of "
-            "documents, or of targets, or of prompts"
-        )
-    return float(number)
 
 
 def _to_loss_error(error: Exception, world: World) -> LongspanError:

@@ -1,8 +1,14 @@
-"""The targets of one micro-batch on this rank, and how a caller's loss sees some of them."""
+"""The targets of one micro-batch on this rank, and a caller's own loss of each target (`loss=` of `run_step`).
 
-from collections.abc import Mapping, Sequence
+The function of a loss runs once for each chunk of logits, outside of what recomputation runs again. Its losses may
+depend only on their own rows: which rows are in a chunk, and on which rank, is the plan's affair.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +19,16 @@ from longspan.errors import DataError, LossError
 from longspan.layout import Floats, Integers
 from longspan.train.log_probs import (
     DISTRIBUTION_VALUES,
+    cut_into_chunks,
     distribution_values,
     kernel_distributions,
     row_scores,
-    target_log_probs,
+    target_log_probs_and_gradient,
 )
-from longspan.train.loss import Head, Targets, chunked_values
-from longspan.train.rows.positions import documents_and_positions, shared_rows_before
-from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
+from longspan.train.loss import Head, Targets, chunked_loss, rows_per_chunk
+from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
+
+LossFunction = Callable[[Tensor, "LossTokens"], Tensor]
 
 
 class Distributions:
@@ -124,7 +132,12 @@ class BatchTargets:
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
         self.positions = positions  # among the document's own rows
-        self.path_positions: Integers = positions + shared_rows_before(batch.shard.micro_batch, self.documents)
+        self.path_positions: Integers = positions
+        groups = batch.shard.micro_batch.groups
+        if any(group.parents is not None for group in groups):
+            bases = {d: base for group in groups for d, base in zip(group.documents, group.bases, strict=True)}
+            shared_rows = np.array([bases[document] for document in self.documents.tolist()], dtype=np.int64)
+            self.path_positions = positions + shared_rows
         self.targets: Targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device
@@ -149,18 +162,20 @@ class BatchTargets:
         """Compute log-probabilities or scores of these targets, and the distributions' numbers that `also` names.
 
         Returns (1 + k, n), or of L scores (L + k, n), on the device without a gradient. The head runs `chunk_rows` rows
-        at a time.
+        at a time (0: as many as fit).
         """
-
-        def tabulate(logits: Tensor, ids: Tensor) -> Tensor:
-            """Return the numbers (k, t) of one chunk of targets, from its logits (t, V) and ids (t,)."""
-            row_numbers = (
-                row_scores(logits)[0].movedim(0, -1) if head.makes_scores else target_log_probs(logits, ids)
-            )
-            values = row_numbers.reshape(-1, len(ids))
-            return torch.cat([values, distribution_values(logits, ids, also)]) if also else values
-
-        return chunked_values(hidden, self.targets, tabulate, head, chunk_rows)
+        numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
+        rows, ids = self.targets.with_padding()
+        chunk_rows = chunk_rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
+        values = list[Tensor]()  # (k, t) of each chunk
+        with torch.no_grad():
+            for chunk in cut_into_chunks(len(rows), chunk_rows):
+                logits = head(hidden.index_select(0, rows[chunk]))
+                chunk_values = numbers(logits, ids[chunk])[0].movedim(0, -1).reshape(-1, len(rows[chunk]))
+                if also:
+                    chunk_values = torch.cat([chunk_values, distribution_values(logits, ids[chunk], also)])
+                values.append(chunk_values)
+        return torch.cat(values, -1)[:, : len(self.targets.rows)]  # without a padding target
 
     def loss_rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossTokens:
         """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
@@ -172,3 +187,55 @@ class BatchTargets:
             MappingProxyType(numbers),
             distributions,
         )
+
+
+@dataclass(eq=False)
+class TokenLoss:
+    """Runs a caller's function over the targets of a step's micro-batches.
+
+    An error of the function is kept in `error`, and the passes go on, so that this rank does not leave the others
+    in a collective.
+    """
+
+    function: LossFunction
+    chunk_rows: int
+    error: Exception | None = None
+
+    def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        """Return the sum of the caller's losses of a micro-batch's targets, of hidden states (T, D), with gradients."""
+        targets = BatchTargets(batch, hidden.device)
+        return chunked_loss(
+            hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self.chunk_rows
+        )
+
+    def _losses_and_slopes(
+        self, targets: BatchTargets, log_probs: Tensor, part: slice, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of the caller's losses of one chunk of targets, and their derivatives (t,); a LossOfRows.
+
+        After an error in this or an earlier chunk both are 0: the step raises it at its end.
+        """
+        zeros = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
+        if self.error is not None:
+            return zeros
+        distributions = Distributions(logits, targets.targets.ids[part])
+        try:
+            leaf = log_probs.detach().requires_grad_(torch.is_grad_enabled())
+            losses: Any = self.function(leaf, targets.loss_rows(part, leaf.dtype, distributions))
+            is_tensor = isinstance(losses, Tensor)
+            if not is_tensor or losses.shape != leaf.shape[:1] or not losses.is_floating_point():
+                given = f"{losses.dtype} of shape {tuple(losses.shape)}" if is_tensor else type(losses).__name__
+                raise LossError(
+                    f"the loss gave {given} for {len(leaf)} rows; return a floating-point loss for each, of shape "
+                    f"({len(leaf)},): they are summed over all ranks and divided by divisor= afterwards"
+                )
+            total = losses.sum(dtype=torch.float64)
+            if not total.requires_grad:  # a constant, or no gradient is wanted
+                return total, zeros[1]
+            (slopes,) = torch.autograd.grad(total, leaf, allow_unused=True)
+            return total.detach(), zeros[1] if slopes is None else slopes
+        except Exception as error:  # of the caller's function
+            self.error = error
+            return zeros
+        finally:
+            distributions.release_logits()

@@ -20,7 +20,8 @@ from longspan.train.log_probs import check_value_names
 from longspan.train.loss import Head, chunked_loss
 from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.terms.loss_tokens import BatchTargets
-from longspan.train.terms.same_on_ranks import SameOnRanks
+
+TOLERANCE = 1e-6  # relative: hosts of other kinds may differ in the last bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,10 @@ class MicroBatchPasses:
         self._chunk_rows = chunk_rows
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """Return this rank's part of the micro-batch's loss, with all its gradients."""
+        """Return this rank's part of the micro-batch's loss, with all its gradients.
+
+        An error is kept in `error`: loss and derivatives are 0 from then on.
+        """
         targets = BatchTargets(batch, hidden.device)
         groups = batch.shard.micro_batch.groups
         documents = tuple(d for group in groups for d in group.documents if d not in self._prefixes)
@@ -103,39 +107,71 @@ class MicroBatchPasses:
         table = np.zeros((len(self._names), sum(lengths)))
         table[:, at] = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
         over_slots = self._world.control.sum_over_slots(table.ravel().tolist(), "values of tokens")
-        table = np.reshape(over_slots, table.shape)
-        loss, slopes = self._differentiate(documents, lengths, table)
+        table = np.reshape(over_slots, table.shape)  # (values, tokens)
+        no_slopes = {self._names[0]: np.zeros(table.shape[1])}
+        loss = 0.0
+        slopes = no_slopes  # by the first value, and by entropies where they are not 0
+        if documents and self.error is None:
+            try:
+                leaves = [torch.from_numpy(row.copy()).requires_grad_(torch.is_grad_enabled()) for row in table]
+                tokens = MicroBatchTokens(documents, lengths, dict(zip(self._names, leaves, strict=True)))
+                scalar = check_scalar(self._function(tokens), "MicroBatchLoss", documents)
+                if scalar.requires_grad:
+                    gradients = torch.autograd.grad(scalar, leaves, allow_unused=True)
+                    pairs = zip(self._names, gradients, strict=True)
+                    slopes = no_slopes | {name: g.numpy() for name, g in pairs if g is not None and g.any()}
+                if others := sorted(slopes.keys() - {self._names[0], "entropy"}):
+                    raise LossError(f"the loss has a derivative by {others[0]}, which is not computed; detach it")
+                self.check.add_sums(scalar.item(), np.concatenate([*slopes.values()]), inside=True)
+                loss = scalar.item()
+            except Exception as error:  # of the caller's function
+                self.error = error
+                slopes = no_slopes
         local = [slope[at] for slope in slopes.values()]
         return loss_with_slopes(loss, local, self._world, hidden, targets, head, self._chunk_rows)
 
-    def _differentiate(
-        self, documents: tuple[int, ...], lengths: tuple[int, ...], table: Floats
-    ) -> tuple[float, dict[str, Floats]]:
-        """Compute the loss and its derivatives by the first value, and by entropies where they are not 0; each
-        (tokens,).
 
-        `table` (values, tokens) has the values of the micro-batch's documents end to end. An error is kept in `error`:
-        loss and derivatives are 0 from then on.
+# ---- what every rank computes by itself, of documents as of micro-batches
+
+
+class SameOnRanks:
+    """Sums by which ranks see whether losses that each computes by itself are the same everywhere.
+
+    They are of losses and coefficients, apart for sets whose sums every rank has and those that only a last stage has.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
+        self._sizes = np.zeros((2, 2))
+
+    def add_sums(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
+        """Add the loss of some sets, and the coefficients of all documents, of any shape; `inside` sets are in one
+        micro-batch.
+
+        Coefficients are added with a weight for each, so that swapped ones do not give the same sum.
         """
-        slopes = {self._names[0]: np.zeros(table.shape[1])}
-        if not documents or self.error is not None:
-            return 0.0, slopes
-        try:
-            leaves = [torch.from_numpy(row.copy()).requires_grad_(torch.is_grad_enabled()) for row in table]
-            tokens = MicroBatchTokens(documents, lengths, dict(zip(self._names, leaves, strict=True)))
-            loss = check_scalar(self._function(tokens), "MicroBatchLoss", documents)
-            if loss.requires_grad:
-                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-                slopes |= {
-                    n: g.numpy() for n, g in zip(self._names, gradients, strict=True) if g is not None and g.any()
-                }
-            if others := sorted(slopes.keys() - {self._names[0], "entropy"}):
-                raise LossError(f"the loss has a derivative by {others[0]}, which is not computed; detach it")
-            self.check.add_sums(loss.item(), np.concatenate([*slopes.values()]), inside=True)
-            return loss.item(), slopes
-        except Exception as error:  # of the caller's function
-            self.error = error
-            return 0.0, {self._names[0]: np.zeros(table.shape[1])}
+        coefficients = coefficients.ravel()
+        weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0
+        sums = np.array([loss, coefficients @ weights])
+        kind = int(inside)
+        sums_before = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind])  # -inf: none yet
+        self._sums[kind] = sums_before + sums
+        self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
+
+    def differ_on_ranks(self, world: World) -> bool:
+        """Return whether the ranks that have sums differ in them.
+
+        Sums that are not finite are not compared: a step with an optimizer raises NonFiniteError for them.
+        One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
+        """
+        finite = np.isfinite(self._sums)
+        low = np.where(finite, -self._sums, -np.inf)
+        values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
+        extremes = np.array(
+            world.control.largest_over_ranks(values.ravel().tolist(), "comparison of losses")
+        ).reshape(3, 2, 2)
+        spread = extremes[0] + extremes[1]  # the largest less the smallest; -inf where no rank has any
+        return bool((spread > TOLERANCE * extremes[2]).any())
 
 
 def loss_with_slopes(
@@ -182,17 +218,15 @@ def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
     """
     adapter = adapter_of_prepared_model(model)
     rate = adapter.dropout if adapter is not None else 0.0
-    if rate and world.control.any_rank(_head_is_adapted(model)):
+    if not rate:
+        return
+    # of a pipeline the last stage has the head
+    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
+    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
+    if world.control.any_rank(any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)):
         raise on_all_ranks(
             ModelError(
                 f"a {loss} makes the logits of a micro-batch twice, which dropout of the head's adapter would make "
                 f"differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
             )
         )
-
-
-def _head_is_adapted(model: nn.Module) -> bool:
-    """Return whether this rank has an output head with an adapter; of a pipeline its last stage has the head."""
-    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
-    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
-    return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)

@@ -15,9 +15,8 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from longspan.comm import World
 from longspan.data.document import NO_TARGET
 from longspan.errors import LossError, ModelError, plural
 from longspan.model.layers import mtp_depths
@@ -56,12 +55,37 @@ class DepthsTerm(Term):
     LossError for an `mtp` that is no MtpLoss, CommError for ranks that were given different ones.
     """
 
-    def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
+    def __init__(self, mtp: Any, inputs: StepInputs, chunk_rows: int) -> None:
         """Check the depths and compare them with the other ranks."""
-        _refuse_cut_depths(inputs)
-        self.depths: int = _agree_on_depths(mtp, inputs.language_model, inputs.world)
+        model = inputs.language_model
+        depths = model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
+        for prefix in set(inputs.plan.parents or ()) - {-1}:
+            if getattr(inputs.documents[prefix], "ahead", 0) < depths:
+                raise LossError(
+                    f"the step has {plural(depths, 'depth')} of multi-token prediction (mtp=), which read tokens "
+                    f"behind document {prefix}, a prefix that others share; call share_prefixes(documents, "
+                    f"depths={depths}), or plan the documents before it"
+                )
+        if not isinstance(mtp, MtpLoss):
+            raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
+        name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name
+        if not depths:
+            raise ModelError(
+                f"mtp= was given and {name} has 0 depths of multi-token prediction; call longspan.add_mtp(model, "
+                "depths=1) before prepare"
+            )
+        rules = call_rules(model)
+        if spans := ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]:
+            raise ModelError(
+                f"mtp= was given, and rows of {' and '.join(spans)} see each other in {name}: at a depth a row would "
+                "see later ones that hold the tokens it is to predict; leave mtp= out"
+            )
+        digest = text_digest(f"{mtp} {depths}")
+        hint = "Give every rank the same mtp=, or none, and a model with as many depths"
+        inputs.world.control.compare_digests(digest, what="losses of multi-token prediction", hint=hint)
+        self.depths: int = depths
         self._mtp = mtp
-        self._model = inputs.language_model
+        self._model = model
         self._world = inputs.world
         self._cross_entropy = CrossEntropy(chunk_rows)
         self._targets: tuple[int, ...] = ()
@@ -111,47 +135,3 @@ class DepthsTerm(Term):
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         return {"mtp_losses": tuple(total / max(n, 1) for total, n in zip(sums, self._targets, strict=True))}
-
-
-def count_depths_of_model(model: nn.Module) -> int:
-    """Return how many depths of multi-token prediction a prepared model has; a pipeline's stages know it all."""
-    return model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
-
-
-def _refuse_cut_depths(inputs: StepInputs) -> None:
-    """Raise LossError for prefixes whose rows do not know the tokens that depths read."""
-    depths = count_depths_of_model(inputs.language_model)
-    for prefix in set(inputs.plan.parents or ()) - {-1}:
-        if getattr(inputs.documents[prefix], "ahead", 0) < depths:
-            raise LossError(
-                f"the step has {plural(depths, 'depth')} of multi-token prediction (mtp=), which read tokens behind "
-                f"document {prefix}, a prefix that others share; call share_prefixes(documents, depths={depths}), or "
-                "plan the documents before it"
-            )
-
-
-def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
-    """Check `mtp` and the model, compare both with the other ranks, and return the number of depths; entered by all
-    ranks.
-
-    Raises LossError for what is no MtpLoss, ModelError for a model without depths, or whose rows see later ones.
-    """
-    if not isinstance(mtp, MtpLoss):
-        raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
-    name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name
-    depths = count_depths_of_model(model)
-    if not depths:
-        raise ModelError(
-            f"mtp= was given and {name} has 0 depths of multi-token prediction; call longspan.add_mtp(model, depths=1) "
-            "before prepare"
-        )
-    rules = call_rules(model)
-    if spans := ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]:
-        raise ModelError(
-            f"mtp= was given, and rows of {' and '.join(spans)} see each other in {name}: at a depth a row would see "
-            "later ones that hold the tokens it is to predict; leave mtp= out"
-        )
-    digest = text_digest(f"{mtp} {depths}")
-    hint = "Give every rank the same mtp=, or none, and a model with as many depths"
-    world.control.compare_digests(digest, what="losses of multi-token prediction", hint=hint)
-    return depths

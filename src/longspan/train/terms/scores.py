@@ -25,8 +25,7 @@ from longspan.train.rows.read_rows import WEIGHTS
 from longspan.train.step_inputs import check_step_arguments
 from longspan.train.terms.collected_log_probs import CollectedLogProbs
 from longspan.train.terms.document_loss import DocumentLoss
-from longspan.train.terms.loss_tokens import LossTokens
-from longspan.train.terms.token_loss import LossFunction
+from longspan.train.terms.loss_tokens import LossFunction, LossTokens
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 _PROBLEMS: tuple[ProblemType, ...] = ("regression", "single_label_classification", "multi_label_classification")
@@ -56,7 +55,14 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
         labels = torch.stack([at[name] for name in names], -1)
         table = scores.reshape(len(at), count)
         if chosen == "single_label_classification":
-            return _class_losses(table, labels) * at[WEIGHTS]
+            classes = labels[:, 0].long()
+            outside = (classes != labels[:, 0]) | (classes < 0) | (classes >= count)
+            if labels.shape[1] > 1 or bool(outside.any()):
+                raise LossError(
+                    f"a row has the label {labels.flatten().tolist()[:4]} among {count} classes; give one integer "
+                    f"from 0 to {count - 1}, or leave the row out (−100 of labels)"
+                )
+            return F.cross_entropy(table, classes, reduction="none") * at[WEIGHTS]
         refuse_other_labels(chosen, count, labels.shape[1])
         if chosen == "regression":
             return (table - labels).square().mean(-1) * at[WEIGHTS]
@@ -79,19 +85,6 @@ def refuse_other_labels(problem: str | None, scores: int, labels: int) -> None:
 def usual_problem(scores: int, labels: int) -> ProblemType:
     """Return the problem that transformers' classifiers take so many scores and labels of a row for."""
     return "regression" if scores == 1 else _PROBLEMS[1 if labels == 1 else 2]
-
-
-def _class_losses(table: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross entropy (t,) of scores (t, L) by labels (t, 1). Raises LossError for what is no class from 0 to
-    L − 1.
-    """
-    classes = labels[:, 0].long()
-    if labels.shape[1] > 1 or bool(((classes != labels[:, 0]) | (classes < 0) | (classes >= table.shape[1])).any()):
-        raise LossError(
-            f"a row has the label {labels.flatten().tolist()[:4]} among {table.shape[1]} classes; give one integer "
-            f"from 0 to {table.shape[1] - 1}, or leave the row out (−100 of labels)"
-        )
-    return F.cross_entropy(table, classes, reduction="none")
 
 
 def configured_loss(model: nn.Module) -> LossFunction:

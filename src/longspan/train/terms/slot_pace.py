@@ -1,15 +1,17 @@
-"""The pace of a slot: its seconds for the loss of its rows, over those of the other slots for as many."""
+"""Times of parts of a step on this rank, and the pace of a slot by them."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longspan.comm import World
 from longspan.data.document import NO_TARGET
-from longspan.train.device_clock import DeviceClock
 from longspan.train.loss import Head
 from longspan.train.passes import LossFn, Passes, Term
 from longspan.train.rows.read_rows import LocalBatch
@@ -17,8 +19,38 @@ from longspan.train.rows.read_rows import LocalBatch
 LEAST_LOGITS = 1 << 27  # of a micro-batch that is timed: on fewer the launches of kernels count
 
 
+class DeviceClock:
+    """Adds up the seconds of blocks by the host's clock, on a GPU by its events, read once the step has waited."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._spans = list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+        self._seconds = 0.0
+
+    @contextmanager
+    def add_time(self) -> Iterator[None]:
+        """Add the time of the `with` block; a block that raises is not counted."""
+        started = time.perf_counter()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._gpu else []
+        for event in events[:1]:
+            event.record()
+        yield
+        self._seconds += time.perf_counter() - started
+        if events:
+            events[1].record()
+            self._spans.append((events[0], events[1]))
+
+    def seconds(self) -> float:
+        """Return the seconds of all blocks so far; on a GPU it waits for the end of the last one."""
+        if not self._gpu:
+            return self._seconds
+        for _, end in self._spans:
+            end.synchronize()
+        return sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
+
+
 class SlotPaceTerm(Term):
-    """Times the loss of a step's rows on this slot; on a GPU by events, read once the step has waited for it anyway."""
+    """The pace of a slot: its seconds for the loss of its rows, over those of the other slots for as many."""
 
     def __init__(self, world: World) -> None:
         """Begin with no time and no rows, on this rank's device."""

@@ -1,18 +1,38 @@
 """The terms of a step: what the features that are on add to it. The module of a feature that is off is not imported."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from longspan.model.kinds import score_columns
 from longspan.model.marks import is_multimodal
-from longspan.train.passes import Term
+from longspan.train.passes import Passes, Term
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
-    from longspan.model.experts.router import RouterCoefficients
+    from longspan.model.experts.router import RouterCoefficients, RouterStatistics
     from longspan.train.terms.document_loss import DocumentLoss
+    from longspan.train.terms.loss_tokens import LossFunction
     from longspan.train.terms.micro_batch_loss import MicroBatchLoss
     from longspan.train.terms.mtp import MtpLoss
-    from longspan.train.terms.token_loss import LossFunction
+
+
+@dataclass(eq=False)
+class RoutersTerm(Term):
+    """The routers of a model with experts: their losses in the gradient, and their statistics in the result."""
+
+    _statistics: "RouterStatistics"
+
+    def extend_passes(self, passes: Passes) -> Passes:
+        return replace(passes, routing=self._statistics)
+
+    def sums(self) -> list[float] | Tensor:
+        return self._statistics.sums()
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        return {"router": self._statistics.losses(sums)}
 
 
 def step_terms(
@@ -54,7 +74,6 @@ def step_terms(
     terms += depths  # to the measure of the loss they add their own
     if has_routers:
         from longspan.model.experts.router import make_router_statistics
-        from longspan.train.terms.routers import RoutersTerm
 
         tokens = inputs.plan.separate_tokens  # a shared row counts in each document that has it
         if (statistics := make_router_statistics(model, inputs.world, tokens, router)) is not None:
