@@ -26,7 +26,7 @@ from longspan.corpus.build_documents import build_documents
 from longspan.corpus.for_model import fit_documents_to_model
 from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
-from longspan.corpus.sources.file_sums import FileSums
+from longspan.corpus.sources.file_sums import sums_of_files
 from longspan.corpus.token_bytes import token_bytes
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
@@ -159,7 +159,7 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
     try:
         folder.mkdir()
         files = settings.find_source_files(folder)
-        recipe = make_recipe(settings, files, FileSums().sums_of_files(files, log), tokenizer)
+        recipe = make_recipe(settings, files, sums_of_files(files, log), tokenizer)
         for line in row_lines(recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
