@@ -17,8 +17,8 @@ from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import rename_columns
 from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.corpus.sources.row_chunks import RowChunk, chunk_rows
+from longspan.data.array_files import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.image_table import PlacedImage
-from longspan.data.label_codes import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.manifest import SHORTEST
 from longspan.errors import DataError, plural
 from longspan.layout import Integers

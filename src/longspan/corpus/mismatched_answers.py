@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.document_encoder import Encoded
-from longspan.data.label_codes import NOTHING, OWN_TOKEN
+from longspan.data.array_files import NOTHING, OWN_TOKEN
 
 
 class MismatchedAnswers:
