@@ -326,7 +326,7 @@ def test_a_word_that_is_too_long_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -
     words = " ".join(LONG * 9)
     texts = [words, f"{words} {'z' * 2000} {words}", f"{words} {'z' * 9000} {words}", "short"]
     rows = [Row(f"a.jsonl, line {n}", {"text": text}) for n, text in enumerate(texts, 1)]
-    found = encoding.encode_texts(rows, whole)
+    found = encoding.RowEncoding("text", whole).encode(rows)
     bad = found[2]
     assert isinstance(bad, BadRow) and bad.where == "a.jsonl, line 3"
     assert "characters, from character" in bad.reason and "3,000 characters are the most" in bad.reason

@@ -72,7 +72,13 @@ def evaluate_saved(
         names = first.config.evaluation.metrics
     metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
     checked = [find_checked_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
-    _check_same_tokens(checked)
+    ids = {(x.tokenizer.digest, tuple(x.tokenizer.opening), tuple(x.tokenizer.closing)) for x in checked}
+    if len(ids) > 1:
+        one, other = (weights.subject.folder for weights in checked)
+        raise ConfigError(
+            f"the tokenizers of {one} and {other} differ, and losses per token of different tokens cannot be "
+            "compared; evaluate each alone on the same --data, and compare the bits per byte"
+        )
     if request.paths:
         sets = _build_sets(request, checked[0].tokenizer, world, log)
     else:
@@ -84,17 +90,6 @@ def evaluate_saved(
     starts.end_part("data")
     evaluator = _Evaluator(request.degrees, world, metrics, starts, log, progress)
     return tuple(evaluator.evaluate_subject(fit) for fit in fits)  # one model at a time
-
-
-def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
-    """Raise ConfigError for two models whose tokenizers differ: losses of other tokens cannot be compared."""
-    ids = {(x.tokenizer.digest, tuple(x.tokenizer.opening), tuple(x.tokenizer.closing)) for x in checked}
-    if len(ids) > 1:
-        first, other = (weights.subject.folder for weights in checked)
-        raise ConfigError(
-            f"the tokenizers of {first} and {other} differ, and losses per token of different tokens cannot be "
-            "compared; evaluate each alone on the same --data, and compare the bits per byte"
-        )
 
 
 def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:

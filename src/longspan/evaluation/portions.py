@@ -134,25 +134,18 @@ class Portions:
         if first:
             if self.items is not None:
                 self.world.control.compare_digests(self.items.digest(), what="lists of items")
-            room = self._gathering_bytes()
+            room = 0  # bytes of parameters that may stay gathered on this rank until the end
+            plan = self.plan
+            if len(plan.micro_batches) > 1 and self.world.home.pp == 1 and plan.mode != "free":
+                most = int(unused_bytes(self.world.device, len(self.world.home.ranks)) * GATHERED_SHARE)
+                size = gathered_bytes(self.inputs.language_model)
+                room = size if size <= most else 0
             any_ended, no_room = self.world.control.compare_digests(self.plan.digest(), ended, not room)
             self.gathered: int = 0 if no_room else room
             return any_ended
         self.any_long: bool
         any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
         return any_ended
-
-    def _gathering_bytes(self) -> int:
-        """Return the bytes of parameters that may stay gathered on this rank until the end; 0 where it has no room or
-        no use.
-        """
-        world = self.world
-        plan = self.plan
-        if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
-            return 0
-        room = int(unused_bytes(world.device, len(world.home.ranks)) * GATHERED_SHARE)
-        size = gathered_bytes(self.inputs.language_model)
-        return size if size <= room else 0
 
     def _end_reason(self, done: int) -> LongspanError | None:
         """Return why this rank ends before the next portion: it was stopped, or a metric failed. None to go on."""

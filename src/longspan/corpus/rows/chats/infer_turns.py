@@ -226,18 +226,17 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
     for token in tokens.any_token.finditer(conversation.text, start, end):
         if token.group() in tokens.ends and token.end() < end:
             yield start, token.end()
-            if (start := _skip_prompt(conversation.text, token.end(), tokens)) is None:
+            at = token.end()
+            while conversation.text[at : at + 1].isspace():
+                at += 1
+            # the prompt of the next answer must follow
+            prompt = next((p for p in tokens.prompts if conversation.text.startswith(p, at)), None)
+            if prompt is None:
                 raise RowError(
                     f"its chat template writes {name} as two turns; give its texts as messages of their own"
                 )
+            start = at + len(prompt)
     yield start, end
-
-
-def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
-    """Return the end of the answer's prompt that begins at `at`, or behind the blanks there; None without a prompt."""
-    while text[at : at + 1].isspace():
-        at += 1
-    return next((at + len(prompt) for prompt in tokens.prompts if text.startswith(prompt, at)), None)
 
 
 def _find_answer_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:

@@ -178,20 +178,17 @@ class _PartMedia:
         if len(media_keys) > 1:
             raise RowError(f"{name} brings {' and '.join(media_keys)}; give one of them")
         for key in media_keys:  # one at most
-            self._add_media(kind, key, part, name)
+            value = part[key]
+            if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
+                keys = ("url", "detail") if value.get("detail") == "auto" else ("url",)
+                check_entry_keys(value, keys, f"{name}.{key}")
+                value = value["url"]
+            if kind == "video":
+                self.videos.append(read_video_entry(value, self._folder, name, part))
+            else:
+                entry = {"bytes": value} if key == "base64" else value
+                self.images.append(read_image_entry(entry, self._folder, name))
         return dict(PARTS[kind])
-
-    def _add_media(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
-        """Add the image or video that a part brings under `key`."""
-        value = part[key]
-        if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
-            keys = ("url", "detail") if value.get("detail") == "auto" else ("url",)
-            check_entry_keys(value, keys, f"{name}.{key}")
-            value = value["url"]
-        if kind == "video":
-            self.videos.append(read_video_entry(value, self._folder, name, part))
-        else:
-            self.images.append(read_image_entry({"bytes": value} if key == "base64" else value, self._folder, name))
 
 
 def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
