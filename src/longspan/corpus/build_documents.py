@@ -21,11 +21,15 @@ from longspan.data.array_files import GrowingArray, GrowingCodes
 from longspan.data.image_table import ImageWriter
 from longspan.data.manifest import FILE, SHORTEST, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
+from longspan.host import usable_cores
 from longspan.plain_text import LogLine, bytes_text
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
 _LONG_BYTES = 16 << 20
 _NEWS_SECONDS = 5.0
+# Larger corpora are encoded by several processes: by the kind of rows.
+_IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
+_CHATS_BYTES = 4 << 20  # of rows of other kinds
 
 
 def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
@@ -36,8 +40,10 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     file_ends = [*accumulate((source.bytes for source in recipe.sources), initial=0)]
     start_time = last_log_time = time.monotonic()
+    small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in recipe.encodings)
+    processes = 1 if file_ends[-1] <= small_bytes else usable_cores()  # one is done before others start
     with closing(_Writer(folder, recipe)) as writer:
-        for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), recipe.processes):
+        for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), processes):
             writer.write_rows(encoded)
             if time.monotonic() - last_log_time > _NEWS_SECONDS:
                 last_log_time = time.monotonic()

@@ -11,9 +11,7 @@ from longspan.corpus.rows.kinds import CHATS, KIND_TEXTS
 from longspan.corpus.rows.sample import Row, Sample
 from longspan.corpus.rows.values import short_repr
 from longspan.corpus.sources.find_files import files_of_other_kinds
-from longspan.corpus.tokenizer import (
-    pattern_of_any,
-)
+from longspan.corpus.tokenizer import pattern_of_any
 from longspan.data.corpus_documents import Corpus
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest

@@ -12,12 +12,7 @@ from transformers import PreTrainedConfig
 
 from longspan.checkpoint.files import read_state
 from longspan.comm import World
-from longspan.comm.all_ranks import (
-    LogLine,
-    is_first_rank,
-    run_on_every_rank,
-    run_on_first_rank,
-)
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.comm.received_signals import StopSignal
 from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO, NOT_GIVEN

@@ -28,29 +28,10 @@ from longspan.corpus.rows.kinds import (
     readable_keys,
 )
 from longspan.corpus.rows.messages import checked_messages, convert_to_messages
-from longspan.corpus.rows.preferences import (
-    check_not_empty,
-    join_samples,
-    read_label,
-    with_prompt,
-)
-from longspan.corpus.rows.sample import (
-    DATE,
-    BadRow,
-    Row,
-    RowSettings,
-    Sample,
-    Unseen,
-    count_inside_tokens,
-)
+from longspan.corpus.rows.preferences import check_not_empty, join_samples, read_label, with_prompt
+from longspan.corpus.rows.sample import DATE, BadRow, Row, RowSettings, Sample, Unseen, count_inside_tokens
 from longspan.corpus.rows.token_ids import take_token_ids
-from longspan.corpus.rows.values import (
-    RowError,
-    has_value,
-    require_key,
-    require_string,
-    short_repr,
-)
+from longspan.corpus.rows.values import RowError, has_value, require_key, require_string, short_repr
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS

@@ -6,16 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.rows.kinds import (
-    MASKS,
-)
+from longspan.corpus.rows.kinds import MASKS
 from longspan.corpus.rows.sample import Sample
-from longspan.corpus.rows.values import (
-    RowError,
-    require_key,
-    short_repr,
-    type_name,
-)
+from longspan.corpus.rows.values import RowError, require_key, short_repr, type_name
 from longspan.data.document import NO_TARGET
 
 

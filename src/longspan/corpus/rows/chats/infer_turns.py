@@ -63,15 +63,6 @@ class _Conversation:
         first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
         return {message for _, message in self.ends[first:last]}
 
-    def messages_around(self, start: int, stop: int) -> range:
-        """Return the numbers from the last message with a text that ends up to `start` to the first with one
-        behind `stop`.
-        """
-        before, behind = (bisect_right(self.ends, (at, len(self.messages))) for at in (start, stop))
-        first = self.ends[before - 1][1] if before else 0
-        last = self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1
-        return range(first, last + 1)
-
 
 def find_assistant_spans(
     messages: Sequence[Message],
@@ -127,7 +118,11 @@ def marked_spans(
     spans = list[tuple[int, int]]()
     for start, stop in rendered.marks:
         owners = conversation.messages_in(start, stop)
-        owners = owners or answers.intersection(conversation.messages_around(start, stop))
+        if not owners:  # those from the last message with a text that ends before to the first with one behind
+            before, behind = (bisect_right(conversation.ends, (at, len(messages))) for at in (start, stop))
+            first_owner = conversation.ends[before - 1][1] if before else 0
+            last_owner = conversation.ends[behind][1] if behind < len(conversation.ends) else len(messages) - 1
+            owners = answers.intersection(range(first_owner, last_owner + 1))
         if owners.issubset(learnt):  # also a mark that is no message's
             spans.append((start, stop))
         elif not owners.isdisjoint(learnt):
