@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan import Layout, World, bind, evaluate, prepare
 from longspan.evaluation import EvaluationOptions, portions as module
-from longspan.evaluation.gather_once import _bytes_per_element, gather_once, gathered_bytes
+from longspan.evaluation.portions import _bytes_per_element, gather_once, gathered_bytes
 from longspan.model.exactness.row_trial import try_rows
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
