@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,37 +20,22 @@ from longspan.testing import run_ranks
 from tests.evaluation.state import differences
 from tests.train.small import small_config, train_rank, without_times
 
-
-def fail(error: BaseException) -> None:
-    raise error
-
-
-def receive(number: int) -> None:
-    os.kill(os.getpid(), number)
-
-
-FULL = OSError(28, "No space left on device")
-FAULTS: dict[str, tuple[int, Callable[[], None], type[BaseException], str]] = {  # rank, what happens, error
-    "error in a forward pass": (
-        1,
-        partial(fail, ValueError("boom")),
-        ValueError,
-        "rank 0: .*rank 1 left with ValueError: boom",
-    ),
-    "Ctrl-C in a forward pass": (
-        0,
-        partial(fail, KeyboardInterrupt("boom")),
-        KeyboardInterrupt,
-        "rank 1: .*rank 0 left with Key",
-    ),
-    "kill in a forward pass": (1, partial(receive, signal.SIGKILL), RankLostError, ""),
-    "full disk in writing records": (0, partial(fail, FULL), RunFolderError, ""),
+FAULTS: dict[str, tuple[int, BaseException | int, type[BaseException], str]] = {  # rank, error or signal, what is told
+    "error in a forward pass": (1, ValueError("boom"), ValueError, "rank 0: .*rank 1 left with ValueError: boom"),
+    "Ctrl-C in a forward pass": (0, KeyboardInterrupt("boom"), KeyboardInterrupt, "rank 1: .*rank 0 left with Key"),
+    "kill in a forward pass": (1, signal.SIGKILL, RankLostError, ""),
+    "full disk in writing records": (0, OSError(28, "No space left on device"), RunFolderError, ""),
 }
 
 
 def train_with(rank: int, config: RunConfig, name: str) -> TrainResult:
-    where, happen, *_ = FAULTS[name]
+    where, fault, *_ = FAULTS[name]
     forward, write, met = Qwen3MLP.forward, MetricsLog.write, list[bool]()
+
+    def happen() -> None:
+        if isinstance(fault, BaseException):
+            raise fault
+        os.kill(os.getpid(), fault)
 
     def faulty_forward(module: Any, x: Tensor) -> Tensor:
         if not (module.training or x.device.type == "meta" or met):
