@@ -88,7 +88,7 @@ def test_ids_are_those_of_transformers_and_the_end_of_text(tmp_path: Path, closi
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
         wanted = stock(text, split_special_tokens=not parse)["input_ids"]
         assert ids.tolist() == wanted + [stock.eos_token_id] * (not closing)
-    assert (tokenizer.opening, tokenizer.closing) == (("<s>",), ("</s>",))
+    assert tokenizer.surrounding_tokens == (("<s>",), ("</s>",))
     assert tokenizer.size == len(stock)
 
 

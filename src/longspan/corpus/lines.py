@@ -85,8 +85,7 @@ def encoding_line(encoding: RowEncoding) -> str:
     does, and of chats the template.
     """
     title = f"rows hold {KIND_TEXTS[encoding.kind]}"
-    opening = " ".join(encoding.tokenizer.opening)
-    closing = " ".join(encoding.tokenizer.closing)
+    opening, closing = map(" ".join, encoding.tokenizer.surrounding_tokens)
     parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
     surrounding_tokens = f"each text {' and '.join(parts)}"
     if not parts:

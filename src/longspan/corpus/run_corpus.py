@@ -209,7 +209,8 @@ def _documents_are_whole(folder: Path) -> bool:
 
 def _surrounding_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
     """Return the tokens before a text, "…" for the text, and the tokens after it, as records have them."""
-    return (*tokenizer.opening, "…", *tokenizer.closing)
+    opening, closing = tokenizer.surrounding_tokens
+    return (*opening, "…", *closing)
 
 
 def _changes_text(run_dir: Path, changes: list[str]) -> str:

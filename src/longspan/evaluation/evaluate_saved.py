@@ -67,7 +67,7 @@ def evaluate_saved(
         names = first.config.evaluation.metrics
     metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
     checked = [find_checked_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
-    ids = {(x.tokenizer.digest, tuple(x.tokenizer.opening), tuple(x.tokenizer.closing)) for x in checked}
+    ids = {(weights.tokenizer.digest, weights.tokenizer.surrounding_tokens) for weights in checked}
     if len(ids) > 1:
         one, other = (weights.subject.folder for weights in checked)
         raise ConfigError(

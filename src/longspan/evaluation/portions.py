@@ -70,8 +70,9 @@ class Portions:
             self.plan.path_lengths, options, self.world, _score_loss(inputs.language_model, options.loss)
         )
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
-        self.long = self.any_long = False  # whether the last portion took long, here and on any rank
-        self.gathered = 0  # bytes of parameters that stay gathered until the end
+        self.long: bool = False  # whether the last portion took long here
+        self.any_long: bool = False  # and on any rank
+        self.gathered: int = 0  # bytes of parameters that stay gathered until the end
         self.terms = encoder_terms(inputs)
         self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure)
 
@@ -94,7 +95,7 @@ class Portions:
                 started = time.perf_counter()
                 run_passes(self.passes, batches)
                 self.sums.collect_measured_sums()
-                self.long: bool = time.perf_counter() - started >= SHORT_SECONDS
+                self.long = time.perf_counter() - started >= SHORT_SECONDS
                 size = size if self.any_long else min(2 * size, self.largest)
                 done += max(len(portion), 1)
                 if self.options.progress is not None:
@@ -108,7 +109,8 @@ class Portions:
         """Read this rank's rows of a portion, of which `done` micro-batches come before; all ranks raise the error of
         any.
 
-        The first portion also decides whether parameters stay gathered, and makes the plan's communicators.
+        The first portion also compares items and plan, decides whether parameters stay gathered (where all ranks have
+        room), and makes the plan's communicators; later ones learn whether the last one took long anywhere.
         """
         batches = list[LocalBatch]()
         error = self._end_reason(done)
@@ -121,34 +123,25 @@ class Portions:
             error = failure
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
             error = reading_error(failure, self.world)
-        if self._agree_on_end(error is not None, first=not done):
+        control = self.world.control
+        if done:
+            any_ended, self.any_long = control.any_ranks(error is not None, self.long)
+        else:
+            if self.items is not None:
+                control.compare_digests(self.items.digest(), what="lists of items")
+            room = 0  # bytes of parameters that may stay gathered on this rank until the end
+            if len(self.plan.micro_batches) > 1 and self.world.home.pp == 1 and self.plan.mode != "free":
+                most = int(unused_bytes(self.world.device, len(self.world.home.ranks)) * GATHERED_SHARE)
+                size = gathered_bytes(self.inputs.language_model)
+                room = size if size <= most else 0
+            any_ended, no_room = control.compare_digests(self.plan.digest(), error is not None, not room)
+            self.gathered = 0 if no_room else room
+        if any_ended:
             raise_first_error(self.world, error)
         if not done:
             self.passes: Passes = replace(self.passes, frees_parameters=not self.gathered)
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
         return batches
-
-    def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
-        """Return whether any rank ends here; entered by all ranks.
-
-        The first portion also compares items and plan, and sets `gathered` where all ranks have room; later ones set
-        `any_long`, whether the last one took long anywhere.
-        """
-        if first:
-            if self.items is not None:
-                self.world.control.compare_digests(self.items.digest(), what="lists of items")
-            room = 0  # bytes of parameters that may stay gathered on this rank until the end
-            plan = self.plan
-            if len(plan.micro_batches) > 1 and self.world.home.pp == 1 and plan.mode != "free":
-                most = int(unused_bytes(self.world.device, len(self.world.home.ranks)) * GATHERED_SHARE)
-                size = gathered_bytes(self.inputs.language_model)
-                room = size if size <= most else 0
-            any_ended, no_room = self.world.control.compare_digests(self.plan.digest(), ended, not room)
-            self.gathered: int = 0 if no_room else room
-            return any_ended
-        self.any_long: bool
-        any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
-        return any_ended
 
     def _end_reason(self, done: int) -> LongspanError | None:
         """Return why this rank ends before the next portion: it was stopped, or a metric failed. None to go on."""

@@ -92,7 +92,7 @@ class RowEncoding:
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of all that decides the samples of a row."""
-        tokenizer = (self.tokenizer.digest, self.tokenizer.opening, self.tokenizer.closing)
+        tokenizer = (self.tokenizer.digest, *self.tokenizer.surrounding_tokens)
         template: tuple[Any, ...] = ()
         if self.kind in (*CHATS, "prompt+completion", PAIRS):
             with suppress(DataError):  # prompts that are strings need no template

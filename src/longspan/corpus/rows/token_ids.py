@@ -43,16 +43,13 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
         return Sample(ids, targets)
     if not masks:
         return Sample(ids)
-    is_target = np.logical_and.reduce([_read_mask(values[name], name, len(ids)) for name in masks])
+    is_target = np.ones(len(ids), dtype=bool)
+    for name in masks:
+        mask = _checked_length(_read_integers(values[name], name), name, len(ids))
+        if bad := [int(value) for value in mask if value not in (0, 1)]:
+            raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
+        is_target &= mask == 1
     return Sample(ids, np.where(is_target, ids, NO_TARGET))
-
-
-def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
-    """Return where a mask (length,) of 0 and 1 has a 1. Raises RowError for other values."""
-    mask = _checked_length(_read_integers(values, name), name, length)
-    if bad := [int(value) for value in mask if value not in (0, 1)]:
-        raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
-    return mask == 1
 
 
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
