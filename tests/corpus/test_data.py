@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, Qwen3Config
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.plan_section import EvaluationSection
 from longspan.config.sections import DataConfig, RunConfig, SourceConfig
-from longspan.corpus import build_documents as builder, recipe as recipes
+from longspan.corpus import build_documents as builder
 from longspan.corpus.for_model import check_ids_in_vocabulary
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.run_corpus import open_or_build_corpus
@@ -220,8 +220,8 @@ def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(builder, "BATCH_BYTES", 500)
     one = build(tmp_path / "1", texts, said=said[0])
-    monkeypatch.setattr(recipes, "_IN_PROCESS_BYTES", {"text": 0})
-    monkeypatch.setattr(recipes, "usable_cores", lambda: 2)
+    monkeypatch.setattr(builder, "_IN_PROCESS_BYTES", {"text": 0})
+    monkeypatch.setattr(builder, "usable_cores", lambda: 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     several = build(tmp_path / "2", texts, said=said[1])
     assert [ids_of(several, d) for d in range(len(several))] == [ids_of(one, d) for d in range(len(one))]

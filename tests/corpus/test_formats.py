@@ -227,7 +227,7 @@ def test_two_builders_at_once_and_one_that_was_interrupted(
         return open_or_build_corpus(settings, tmp_path / name, tokenizer=loaded, resumed=False, log=lambda _: None)
 
     with monkeypatch.context() as patch:
-        patch.setattr("longspan.corpus.build_documents._check_unchanged", lambda _: 1 / 0)
+        patch.setattr("longspan.corpus.build_documents._Writer.finish_manifest", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build("interrupted")
     assert not list(token_cache.glob("*.partial*"))

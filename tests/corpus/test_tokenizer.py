@@ -18,6 +18,7 @@ from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.corpus.token_bytes import token_bytes
 from longspan.corpus.tokenizer import END_OF_TEXT, TextTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
 from longspan.errors import DataError
+from tests.corpus.rows.families import LLAMA_SPLIT, trained_engine
 
 TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig\n", "plan " * 30]
 
@@ -87,7 +88,7 @@ def test_ids_are_those_of_transformers_and_the_end_of_text(tmp_path: Path, closi
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
         wanted = stock(text, split_special_tokens=not parse)["input_ids"]
         assert ids.tolist() == wanted + [stock.eos_token_id] * (not closing)
-    assert (tokenizer.opening, tokenizer.closing) == (("<s>",), ("</s>",))
+    assert tokenizer.surrounding_tokens == (("<s>",), ("</s>",))
     assert tokenizer.size == len(stock)
 
 
@@ -154,8 +155,7 @@ def test_no_code_of_a_tokenizers_folder_is_run(tmp_path: Path, monkeypatch: pyte
     assert "trust_remote_code" not in str(refused.value) and not list(tmp_path.glob("*.ran"))
 
 
-TRAINED = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig ✓\n", "plan " * 30]
-BYTE_LEVEL = train_tokenizer(TRAINED, 300).engine
+BYTE_LEVEL = train_tokenizer(TEXTS, 300).engine
 
 
 def _sentencepiece() -> Tokenizer:
@@ -165,7 +165,7 @@ def _sentencepiece() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=["<s>", *(f"<0x{i:02X}>" for i in range(256))], show_progress=False
     )
-    engine.train_from_iterator(TRAINED, trainer)
+    engine.train_from_iterator(TEXTS, trainer)
     return engine
 
 
@@ -186,10 +186,8 @@ def test_special_tokens_stand_for_no_text_and_added_ones_for_theirs() -> None:
     engine.add_special_tokens(["<|pad|>"])
     engine.add_tokens([AddedToken("größe", normalized=False)])
     counts = token_bytes(engine, 400)
-    assert counts is not None
-    assert len(counts) == 400
-    assert counts[engine.token_to_id("<|pad|>")] == 0
-    assert counts[engine.token_to_id("größe")] == 7
+    assert counts is not None and len(counts) == 400
+    assert [counts[engine.token_to_id(token)] for token in ("<|pad|>", "größe")] == [0, 7]
     assert not counts[engine.get_vocab_size() :].any()
 
 
@@ -205,10 +203,6 @@ LONG = [
     "für alle Ränge: übrig, größer — 日本語の文章です。Привет, мир! 👍🏽 naïve e\u0301te\u0301",
     "aaaa aaa aa a    bb bbb  ababab abab\t\t\n\n \n  x 1 22 333 4444",
 ]
-LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 KINDS = ("gpt-2", "llama-3", "prefix space", "llama-2", "metaspace")
 
 
@@ -219,7 +213,7 @@ def engine_of(kind: str) -> Tokenizer:
     engine = Tokenizer(models.BPE(byte_fallback=kind == "llama-2", unk_token="<unk>", fuse_unk=kind == "llama-2"))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if kind == "llama-3":
-        split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
+        split = pre_tokenizers.Split(Regex(LLAMA_SPLIT), "isolated")
         engine.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         engine.normalizer = normalizers.NFC()
     elif kind == "prefix space":
@@ -258,9 +252,8 @@ def test_pieces_give_the_ids_of_the_whole(
     """Also around a word that cannot be cut, which lengthens its piece alone."""
     engine, text = engine_of(kind), f"{before} {'layout' * word} {after}"
     whole = engine.encode(text, add_special_tokens=False)
-    assert encode_with_spans(engine, text, piece=piece, overlap=overlap)[0].tolist() == whole.ids
-    spans = encode_with_spans(engine, text, piece=piece, overlap=overlap)[1]
-    assert spans.tolist() == [list(span) for span in whole.offsets]
+    ids, spans = encode_with_spans(engine, text, piece=piece, overlap=overlap)
+    assert ids.tolist() == whole.ids and spans.tolist() == [list(span) for span in whole.offsets]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,13 +294,7 @@ def test_pieces_that_disagree_are_not_joined() -> None:
 
 
 def test_a_pattern_sees_the_end_of_a_run_of_spaces() -> None:
-    trained = ["x\n  \n  x", "x\n    \nx", "\n   \n   \n  x"] * 3
-    engine = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
-    engine.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    engine.train_from_iterator(trained, trainer)
+    engine = trained_engine(("x\n  \n  x", "x\n    \nx", "\n   \n   \n  x") * 3, LLAMA_SPLIT)
     for spaces in range(30, 90):
         for before in range(20, 40, 3):
             text = "x y, " * (before // 5) + "z" * (before % 5) + "\n" + " " * spaces + "\n  x, y" * 4
@@ -326,7 +313,7 @@ def test_a_word_that_is_too_long_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -
     words = " ".join(LONG * 9)
     texts = [words, f"{words} {'z' * 2000} {words}", f"{words} {'z' * 9000} {words}", "short"]
     rows = [Row(f"a.jsonl, line {n}", {"text": text}) for n, text in enumerate(texts, 1)]
-    found = encoding.encode_texts(rows, whole)
+    found = encoding.RowEncoding("text", whole).encode(rows)
     bad = found[2]
     assert isinstance(bad, BadRow) and bad.where == "a.jsonl, line 3"
     assert "characters, from character" in bad.reason and "3,000 characters are the most" in bad.reason

@@ -16,8 +16,8 @@ from longspan.corpus.document_encoder import DocumentEncoder, FileChunk
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.sources.row_chunks import RowChunk
 from longspan.corpus.tokenizer import train_tokenizer
+from longspan.data.array_files import decode_labels
 from longspan.data.corpus_documents import Corpus
-from longspan.data.label_codes import decode_labels
 from longspan.data.manifest import Manifest, SourceFile, SourceFiles
 from longspan.errors import ConfigError, DataError
 from longspan.run.checks import check_data, check_paths_exist

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan import Layout, World, bind, evaluate, prepare
 from longspan.evaluation import EvaluationOptions, portions as module
-from longspan.evaluation.gather_once import _bytes_per_element, gather_once, gathered_bytes
+from longspan.evaluation.portions import _bytes_per_element, gather_once, gathered_bytes
 from longspan.model.exactness.row_trial import try_rows
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -24,7 +24,9 @@ DOCUMENTS = texts((20, 16, 11, 20, 7, 18))  # two slots, one document at a time
 
 
 def gathers_of_evaluations(rank: int) -> dict[str, tuple[int, tuple[Any, ...]]]:
-    """How often FSDP2 gathers, and the losses: with room, on one rank without, where it may stop."""
+    """How often FSDP2 gathers, and the losses: with room, on one rank without, where it may stop; also freed where it
+    ends with an error.
+    """
     inner, of_evaluations = fsdp.foreach_all_gather, dict[str, tuple[int, tuple[Any, ...]]]()
     counted = 0
 
@@ -32,9 +34,6 @@ def gathers_of_evaluations(rank: int) -> dict[str, tuple[int, tuple[Any, ...]]]:
         nonlocal counted
         counted += 1
         return inner(*args, **kwargs)
-
-    def stopped() -> str:
-        return ""
 
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp, "foreach_all_gather", gather)
@@ -45,12 +44,18 @@ def gathers_of_evaluations(rank: int) -> dict[str, tuple[int, tuple[Any, ...]]]:
         for name in ("room", "room on one", "stopped"):
             times = 7 if name == "room on one" and rank else 9  # an eighth of what is unused may be taken
             patch.setattr(module, "unused_bytes", lambda *_, times=times: times * gathered_bytes(model))
-            options = EvaluationOptions(stopped=stopped if name == "stopped" else None)
+            options = EvaluationOptions(stopped=str if name == "stopped" else None)
             counted = 0
             result = evaluate(model, DOCUMENTS, PlannerConfig.fixed(1, max_tokens_per_slot=20), world, options)
             of_evaluations[name] = counted, result.document_losses
             assert len(result.plan.micro_batches) == MICRO_BATCHES
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), name  # freed
+        with pytest.raises(ValueError, match="in the middle"), gather_once(model), torch.no_grad():
+            for micro_batch in plan_fixed((20,) * 2, world.home, cp=1, max_tokens_per_slot=20).micro_batches:
+                shard = bind(micro_batch, world)
+                model(input_ids=shard.position_ids[None], position_ids=shard.position_ids[None], shard=shard)
+            raise ValueError("in the middle")
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "after an error"
     return of_evaluations
 
 
@@ -60,21 +65,6 @@ def test_parameters_are_gathered_once_where_all_ranks_have_room() -> None:
         root_stays = LAYERS * MICRO_BATCHES + 1  # as FSDP2 itself leaves a root
         assert gathers == {"room": LAYERS + 1, "room on one": root_stays, "stopped": LAYERS + 1}
         assert len({losses for _, losses in of_evaluations.values()}) == 1
-
-
-def weights_after_an_error(rank: int) -> bool:
-    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        model = prepare(deep("qwen3", torch.float32, LAYERS), world)
-        with pytest.raises(ValueError, match="in the middle"), gather_once(model), torch.no_grad():
-            for micro_batch in plan_fixed((20,) * 2, world.home, cp=1, max_tokens_per_slot=20).micro_batches:
-                shard = bind(micro_batch, world)
-                model(input_ids=shard.position_ids[None], position_ids=shard.position_ids[None], shard=shard)
-            raise ValueError("in the middle")
-        return all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def test_parameters_are_freed_after_an_error() -> None:
-    assert run_ranks(weights_after_an_error, 2) == [True, True]
 
 
 @pytest.mark.parametrize("owner", ["group", "parameter"])  # the second since torch 2.15

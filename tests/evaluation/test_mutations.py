@@ -41,7 +41,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "losses not reduced": ((SUMS, 'flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")', "pass"),
                            "PlanError"),
     "modes not restored": (("model.layers", "vars(module)[\"training\"] = training", "pass"), "/modes"),
-    "reshard skipped": (("evaluation.gather_once", "recurse=False)\n        reshard(model)", "recurse=False)"),
+    "reshard skipped": (("evaluation.portions", "recurse=False)\n        reshard(model)", "recurse=False)"),
                         "/gathered"),
     "the world's step changed": (("evaluation.live", "    portions = Portions(inputs, options, started)",
                                   "    world.step = options.step; portions = Portions(inputs, options, started)"),

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,37 +20,22 @@ from longspan.testing import run_ranks
 from tests.evaluation.state import differences
 from tests.train.small import small_config, train_rank, without_times
 
-
-def fail(error: BaseException) -> None:
-    raise error
-
-
-def receive(number: int) -> None:
-    os.kill(os.getpid(), number)
-
-
-FULL = OSError(28, "No space left on device")
-FAULTS: dict[str, tuple[int, Callable[[], None], type[BaseException], str]] = {  # rank, what happens, error
-    "error in a forward pass": (
-        1,
-        partial(fail, ValueError("boom")),
-        ValueError,
-        "rank 0: .*rank 1 left with ValueError: boom",
-    ),
-    "Ctrl-C in a forward pass": (
-        0,
-        partial(fail, KeyboardInterrupt("boom")),
-        KeyboardInterrupt,
-        "rank 1: .*rank 0 left with Key",
-    ),
-    "kill in a forward pass": (1, partial(receive, signal.SIGKILL), RankLostError, ""),
-    "full disk in writing records": (0, partial(fail, FULL), RunFolderError, ""),
+FAULTS: dict[str, tuple[int, BaseException | int, type[BaseException], str]] = {  # rank, error or signal, what is told
+    "error in a forward pass": (1, ValueError("boom"), ValueError, "rank 0: .*rank 1 left with ValueError: boom"),
+    "Ctrl-C in a forward pass": (0, KeyboardInterrupt("boom"), KeyboardInterrupt, "rank 1: .*rank 0 left with Key"),
+    "kill in a forward pass": (1, signal.SIGKILL, RankLostError, ""),
+    "full disk in writing records": (0, OSError(28, "No space left on device"), RunFolderError, ""),
 }
 
 
 def train_with(rank: int, config: RunConfig, name: str) -> TrainResult:
-    where, happen, *_ = FAULTS[name]
+    where, fault, *_ = FAULTS[name]
     forward, write, met = Qwen3MLP.forward, MetricsLog.write, list[bool]()
+
+    def happen() -> None:
+        if isinstance(fault, BaseException):
+            raise fault
+        os.kill(os.getpid(), fault)
 
     def faulty_forward(module: Any, x: Tensor) -> Tensor:
         if not (module.training or x.device.type == "meta" or met):
@@ -79,11 +62,9 @@ def left_by(config: RunConfig) -> tuple[list[dict[str, Any]], dict[str, Tensor]]
     return rows, load_file(folder / "model" / "model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    config = short_run(tmp_path_factory.mktemp("straight"))
-    run_ranks(train_rank, 2, config, 2)
-    return left_by(config)
+def train_in_turn(rank: int, configs: list[RunConfig]) -> None:
+    for config in configs:
+        train_rank(rank, config, 2)
 
 
 def short_run(folder: Path) -> RunConfig:
@@ -95,10 +76,9 @@ IN_CI = ("error in a forward pass",)
 
 
 @pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.whole) for n in FAULTS])
-def test_a_run_goes_on_after(
-    name: str, straight: tuple[list[dict[str, Any]], dict[str, Tensor]], tmp_path: Path
-) -> None:
-    config, (_, _, error, said) = short_run(tmp_path), FAULTS[name]
+def test_a_run_goes_on_after(name: str, tmp_path: Path) -> None:
+    config, straight = (short_run(tmp_path / folder) for folder in ("hurt", "straight"))
+    _, _, error, said = FAULTS[name]
     with pytest.raises(error) as raised:
         run_ranks(train_with, 2, config, name)
     if not issubclass(error, LongspanError):
@@ -109,6 +89,6 @@ def test_a_run_goes_on_after(
     if name in LEAVES_AT_ONCE:  # nothing waits for the save in the background
         saved = {path for path in saved if not path.endswith(".partial")} | {"step-000002"}
     assert saved == {"step-000001", "step-000002"}, "a step is saved before its evaluation"
-    run_ranks(train_rank, 2, config, 2)
-    rows, weights = left_by(config)
-    assert rows == straight[0] and not differences(straight[1], weights)
+    run_ranks(train_in_turn, 2, [config, straight])
+    (rows, weights), (rows_without, weights_without) = left_by(config), left_by(straight)
+    assert rows == rows_without and not differences(weights_without, weights)

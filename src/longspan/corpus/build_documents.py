@@ -6,7 +6,7 @@ is in `recipe.py`.
 
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
@@ -19,13 +19,17 @@ from longspan.corpus.mismatched_answers import MismatchedAnswers
 from longspan.corpus.recipe import Recipe
 from longspan.data.array_files import GrowingArray, GrowingCodes
 from longspan.data.image_table import ImageWriter
-from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFiles
+from longspan.data.manifest import FILE, SHORTEST, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
+from longspan.host import usable_cores
 from longspan.plain_text import LogLine, bytes_text
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
 _LONG_BYTES = 16 << 20
 _NEWS_SECONDS = 5.0
+# Larger corpora are encoded by several processes: by the kind of rows.
+_IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
+_CHATS_BYTES = 4 << 20  # of rows of other kinds
 
 
 def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
@@ -34,19 +38,40 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     Raises DataError for a bad row that is not left out, if no row gives a document, and for files that changed.
     """
     folder.mkdir(parents=True)
-    progress = _Progress(recipe, log)
+    file_ends = [*accumulate((source.bytes for source in recipe.sources), initial=0)]
+    start_time = last_log_time = time.monotonic()
+    small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in recipe.encodings)
+    processes = 1 if file_ends[-1] <= small_bytes else usable_cores()  # one is done before others start
     with closing(_Writer(folder, recipe)) as writer:
-        for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), recipe.processes):
+        for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), processes):
             writer.write_rows(encoded)
-            progress.log_batch(batch, writer)
-        log(progress.progress_text(writer, progress.ends[-1]))
+            if time.monotonic() - last_log_time > _NEWS_SECONDS:
+                last_log_time = time.monotonic()
+                seconds = last_log_time - start_time
+                bytes_read = file_ends[batch[-1].file] + batch[-1].chunk.end  # `end` counts those of its own file
+                seconds_left = seconds * (file_ends[-1] - bytes_read) / max(bytes_read, 1)
+                left_text = f"{seconds_left:.0f} s" if seconds_left < 100 else f"{seconds_left / 60:.0f} min"
+                progress = _progress_text(bytes_read, file_ends[-1], writer.tokens, seconds)
+                log(f"{progress}, about {left_text} left")
+        log(_progress_text(file_ends[-1], file_ends[-1], writer.tokens, time.monotonic() - start_time))
     manifest = writer.finish_manifest()
-    _check_unchanged(recipe)
+    for file, source in zip(recipe.files, recipe.sources, strict=True):
+        stat = file.path.stat()
+        if (stat.st_size, stat.st_mtime_ns) != (source.bytes, source.modified_ns):
+            raise DataError(f"{file.name} of the corpus ({file.path}) changed while it was read; start again")
     if not manifest.documents:
         raise DataError(_no_documents_text(recipe, manifest))
     SourceFiles.write(folder, recipe.sources)
-    (folder / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
+    (folder / FILE).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def _progress_text(bytes_read: int, all_bytes: int, tokens: int, seconds: float) -> str:
+    """Say how many bytes of the sources are read, how many tokens they gave, and how fast."""
+    return (
+        f"tokenized {bytes_text(bytes_read)} of {bytes_text(all_bytes)}: "
+        f"{plural(tokens, 'token')}, {tokens / max(seconds, 1e-3):,.0f} a second"
+    )
 
 
 class _Writer:
@@ -152,36 +177,6 @@ class _Writer:
         )
 
 
-class _Progress:
-    """Logs the progress of a build every few seconds."""
-
-    def __init__(self, recipe: Recipe, log: LogLine) -> None:
-        self._log = log
-        self.ends: list[int] = [*accumulate((source.bytes for source in recipe.sources), initial=0)]  # of files
-        self._start_time = self._last_log_time = time.monotonic()
-
-    def log_batch(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
-        """Log the progress after this batch, unless a line was logged in the last `_NEWS_SECONDS`.
-
-        A chunk's `end` counts the bytes read of its own file.
-        """
-        bytes_read = self.ends[batch[-1].file] + batch[-1].chunk.end
-        if time.monotonic() - self._last_log_time > _NEWS_SECONDS:
-            self._last_log_time = time.monotonic()
-            seconds = self._last_log_time - self._start_time
-            seconds_left = seconds * (self.ends[-1] - bytes_read) / max(bytes_read, 1)
-            left_text = f"{seconds_left:.0f} s" if seconds_left < 100 else f"{seconds_left / 60:.0f} min"
-            self._log(f"{self.progress_text(writer, bytes_read)}, about {left_text} left")
-
-    def progress_text(self, writer: _Writer, bytes_read: int) -> str:
-        """Say how many bytes of the sources are read, how many tokens they gave, and how fast."""
-        seconds = max(time.monotonic() - self._start_time, 1e-3)
-        return (
-            f"tokenized {bytes_text(bytes_read)} of {bytes_text(self.ends[-1])}: "
-            f"{plural(writer.tokens, 'token')}, {writer.tokens / seconds:,.0f} a second"
-        )
-
-
 def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
     """Yield the chunks of all files in order, about BATCH_BYTES of rows at a time.
 
@@ -204,14 +199,6 @@ def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
                 size = 0
     if batch:
         yield batch
-
-
-def _check_unchanged(recipe: Recipe) -> None:
-    """Raise DataError if a source file has another size or time now than when its sum was taken."""
-    for file, source in zip(recipe.files, recipe.sources, strict=True):
-        stat = file.path.stat()
-        if (stat.st_size, stat.st_mtime_ns) != (source.bytes, source.modified_ns):
-            raise DataError(f"{file.name} of the corpus ({file.path}) changed while it was read; start again")
 
 
 def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:

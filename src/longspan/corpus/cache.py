@@ -4,11 +4,10 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from longspan.errors import DataError
 from longspan.files import name_file_in_errors
 from longspan.plain_text import LogLine
 
@@ -34,10 +33,18 @@ class Cache:
         folder = self.folder / key[:40]  # of 64 hexadecimal digits: enough to be different
         if folder.is_dir() and is_whole(folder):
             return folder, False
-        with self._lock_documents(folder, log) as locked:
+        with folder.with_suffix(".lock").open("a") as file:
+            has_lock = False
+            with suppress(OSError):  # without locks in the file system other runs may build the same documents
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    log("another run tokenizes the same corpus: waiting for it")
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                has_lock = True
             if folder.is_dir() and is_whole(folder):  # another run made it in the meantime
                 return folder, False
-            if locked:  # then no other run builds, and what is unfinished is left of one that ended
+            if has_lock:  # then no other run builds, and what is unfinished is left of one that ended
                 for unfinished in self.folder.glob(f"{folder.name}.partial*"):
                     shutil.rmtree(unfinished, ignore_errors=True)
             if folder.is_dir():
@@ -55,31 +62,3 @@ class Cache:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return folder, True
-
-    @contextmanager
-    def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
-        """Lock a folder of documents, after waiting for a run that has; yield whether it is locked.
-
-        False: the file system has no locks, and other runs may build the same documents.
-        """
-        has_lock = False
-        with folder.with_suffix(".lock").open("a") as file:
-            with suppress(OSError):
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    log("another run tokenizes the same corpus: waiting for it")
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                has_lock = True
-            yield has_lock
-
-
-def cache_error(folder: Path, error: OSError) -> DataError:
-    """Return the error of a cache that the disk refused to write, with the bytes that are free there."""
-    free = ""
-    with suppress(OSError):
-        free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"
-    return DataError(
-        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set XDG_CACHE_HOME to a folder "
-        "with room for its tokens"
-    )

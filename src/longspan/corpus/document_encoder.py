@@ -8,23 +8,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import rename_columns
 from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.corpus.sources.row_chunks import RowChunk, chunk_rows
+from longspan.data.array_files import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.image_table import PlacedImage
-from longspan.data.label_codes import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.manifest import SHORTEST
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
-
-if TYPE_CHECKING:
-    from longspan.corpus.rows.encoding import RowEncoding
-
 
 SHOWN = 3  # bad rows that messages name
 MOST_KEYS = 100  # of rows that are named, as each row may have another one
@@ -96,7 +93,7 @@ class DocumentEncoder:
     `encodings` has the encoding of each source's rows. A bad row is an error, or with `skip_bad` counted.
     """
 
-    encodings: "tuple[RowEncoding, ...]"
+    encodings: tuple[RowEncoding, ...]
     longest: int
     dtype: str
     skip_bad: bool = False
@@ -105,8 +102,9 @@ class DocumentEncoder:
         """Encode the rows of chunks in order. Raises DataError for the first bad row, unless bad rows are skipped."""
         batch = _BatchDocuments(self)
         for source, group in groupby(chunks, key=lambda chunk: chunk.source):
+            encoding = self.encodings[source]
             rows = list[Row]()
-            places = list[tuple[int, int]]()
+            places = list[tuple[int, int]]()  # of rows: the file, and the position there
             for file_chunk in group:
                 try:
                     for position, row in chunk_rows(file_chunk.chunk):
@@ -114,11 +112,23 @@ class DocumentEncoder:
                         if isinstance(row, BadRow):
                             batch.add_bad_row(row)
                         else:
-                            rows.append(row)
+                            rows.append(rename_columns(row, encoding.settings.columns))
                             places.append((file_chunk.file, position))
                 except UnicodeDecodeError:
                     batch.notes.skipped.append(file_chunk.chunk.name)
-            batch.add_documents(self.encodings[source], rows, places)
+            samples = encoding.encode(rows)
+            for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
+                batch.notes.unread.update(encoding.unread_columns(rows[number].values))
+            for sample in samples:
+                if isinstance(sample, BadRow):
+                    batch.add_bad_row(sample)
+                    continue
+                counts = sample.unseen._asdict()
+                batch.notes.unseen.update(counts.pop("others"))
+                batch.notes.left_out.update(counts)
+                if sample.labels is not None:
+                    batch.notes.ends |= encoding.learnt_end(sample.ids, sample.labels)
+                batch.add_sample(sample, places[sample.row], rows[sample.row].where)
         return batch.collect_documents()
 
 
@@ -134,28 +144,7 @@ class _BatchDocuments:
         self._numbers = list[float]()
         self.notes = Notes()
 
-    def add_documents(
-        self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]
-    ) -> None:
-        """Encode rows of one source and collect their documents and notes; `places` are those of the rows (file,
-        position).
-        """
-        rows = [rename_columns(row, encoding.settings.columns) for row in rows]
-        samples = encoding.encode(rows)
-        for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
-            self.notes.unread.update(encoding.unread_columns(rows[number].values))
-        for sample in samples:
-            if isinstance(sample, BadRow):
-                self.add_bad_row(sample)
-                continue
-            counts = sample.unseen._asdict()
-            self.notes.unseen.update(counts.pop("others"))
-            self.notes.left_out.update(counts)
-            if sample.labels is not None:
-                self.notes.ends |= encoding.learnt_end(sample.ids, sample.labels)
-            self._add_sample(sample, places[sample.row], rows[sample.row].where)
-
-    def _add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
+    def add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
         """Cut a sample into documents and collect them; one whose ids, images or lengths do not fit is a bad row.
 
         `place` is its row's file and position, `where` the row in words. Without codes (`encode_labels`) every token
@@ -210,7 +199,15 @@ class _BatchDocuments:
                 f"an image takes {largest_image} tokens: max_document_tokens is {most_tokens}, and an image is not "
                 "cut; raise it, or set it to 0"
             )
-        return _unfit_lengths_text(np.diff(sample.stops, prepend=0).tolist(), most_tokens) if sample.stops else ""
+        lengths = np.diff(sample.stops, prepend=0).tolist()  # of documents that are scored or compared
+        if most_tokens and max(lengths, default=0) > most_tokens:
+            return (
+                f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored, "
+                "or compared with another, is not cut; raise it, or set it to 0"
+            )
+        if lengths and min(lengths) < SHORTEST:
+            return f"a document has {plural(min(lengths), 'token')}; give {SHORTEST} or more"
+        return ""
 
     def add_bad_row(self, row: BadRow) -> None:
         """Count a row that gives no document. Raises DataError for it unless bad rows are skipped, or it is
@@ -241,18 +238,6 @@ class _BatchDocuments:
         return Encoded(
             ids, codes, lengths, targets, files, positions, hashes, self.notes, self._images, self._numbers
         )
-
-
-def _unfit_lengths_text(lengths: Sequence[int], most_tokens: int) -> str:
-    """Say why documents of these lengths, of one row, cannot be scored or compared; "" if they can."""
-    if most_tokens and max(lengths) > most_tokens:
-        return (
-            f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored, or "
-            "compared with another, is not cut; raise it, or set it to 0"
-        )
-    if min(lengths) < SHORTEST:
-        return f"a document has {plural(min(lengths), 'token')}; give {SHORTEST} or more"
-    return ""
 
 
 def cut_into_documents(

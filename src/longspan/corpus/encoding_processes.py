@@ -9,14 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk
 from longspan.errors import DataError, LongspanError
 from longspan.launch.worker import Worker, next_request
-
-if TYPE_CHECKING:
-    pass
-from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk
 
 IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more only where one batch is larger
 Batch = Sequence[FileChunk]

@@ -74,7 +74,16 @@ class ImageReader:
     def _read_input(self, number: int) -> ImageInput:
         """Read and process an image, in any thread. Raises DataError if its grid of patches is not the recorded one."""
         placed = self.table[number]
-        pictures = self._load_pictures(placed, self._image_files(placed))
+        pictures = list[Any]()  # of PIL: the image, or the frames of its group
+        for number_in_group, file in enumerate(self._image_files(placed)):
+            try:
+                pictures.append(file.load())
+            except DataError as error:
+                frame = f", frame {placed.image.frame + number_in_group + 1}" if placed.image.frame >= 0 else ""
+                raise DataError(
+                    f"{self._image_name(placed)}{frame}: {error}; restore the file, or start a run in a new folder "
+                    "without its row"
+                ) from error
         grid = placed.image.grid
         try:
             if placed.image.frame < 0:
@@ -90,23 +99,6 @@ class ImageReader:
                 "restore it, or start a run in a new folder"
             )
         return image
-
-    def _load_pictures(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
-        """Return the PIL images of an image, or of the frames of its group.
-
-        Raises DataError, naming the image, for one that cannot be read.
-        """
-        pictures = list[Any]()
-        for number, file in enumerate(files):
-            try:
-                pictures.append(file.load())
-            except DataError as error:
-                frame = f", frame {placed.image.frame + number + 1}" if placed.image.frame >= 0 else ""
-                raise DataError(
-                    f"{self._image_name(placed)}{frame}: {error}; restore the file, or start a run in a new folder "
-                    "without its row"
-                ) from error
-        return pictures
 
     def _image_files(self, placed: PlacedImage) -> list[ImageFile]:
         """Return the files of an image, or of the frames of its group; their bytes may be in its row, which

@@ -11,9 +11,7 @@ from longspan.corpus.rows.kinds import CHATS, KIND_TEXTS
 from longspan.corpus.rows.sample import Row, Sample
 from longspan.corpus.rows.values import short_repr
 from longspan.corpus.sources.find_files import files_of_other_kinds
-from longspan.corpus.tokenizer import (
-    pattern_of_any,
-)
+from longspan.corpus.tokenizer import pattern_of_any
 from longspan.data.corpus_documents import Corpus
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
@@ -87,8 +85,7 @@ def encoding_line(encoding: RowEncoding) -> str:
     does, and of chats the template.
     """
     title = f"rows hold {KIND_TEXTS[encoding.kind]}"
-    opening = " ".join(encoding.tokenizer.opening)
-    closing = " ".join(encoding.tokenizer.closing)
+    opening, closing = map(" ".join, encoding.tokenizer.surrounding_tokens)
     parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
     surrounding_tokens = f"each text {' and '.join(parts)}"
     if not parts:

@@ -1,16 +1,13 @@
 """The documents that KTO compares with: each prompt with an answer to another one."""
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.label_codes import NOTHING, OWN_TOKEN
-
-if TYPE_CHECKING:
-    pass
 from longspan.corpus.document_encoder import Encoded
+from longspan.data.array_files import NOTHING, OWN_TOKEN
 
 
 class MismatchedAnswers:

@@ -19,15 +19,11 @@ from longspan.corpus.sources.first_rows import kind_of_files
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import PAIRS, SourceFile
 from longspan.errors import DataError
-from longspan.host import usable_cores
 
 # A recipe with another version has another key, so that its documents are built again: of rows of a chat template, and
 # of texts and token ids alone, which changes of chats leave as they are.
 VERSION = 4
 TEXT_VERSION = 2
-# Larger corpora are encoded by several processes: by the kind of rows.
-_IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
-_CHATS_BYTES = 4 << 20  # of rows of other kinds
 
 
 @dataclass(frozen=True)
@@ -88,13 +84,6 @@ class Recipe:
         longest = self.settings.data.max_document_tokens
         skip_bad = self.settings.data.on_bad_row == "skip"
         return DocumentEncoder(self.encodings, longest, "<u2" if fits_uint16 else "<u4", skip_bad)
-
-    @property
-    def processes(self) -> int:
-        """How many processes encode: one if the corpus is so small that it is done before others start."""
-        size = sum(source.bytes for source in self.sources)
-        small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in self.encodings)
-        return 1 if size <= small_bytes else usable_cores()
 
 
 # Keys of [data] that decide documents, with the paths; those that came with version 0.4 only where they are set, so

@@ -5,6 +5,8 @@ Documents are built in `build_documents.py`, once for all runs with the same fil
 
 import hashlib
 import json
+import shutil
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import islice
@@ -18,11 +20,11 @@ from longspan.config.local_folders import absolute_path
 from longspan.config.renamed import upgraded_tables
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.build_documents import build_documents
-from longspan.corpus.cache import Cache, cache_error, cache_folder
+from longspan.corpus.cache import Cache, cache_folder
 from longspan.corpus.for_model import fit_to_model
 from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, Recipe, make_recipe
-from longspan.corpus.sources.file_sums import FileSums, file_differences
+from longspan.corpus.sources.file_sums import file_differences, sums_of_files
 from longspan.corpus.sources.first_rows import texts_for_tokenizer
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
 from longspan.data.corpus_documents import Corpus
@@ -73,9 +75,8 @@ class _CorpusOfRun:
         # one file of sums for all sources together
         all_paths = Path(" ".join(path for _, path in settings.source_paths())).absolute()
         name = hashlib.sha256(str(all_paths).encode()).hexdigest()[:32]
-        sums = FileSums(self._cache.folder / "files" / f"{name}.jsonl", old_sources or ())
-        self._sources = sums.sums_of_files(self._files, log)
-        sums.save_sums(self._sources)
+        kept_sums = self._cache.folder / "files" / f"{name}.jsonl"
+        self._sources = sums_of_files(self._files, log, kept_sums, old_sources or ())
 
     def open_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed; that of a resumed run must not change.
@@ -91,13 +92,28 @@ class _CorpusOfRun:
         recorded = self._old_record
         changes = list[str]()
         if recorded is not None:
-            changes = self._changed_settings(recorded, tokenizer) + self._changed_files(recorded)
+            changes = self._changed_settings(recorded, tokenizer)
+            old_sources = recorded.sources(self._folder)  # None where documents are lost, which are built again
+            file_changes = [] if old_sources is None else file_differences(old_sources, self._sources)
+            documents = self._folder / recorded.documents
+            if documents.is_dir() and not file_changes and (images := ImageTable.open_in_folder(documents)):
+                file_changes = list(islice(images.describe_changes(), 3))  # messages name no more
+            changes += file_changes
         if resumed and changes:
             raise DataError(_changes_text(self._run_dir, changes))
         if changes:
             self._log(f"the corpus changed ({changes[0]}): building it again")
-        if tokenizer is None:
-            tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
+        has_tokenizer = recorded is not None and (self._run_dir / "tokenizer.json").is_file()
+        if tokenizer is None and has_tokenizer and not changes:
+            tokenizer = load_tokenizer(self._run_dir)
+        elif tokenizer is None:
+            data = self._settings.data
+            paths = ", ".join(path for _, path in self._settings.source_paths())
+            self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
+            trained = train_tokenizer(texts_for_tokenizer(self._files, data.max_text_bytes), data.vocab_size)
+            # Read again as later starts read it: beside the model's config.json, by whose class it may split otherwise.
+            trained.save_pretrained(self._run_dir)
+            tokenizer = replace(load_tokenizer(self._run_dir), folder=None)
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
         if recorded is not None and recorded.key == recipe.key and not changes:
             if _documents_are_whole(self._folder / recorded.documents):
@@ -134,31 +150,6 @@ class _CorpusOfRun:
             changes.append(f"data.vocab_size is {size}, the tokenizer has {recorded.tokenizer_size} entries")
         return sorted(changes)
 
-    def _changed_files(self, recorded: Record) -> list[str]:
-        """Describe source files, or else images, that are other ones than recorded, one phrase each.
-
-        Of images there are three at most, as messages name no more. Lost documents are built again, images too.
-        """
-        old_sources = recorded.sources(self._folder)
-        documents = self._folder / recorded.documents
-        changes = [] if old_sources is None else file_differences(old_sources, self._sources)
-        images = ImageTable.open_in_folder(documents) if documents.is_dir() and not changes else None
-        return changes if images is None else list(islice(images.describe_changes(), 3))
-
-    def _load_or_train_tokenizer(self, *, changed: bool) -> TextTokenizer:
-        """Return the tokenizer in the run's folder; train one on the source files, and write it there, if there is none
-        or the corpus `changed`.
-        """
-        if self._old_record is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
-            return load_tokenizer(self._run_dir)
-        data = self._settings.data
-        paths = ", ".join(path for _, path in self._settings.source_paths())
-        self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
-        trained = train_tokenizer(texts_for_tokenizer(self._files, data.max_text_bytes), data.vocab_size)
-        # Read again as later starts read it: beside the model's config.json, by whose class it may split otherwise.
-        trained.save_pretrained(self._run_dir)
-        return replace(load_tokenizer(self._run_dir), folder=None)
-
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
         """Build the recipe's documents, unless the cache has them, and record them in the run's folder.
 
@@ -168,7 +159,14 @@ class _CorpusOfRun:
         # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
         tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
         if tokenizer.folder is not None:  # one that was trained here has been read from here
-            _check_saved_tokenizer(tokenizer, self._run_dir)
+            # models read it from the run's folder, where transformers chooses its class by their config.json too
+            saved = load_tokenizer(self._run_dir)
+            if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):
+                raise DataError(
+                    f"tokenizer {tokenizer.folder} gives other ids beside the config.json of the run's model: "
+                    f"transformers reads it there with the class {saved.kind}, and in its own folder with "
+                    f"{tokenizer.kind}; name a tokenizer of the model's kind with data.tokenizer"
+                )
         for line in row_lines(recipe):
             self._log(line)
         build = partial(build_documents, recipe, log=self._log)
@@ -177,7 +175,13 @@ class _CorpusOfRun:
                 recipe.key, _documents_are_whole, build, self._log
             )
         except OSError as error:
-            raise cache_error(self._cache.folder, error) from error
+            free = ""
+            with suppress(OSError):
+                free = f" ({shutil.disk_usage(self._cache.folder).free:,} bytes are free)"
+            raise DataError(
+                f"the corpus cannot be kept in {self._cache.folder}: {error.strerror or error}{free}; set "
+                "XDG_CACHE_HOME to a folder with room for its tokens"
+            ) from error
         self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (XDG_CACHE_HOME)")
         record = Record(
             documents=str(documents),
@@ -203,22 +207,10 @@ def _documents_are_whole(folder: Path) -> bool:
     return True
 
 
-def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
-    """Raise DataError if the tokenizer gives other ids once it is read from the run's folder, as its models have it:
-    transformers chooses a tokenizer's class by the config.json beside it too.
-    """
-    saved = load_tokenizer(run_dir)
-    if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):
-        raise DataError(
-            f"tokenizer {tokenizer.folder} gives other ids beside the config.json of the run's model: "
-            f"transformers reads it there with the class {saved.kind}, and in its own folder with {tokenizer.kind}; "
-            "name a tokenizer of the model's kind with data.tokenizer"
-        )
-
-
 def _surrounding_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
     """Return the tokens before a text, "…" for the text, and the tokens after it, as records have them."""
-    return (*tokenizer.opening, "…", *tokenizer.closing)
+    opening, closing = tokenizer.surrounding_tokens
+    return (*opening, "…", *closing)
 
 
 def _changes_text(run_dir: Path, changes: list[str]) -> str:

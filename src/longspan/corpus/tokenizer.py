@@ -45,7 +45,7 @@ def pattern_of_any(names: Collection[str]) -> re.Pattern[str]:
 class TextTokenizer:
     """A tokenizer, the token that ends a text, and the one that pads (None: it has none).
 
-    Two tokenizers with equal `digest` (SHA-256 of the engine without its post-processor), `opening` and `closing` give
+    Two tokenizers with equal `digest` (SHA-256 of the engine without its post-processor) and `surrounding_tokens` give
     equal ids. It was read from `folder` (None: it was trained here) by the class `kind` of transformers. Chats are
     written by the template in `template_file` (None: by the folder's).
     """
@@ -81,14 +81,10 @@ class TextTokenizer:
         return ids_with_special[:start], closing
 
     @property
-    def opening(self) -> tuple[str, ...]:
-        """The tokens that every text begins with."""
-        return tuple(map(str, map(self.engine.id_to_token, self.surrounding_ids[0])))
-
-    @property
-    def closing(self) -> tuple[str, ...]:
-        """The tokens that every text ends with."""
-        return tuple(map(str, map(self.engine.id_to_token, self.surrounding_ids[1])))
+    def surrounding_tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tokens that every text begins with, and those that it ends with."""
+        opening, closing = (tuple(map(str, map(self.engine.id_to_token, ids))) for ids in self.surrounding_ids)
+        return opening, closing
 
     def encode(self, texts: Sequence[str]) -> list[Integers]:
         """Encode short texts together, each with the tokens around it."""

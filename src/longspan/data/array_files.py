@@ -1,4 +1,7 @@
-"""The arrays of a corpus in files: written as they grow, then mapped, and pickled as the place of their file."""
+"""The arrays of a corpus in files: written as they grow, then mapped, and pickled as the place of their file.
+
+Labels are written as codes: one small number for each token.
+"""
 
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -7,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.errors import DataError
+from longspan.layout import Integers
+from longspan.layout.partition import NO_TARGET
 
 _BLOCK = 1 << 20
 Array = npt.NDArray[Any]
@@ -76,6 +81,23 @@ class GrowingArray:
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
+OWN_TOKEN = 0  # a code of a label: the token's own id is predicted
+NOTHING = 1
+OTHER_TOKEN = 2  # the smallest code of another id, which is the code − 2
+
+
+def encode_labels(ids: Integers, labels: Integers) -> Integers:
+    """Return codes of tokens with these labels (n,): 0 for the token's own id, 1 for none, else the label + 2."""
+    codes = np.where(labels == NO_TARGET, NOTHING, labels + OTHER_TOKEN)
+    return np.where(labels == ids, OWN_TOKEN, codes)
+
+
+def decode_labels(ids: Integers, codes: npt.NDArray[Any]) -> Integers:
+    """Return the labels (n,) of tokens with these ids and codes: −100 for none."""
+    codes = codes.astype(np.int64)
+    return np.where(codes == OWN_TOKEN, ids, np.where(codes == NOTHING, NO_TARGET, codes - OTHER_TOKEN))
+
+
 class GrowingCodes:
     """The file `codes.bin`: a byte for each token, four bytes if labels name other tokens.
 
@@ -93,8 +115,16 @@ class GrowingCodes:
 
     def write(self, codes: Array, first: int) -> None:
         """Write the codes, uint8 or int32, of the tokens from number `first` on."""
-        if codes.dtype.itemsize > self._dtype.itemsize:
-            self._widen_codes()
+        if codes.dtype.itemsize > self._dtype.itemsize:  # those that are there are written again, in four bytes
+            narrow = self._path.with_suffix(".narrow")
+            self._dtype = np.dtype(np.int32)
+            self._file.close()
+            self._path.rename(narrow)
+            self._file = self._path.open("wb")
+            with narrow.open("rb") as narrow_file:
+                while block := narrow_file.read(_BLOCK):
+                    self._file.write(np.frombuffer(block, np.uint8).astype(np.int32).data)
+            narrow.unlink()
         self._file.seek(first * self._dtype.itemsize)
         self._file.write(codes.astype(self._dtype).data)
 
@@ -102,18 +132,6 @@ class GrowingCodes:
         """Extend the file to a code for each of so many tokens, with zeros, and close it."""
         self._file.truncate(tokens * self._dtype.itemsize)
         self._file.close()
-
-    def _widen_codes(self) -> None:
-        """Write the codes from now on in four bytes, and those that are there again."""
-        narrow = self._path.with_suffix(".narrow")
-        self._dtype = np.dtype(np.int32)
-        self._file.close()
-        self._path.rename(narrow)
-        self._file = self._path.open("wb")
-        with narrow.open("rb") as narrow_file:
-            while block := narrow_file.read(_BLOCK):
-                self._file.write(np.frombuffer(block, np.uint8).astype(np.int32).data)
-        narrow.unlink()
 
 
 def map_array(path: Path) -> Array:

@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.data.document import NO_TARGET, Document
-from longspan.data.host_arrays import host_array
+from longspan.data.document import NO_TARGET, Document, host_array
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plain_text import short_text
@@ -117,7 +116,13 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
     for row in range(len(ids)):
         start, stop = (0, ids.shape[1]) if mask is None else _find_token_columns(row, mask[row])
         if labels is not None:
-            _check_padding(row, labels[row], start, stop)
+            outside = labels[row] != NO_TARGET
+            outside[start:stop] = False
+            if outside.any():
+                raise DataError(
+                    f"row {row} has labels in {plural(int(outside.sum()), 'column')} of padding, the first at column "
+                    f"{int(outside.argmax())}; label padding −100"
+                )
         begins = [start] if positions is None else _find_first_columns(row, positions[row], start, stop)
         places += [RowPlace(row, a, b) for a, b in zip(begins, [*begins[1:], stop], strict=True) if a < b]
     documents = tuple(
@@ -175,17 +180,6 @@ def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
             "left or right of a row's tokens"
         )
     return start, stop
-
-
-def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
-    """Raise DataError for a label outside of the columns from start to stop, which have tokens."""
-    outside = labels != NO_TARGET
-    outside[start:stop] = False
-    if outside.any():
-        raise DataError(
-            f"row {row} has labels in {plural(int(outside.sum()), 'column')} of padding, the first at column "
-            f"{int(outside.argmax())}; label padding −100"
-        )
 
 
 def _find_first_columns(row: int, positions: Integers, start: int, stop: int) -> list[int]:

@@ -15,10 +15,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.array_files import map_array
+from longspan.data.array_files import NOTHING, decode_labels, map_array
 from longspan.data.document import NO_TARGET
 from longspan.data.image_table import ImageTable
-from longspan.data.label_codes import NOTHING, decode_labels
 from longspan.data.manifest import FILE, PAIRS, Manifest, SourceFiles, read_record
 from longspan.data.scored_document import label_columns
 from longspan.errors import DataError
@@ -58,7 +57,33 @@ class Corpus:
             )
         try:
             self.documents_folder: Path = documents_folder  # shared by runs
-            self._map_arrays(documents_folder)
+            self.manifest: Manifest = Manifest.from_json((documents_folder / FILE).read_text(encoding="utf-8"))
+            self.sources: SourceFiles = SourceFiles(documents_folder)
+            self._origins = map_array(documents_folder / "origins.npy")
+            self.lengths: npt.NDArray[Any] = map_array(documents_folder / "lengths.npy")
+            paths = (documents_folder / f"{name}.npy" for name in ("source_of", "targets", "texts", "hashes"))
+            arrays = (map_array(path) if path.is_file() else None for path in paths)
+            source_of, self.targets, self.texts, self.hashes = arrays
+            columns = self.manifest.labels
+            table = map_array(documents_folder / "labels.npy").reshape(-1, columns) if columns else None
+            preference = self.manifest.preference
+            self.labels: npt.NDArray[Any] | None = None if preference else table
+            self.numbers: npt.NDArray[Any] | None = table[:, 0] if table is not None and preference else None
+            self.unit = 2 if preference or PAIRS in self.manifest.kinds else 1
+            self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair
+            zero = np.broadcast_to(np.int16(0), len(self.lengths))  # all of source 0; takes no memory
+            self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
+            self.images: ImageTable | None = ImageTable.open_in_folder(documents_folder)
+            self._offsets = map_array(documents_folder / "offsets.npy")
+            self._tokens = np.memmap(documents_folder / "tokens.bin", dtype=self.manifest.dtype, mode="r")
+            codes = self.manifest.codes
+            self._codes = np.memmap(documents_folder / "codes.bin", dtype=codes, mode="r") if codes else None
+            for name, array in (("tokens.bin", self._tokens), ("codes.bin", self._codes)):
+                if array is not None and len(array) != self.manifest.tokens:
+                    raise DataError(
+                        f"{documents_folder} is damaged: {name} has {len(array)} tokens, corpus.json wants "
+                        f"{self.manifest.tokens}; remove the folder and it is built again"
+                    )
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too
                 raise
@@ -71,40 +96,6 @@ class Corpus:
         self.reference: npt.NDArray[np.float64] | None = None
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
-
-    def _map_arrays(self, folder: Path) -> None:
-        """Map all arrays of a folder of documents, as the class describes them; set once, by `__init__`.
-
-        Without `source_of.npy` all documents are of source 0. Raises DataError or ValueError for a damaged folder.
-        """
-        self.manifest: Manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
-        self.sources: SourceFiles = SourceFiles(folder)
-        self._origins = map_array(folder / "origins.npy")
-        self.lengths: npt.NDArray[Any] = map_array(folder / "lengths.npy")
-        paths = (folder / f"{name}.npy" for name in ("source_of", "targets", "texts", "hashes"))
-        arrays = (map_array(path) if path.is_file() else None for path in paths)
-        source_of, self.targets, self.texts, self.hashes = arrays
-        labels = folder / "labels.npy"
-        columns = self.manifest.labels
-        table = map_array(labels).reshape(-1, columns) if columns else None
-        preference = self.manifest.preference
-        self.labels: npt.NDArray[Any] | None = None if preference else table
-        self.numbers: npt.NDArray[Any] | None = table[:, 0] if table is not None and preference else None
-        self.unit = 2 if preference or PAIRS in self.manifest.kinds else 1
-        self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair
-        zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
-        self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
-        self.images: ImageTable | None = ImageTable.open_in_folder(folder)
-        self._offsets = map_array(folder / "offsets.npy")
-        self._tokens = np.memmap(folder / "tokens.bin", dtype=self.manifest.dtype, mode="r")
-        codes = self.manifest.codes
-        self._codes = np.memmap(folder / "codes.bin", dtype=codes, mode="r") if codes else None
-        for name, array in (("tokens.bin", self._tokens), ("codes.bin", self._codes)):
-            if array is not None and len(array) != self.manifest.tokens:
-                raise DataError(
-                    f"{folder} is damaged: {name} has {len(array)} tokens, corpus.json wants {self.manifest.tokens}; "
-                    "remove the folder and it is built again"
-                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process maps the folder again."""
@@ -157,19 +148,19 @@ class Corpus:
 
     def tokens_of(self, document: int) -> npt.NDArray[Any]:
         """Return the token ids of a document, as they are stored: none is read until it is looked at."""
-        return self._view_of_document(self._tokens, document)
+        return self._tokens[self._places_of(document)]
 
     def count_rows_before_targets(self, document: int) -> int:
         """Count the rows of a document before the one that predicts its first target; without any, all but one."""
         if self._codes is None:
             return 0
-        is_target = self._view_of_document(self._codes, document)[1:] != NOTHING
+        is_target = self._codes[self._places_of(document)][1:] != NOTHING
         return int(is_target.argmax()) if is_target.any() else len(is_target)
 
-    def _view_of_document(self, values: Any, document: int) -> npt.NDArray[Any]:
-        """Return the part of an array of all tokens that is this document's, as a view."""
+    def _places_of(self, document: int) -> slice:
+        """The places of a document's tokens in an array of all tokens."""
         start = int(self._offsets[document])
-        return values[start : start + int(self.lengths[document])]
+        return slice(start, start + int(self.lengths[document]))
 
     def read(self, document: int, positions: Integers) -> Integers:
         """Read the token ids of a document at these positions."""

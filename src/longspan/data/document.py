@@ -17,10 +17,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.host_arrays import integer_array, mask_array, number_array
 from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.layout.partition import NO_TARGET
+from longspan.plain_text import short_text
 
 
 @runtime_checkable
@@ -76,7 +76,15 @@ class Document:
         if labels is not None:
             self._labels = integer_array("labels", labels)
         elif loss_mask is not None:
-            self._labels = np.where(mask_array(loss_mask, len(self._ids)), self._ids, NO_TARGET)
+            mask = host_array("loss_mask of a document", loss_mask)
+            if mask.ndim == 1 and len(mask) != len(self._ids):
+                raise DataError(f"a loss_mask has {len(mask)} values for {len(self._ids)} token ids; give one each")
+            if mask.ndim != 1 or not np.isin(mask, (0, 1)).all():
+                raise DataError(
+                    f"a loss_mask is {mask.dtype} of shape {mask.shape}; give a 0 or a 1 for each token: what counts "
+                    "by parts is weights="
+                )
+            self._labels = np.where(mask, self._ids, NO_TARGET)
         columns = values if weights is None else {"weights": weights, **values}
         self._values = self._read_values(columns)
         if len(self._labels) != len(self._ids):
@@ -143,10 +151,56 @@ class Document:
         return int((self._labels[1:] != NO_TARGET).sum())
 
     def _read_values(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
-        """Return numbers of the document () or of its tokens (n,) by name. Raises DataError for others."""
-        return {name: number_array(name, value, len(self._ids)) for name, value in values.items()}
+        """Return finite numbers by name, copies: one of the document (), or one for each of its tokens (n,).
+
+        Raises DataError for others.
+        """
+        length = len(self._ids)
+        arrays = dict[str, npt.NDArray[np.float64]]()
+        for name, value in values.items():
+            try:
+                array = host_array(f"{name!r} of a document", value).astype(np.float64)
+            except (TypeError, ValueError) as error:
+                if isinstance(error, DataError):  # which is a ValueError too, and says more
+                    raise
+                raise DataError(
+                    f"{name!r} of a document is {short_text(value)}; give a number, or one for each token"
+                ) from error
+            if array.ndim > 1 or (array.ndim == 1 and len(array) != length):
+                raise DataError(
+                    f"{name!r} of a document has shape {array.shape}, the document {length} tokens; give one number, "
+                    "or one for each token"
+                )
+            if not np.isfinite(array).all():
+                raise DataError(f"{name!r} of a document has values that are not finite; give finite numbers")
+            arrays[name] = array
+        return arrays
 
 
 def count_targets(document: Any) -> int:
     """Count the tokens that a document predicts: those that it says itself, or all but the first."""
     return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
+
+
+def host_array(name: str, values: Any, advice: str = "one number, or one for each token") -> npt.NDArray[Any]:
+    """Return values as an array on the host, which may share their memory; tensors of floating point come in float64,
+    as numpy has no bfloat16.
+
+    Raises DataError for what is no array: it calls the values `name`, "ids of a document" say, and says to give
+    `advice`.
+    """
+    if hasattr(values, "detach"):  # a tensor; torch is not imported here, so that help texts are printed without it
+        values = values.detach()
+        return (values.double() if values.is_floating_point() else values).cpu().numpy()
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} is {short_text(values)}, which is no array: {error}; give {advice}") from error
+
+
+def integer_array(name: str, values: Any) -> Integers:
+    """Return integers (n,) of a document, a copy. Raises DataError, which calls them `name`, for anything else."""
+    array = host_array(f"{name} of a document", values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):  # numpy takes an empty list for floats
+        raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")
+    return array.astype(np.int64)

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.data.document import Document
-from longspan.data.host_arrays import host_array
+from longspan.data.document import Document, host_array
 from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.layout.partition import NO_TARGET

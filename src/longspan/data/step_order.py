@@ -15,7 +15,7 @@ import numpy.typing as npt
 from longspan.data.array_files import pickle_form, restored_array
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
 from longspan.data.shuffle import shuffled_sample
-from longspan.data.stream import ENDLESS, EVAL_SET, HELD_OUT, DocumentStream, EpochEnds, Mixture, shuffled_sources
+from longspan.data.stream import EVAL_SET, HELD_OUT, DocumentStream, Mixture, shuffled_sources
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plan.shape.positions import LengthLimit
@@ -61,15 +61,19 @@ class StepOrder:
             mixture = None if mixture is None else mixture._replace(source_of=mixture.source_of[::unit])
         all_texts = count_texts(unit_lengths, texts)
         held_out_texts = choose_held_out_texts(all_texts, mixture, texts, eval_documents, seed)
-        held_out = held_out_texts if texts is None else documents_of_texts(held_out_texts, texts)
+        held_out = held_out_texts
+        if texts is not None:  # their documents, sorted, as `texts` ascends
+            numbers = held_out_texts.astype(texts.dtype)  # another type would copy the array
+            firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
+            held_out = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
         self.evaluation: tuple[int, ...] = documents_of_units(held_out.tolist(), unit)
         self.groups: Sequence[Integers] | None = None  # the documents of each unit
         if group is not None:
             self.groups = groups = group(np.setdiff1d(np.arange(len(unit_lengths)), held_out))
             unit_lengths = np.array([unit_lengths[documents].sum() for documents in groups])
             held_out = held_out[:0]
-            firsts = [documents[0] for documents in groups]
-            mixture = None if mixture is None else mixture._replace(source_of=mixture.source_of[firsts])
+            if mixture is not None:
+                mixture = mixture._replace(source_of=mixture.source_of[[documents[0] for documents in groups]])
         self.training_texts = all_texts - len(held_out_texts)
         self.held_out_texts = len(held_out_texts)
         self.stream: DocumentStream = DocumentStream(
@@ -78,11 +82,9 @@ class StepOrder:
         self._budget = tokens_per_step
         self.epoch_documents: int = self.stream.documents
         self.may_repeat: bool = len(self.stream.sources) > 1 or tokens_per_step > self.stream.tokens
-        self.ends: EpochEnds = ENDLESS
         counted = mixture.counted if mixture else 0
         self._last = self.stream.place_after(epochs, counted) if epochs else 0
-        if epochs and len(self.stream.sources) == 1:
-            self.ends = EpochEnds(self.stream.documents, self._last)
+        self._ends_with_epochs = bool(epochs) and len(self.stream.sources) == 1
         self._begins = array("q", [0])  # of steps, as far as they are known
         self.sharing: Corpus | None = None  # the corpus whose documents share prefixes, if they do
         self.length_limits: tuple[LengthLimit, ...] = ()  # of rotary frequencies, which they have the same
@@ -170,21 +172,22 @@ class StepOrder:
         stream_part = self.stream.part_at(start)
         tokens_left = self._budget
         index = start - stream_part.first
-        last_end = self.ends.next_end(start)
+        last_end = 1 << 62  # the stream has no end
+        if self._ends_with_epochs:  # the end of this epoch, or of the run
+            last_end = (start // self.epoch_documents + 1) * self.epoch_documents
+            last_end = min(last_end, self._last) if start < self._last else last_end
         while True:
             end_index = (
                 int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
             )
             end = stream_part.first + end_index
             if end_index < len(stream_part.ids) or end >= last_end:
-                return self._end_without_repeats(start, min(max(end, start + 1), last_end))
+                break
             tokens_left -= int(stream_part.ends[end_index] - stream_part.ends[index])
             stream_part = self.stream.next_part(stream_part)
             index = 0
-
-    def _end_without_repeats(self, start: int, end: int) -> int:
-        """Return `end`, or the place of the first document before it that the step from `start` on has already."""
-        rest = self.epoch_documents - start % self.epoch_documents
+        end = min(max(end, start + 1), last_end)
+        rest = self.epoch_documents - start % self.epoch_documents  # of the epoch; behind it documents may repeat
         if self.may_repeat or end - start <= rest:
             return end
         ids = self._ids_between(start, end)
@@ -211,7 +214,11 @@ def choose_held_out_texts(
 ) -> Integers:
     """Choose `most` texts to hold out by the seed, sorted; `texts` has the text of each document (None: its own).
 
-    Raises DataError if no text is left to train on.
+    >>> choose_held_out_texts(53, Mixture(np.repeat([0, 1], [50, 3]), (1.0, 1.0)), None, 9, 0)[-2:] >= 50
+    array([False,  True])
+
+    Of several sources each gives by its number of texts, at least one but not its last. Raises DataError if no text is
+    left to train on.
     """
     if most >= all_texts:
         raise DataError(
@@ -220,26 +227,6 @@ def choose_held_out_texts(
         )
     if mixture is None:
         return np.sort(shuffled_sample(all_texts, most, seed, HELD_OUT))
-    return sample_of_sources(mixture, texts, most, seed)
-
-
-def documents_of_texts(chosen: Integers, texts: npt.NDArray[Any]) -> Integers:
-    """List the documents of these texts, sorted; `texts` has the text of each document, ascending.
-
-    >>> documents_of_texts(np.array([0, 2]), np.array([0, 0, 1, 2]))
-    array([0, 1, 3])
-    """
-    numbers = chosen.astype(texts.dtype)  # another type would copy the array
-    firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
-    return np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
-
-
-def sample_of_sources(mixture: Mixture, texts: npt.NDArray[Any] | None, most: int, seed: int) -> Integers:
-    """Choose about `most` texts, sorted: of each source by its number of texts, at least one but not its last.
-
-    >>> sample_of_sources(Mixture(np.repeat([0, 1], [50, 3]), (1.0, 1.0)), None, 9, 0)[-2:] >= 50
-    array([False,  True])
-    """
     bounds = np.searchsorted(mixture.source_of, np.arange(len(mixture.weights) + 1, dtype=mixture.source_of.dtype))
     if texts is not None:
         bounds = [int(texts[bound]) if bound < len(texts) else int(texts[-1]) + 1 for bound in bounds]

@@ -95,26 +95,6 @@ def shuffled_sources(
 _DOCUMENTS = 2**14  # about as many are in a part
 
 
-class EpochEnds(NamedTuple):
-    """Where no step goes on: at the end of each epoch of `size` documents, and at `last`, where a run ends.
-
-    >>> ends = EpochEnds(90, 135)
-    >>> [ends.next_end(place) for place in (0, 89, 90, 135)]
-    [90, 90, 135, 180]
-    """
-
-    size: int
-    last: int
-
-    def next_end(self, place: int) -> int:
-        """Return the first of these ends behind a place."""
-        end = (place // self.size + 1) * self.size
-        return min(end, self.last) if place < self.last else end
-
-
-ENDLESS = EpochEnds(1 << 62, 1 << 62)
-
-
 class StreamPart(NamedTuple):
     """Documents that follow each other in the stream: the place of the first, and their ids."""
 

@@ -84,39 +84,30 @@ def complete_prompts(
 def _complete_prompt(
     stock: PreTrainedModel, prompt: Prompt, device: torch.device, settings: CompletionSettings
 ) -> Completion:
-    """Complete one prompt with the stock model, by random numbers from the settings' seed; the
-    generators are restored.
+    """Complete one prompt with the stock model, with the folder's settings and the prompt's temperature (0: the
+    likeliest token), by random numbers from the settings' seed; the generators are restored.
     """
     began = time.monotonic()
-    ids = torch.tensor([prompt.ids], device=device)
-    config = _generation_config(stock, prompt, settings)
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(settings.seed)
-        generate: Any = stock.generate
-        output = generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    new = output[0, len(prompt.ids) :].tolist()
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    text = settings.tokenizer.engine.decode(new, skip_special_tokens=True)
-    return Completion(prompt.text, text, len(new), bool(new) and new[-1] in ends, time.monotonic() - began)
-
-
-def _generation_config(stock: PreTrainedModel, prompt: Prompt, settings: CompletionSettings) -> GenerationConfig:
-    """Return how transformers generates for a prompt: the folder's settings, the prompt's temperature (0: the
-    likeliest).
-    """
     config: Any = deepcopy(stock.generation_config)
     if (settings.folder / GENERATION).is_file():
         config = GenerationConfig.from_pretrained(settings.folder)
     if config.eos_token_id is None:
         config.eos_token_id = settings.tokenizer.end
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if config.pad_token_id is None:  # nothing is padded; without it transformers warns
-        ends = config.eos_token_id
-        config.pad_token_id = ends[0] if isinstance(ends, list) else ends
+        config.pad_token_id = ends[0]
     config.max_new_tokens = settings.max_new_tokens
     config.max_length = None
     config.do_sample = bool(prompt.temperature)
     config.temperature = prompt.temperature or None
     if not config.do_sample:
         config.top_p = config.top_k = None
-    return config
+    ids = torch.tensor([prompt.ids], device=device)
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(settings.seed)
+        generate: Any = stock.generate
+        output = generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    new = output[0, len(prompt.ids) :].tolist()
+    text = settings.tokenizer.engine.decode(new, skip_special_tokens=True)
+    return Completion(prompt.text, text, len(new), bool(new) and new[-1] in ends, time.monotonic() - began)

@@ -12,12 +12,7 @@ from transformers import PreTrainedConfig
 
 from longspan.checkpoint.files import read_state
 from longspan.comm import World
-from longspan.comm.all_ranks import (
-    LogLine,
-    is_first_rank,
-    run_on_every_rank,
-    run_on_first_rank,
-)
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.comm.received_signals import StopSignal
 from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO, NOT_GIVEN
@@ -26,7 +21,7 @@ from longspan.corpus.build_documents import build_documents
 from longspan.corpus.for_model import fit_documents_to_model
 from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
-from longspan.corpus.sources.file_sums import FileSums
+from longspan.corpus.sources.file_sums import sums_of_files
 from longspan.corpus.token_bytes import token_bytes
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
@@ -72,7 +67,13 @@ def evaluate_saved(
         names = first.config.evaluation.metrics
     metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
     checked = [find_checked_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
-    _check_same_tokens(checked)
+    ids = {(weights.tokenizer.digest, weights.tokenizer.surrounding_tokens) for weights in checked}
+    if len(ids) > 1:
+        one, other = (weights.subject.folder for weights in checked)
+        raise ConfigError(
+            f"the tokenizers of {one} and {other} differ, and losses per token of different tokens cannot be "
+            "compared; evaluate each alone on the same --data, and compare the bits per byte"
+        )
     if request.paths:
         sets = _build_sets(request, checked[0].tokenizer, world, log)
     else:
@@ -84,17 +85,6 @@ def evaluate_saved(
     starts.end_part("data")
     evaluator = _Evaluator(request.degrees, world, metrics, starts, log, progress)
     return tuple(evaluator.evaluate_subject(fit) for fit in fits)  # one model at a time
-
-
-def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
-    """Raise ConfigError for two models whose tokenizers differ: losses of other tokens cannot be compared."""
-    ids = {(x.tokenizer.digest, tuple(x.tokenizer.opening), tuple(x.tokenizer.closing)) for x in checked}
-    if len(ids) > 1:
-        first, other = (weights.subject.folder for weights in checked)
-        raise ConfigError(
-            f"the tokenizers of {first} and {other} differ, and losses per token of different tokens cannot be "
-            "compared; evaluate each alone on the same --data, and compare the bits per byte"
-        )
 
 
 def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
@@ -159,7 +149,7 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
     try:
         folder.mkdir()
         files = settings.find_source_files(folder)
-        recipe = make_recipe(settings, files, FileSums().sums_of_files(files, log), tokenizer)
+        recipe = make_recipe(settings, files, sums_of_files(files, log), tokenizer)
         for line in row_lines(recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)

@@ -110,7 +110,12 @@ def _plan_and_check(
     if lengths is None:
         lengths = [len(documents[d]) for d in range(len(documents))]
     documents = StepDocuments(model, documents, tuple(map(int, lengths)))
-    choice = _forward_choice(choice, language_model, documents)
+    options = choice.options  # priced for forward passes, with the rows that the model takes
+    multiple = call_rules(language_model).row_multiple
+    rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
+    targets = sum(documents.targets_by_document)
+    options = replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
+    choice = replace(choice, options=options)
     documents_to_read: Any = documents
     if share_prefixes and documents.items is None and isinstance(documents.documents, Sequence):
         shared, plan = share_where_faster(
@@ -218,14 +223,3 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
         losses[list(documents)] += values[-1]
         hits += all(first > other for other in others)
     return totals._replace(documents=losses, hits=hits, rows=len(sets)), Mean(math.fsum(values), len(sets))
-
-
-def _forward_choice(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
-    """Return the choice priced for forward passes, with the rows that the model takes and the documents' targets."""
-    multiple = call_rules(model).row_multiple
-    options = choice.options
-    rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
-    targets = sum(documents.targets_by_document)
-    return replace(
-        choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
-    )

@@ -11,12 +11,7 @@ from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, lo
 from longspan.checkpoint.files import checkpoints_root, read_state
 from longspan.checkpoint.storage import read_metadata
 from longspan.comm import World
-from longspan.comm.all_ranks import (
-    LogLine,
-    run_on_every_rank,
-    run_on_first_rank,
-    silence_warnings_of_other_ranks,
-)
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.errors import CheckpointError, DataError, ModelError

@@ -1,23 +1,26 @@
 """An evaluation run in portions of micro-batches, between which ranks agree whether to go on.
 
-So an evaluation can be stopped, and a rank reads only a portion's rows of a large set at a time.
+So an evaluation can be stopped, and a rank reads only a portion's rows of a large set at a time. Where there is room
+parameters are gathered once for all portions.
 """
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from longspan.comm import World, raise_first_error
 from longspan.comm.device import unused_bytes
 from longspan.errors import EvaluationStopped, LongspanError, PlanError, plural
-from longspan.evaluation.gather_once import gather_once, gathered_bytes
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.row_sums import RowSums, Totals
+from longspan.model.fsdp_passes import leave_out_idle_hooks, reshard
 from longspan.model.kinds import score_columns
+from longspan.model.marks import find_float8_weight, find_packed_weight, has_weights_on_host, keep_float8_weights
+from longspan.model.sharding import fsdp_modules, reduction_groups, reshards_after_forward
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
 from longspan.train.rows.agreed_reading import reading_error
@@ -67,8 +70,9 @@ class Portions:
             self.plan.path_lengths, options, self.world, _score_loss(inputs.language_model, options.loss)
         )
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
-        self.long = self.any_long = False  # whether the last portion took long, here and on any rank
-        self.gathered = 0  # bytes of parameters that stay gathered until the end
+        self.long: bool = False  # whether the last portion took long here
+        self.any_long: bool = False  # and on any rank
+        self.gathered: int = 0  # bytes of parameters that stay gathered until the end
         self.terms = encoder_terms(inputs)
         self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure)
 
@@ -91,7 +95,7 @@ class Portions:
                 started = time.perf_counter()
                 run_passes(self.passes, batches)
                 self.sums.collect_measured_sums()
-                self.long: bool = time.perf_counter() - started >= SHORT_SECONDS
+                self.long = time.perf_counter() - started >= SHORT_SECONDS
                 size = size if self.any_long else min(2 * size, self.largest)
                 done += max(len(portion), 1)
                 if self.options.progress is not None:
@@ -105,7 +109,8 @@ class Portions:
         """Read this rank's rows of a portion, of which `done` micro-batches come before; all ranks raise the error of
         any.
 
-        The first portion also decides whether parameters stay gathered, and makes the plan's communicators.
+        The first portion also compares items and plan, decides whether parameters stay gathered (where all ranks have
+        room), and makes the plan's communicators; later ones learn whether the last one took long anywhere.
         """
         batches = list[LocalBatch]()
         error = self._end_reason(done)
@@ -118,41 +123,25 @@ class Portions:
             error = failure
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
             error = reading_error(failure, self.world)
-        if self._agree_on_end(error is not None, first=not done):
+        control = self.world.control
+        if done:
+            any_ended, self.any_long = control.any_ranks(error is not None, self.long)
+        else:
+            if self.items is not None:
+                control.compare_digests(self.items.digest(), what="lists of items")
+            room = 0  # bytes of parameters that may stay gathered on this rank until the end
+            if len(self.plan.micro_batches) > 1 and self.world.home.pp == 1 and self.plan.mode != "free":
+                most = int(unused_bytes(self.world.device, len(self.world.home.ranks)) * GATHERED_SHARE)
+                size = gathered_bytes(self.inputs.language_model)
+                room = size if size <= most else 0
+            any_ended, no_room = control.compare_digests(self.plan.digest(), error is not None, not room)
+            self.gathered = 0 if no_room else room
+        if any_ended:
             raise_first_error(self.world, error)
         if not done:
             self.passes: Passes = replace(self.passes, frees_parameters=not self.gathered)
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
         return batches
-
-    def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
-        """Return whether any rank ends here; entered by all ranks.
-
-        The first portion also compares items and plan, and sets `gathered` where all ranks have room; later ones set
-        `any_long`, whether the last one took long anywhere.
-        """
-        if first:
-            if self.items is not None:
-                self.world.control.compare_digests(self.items.digest(), what="lists of items")
-            room = self._gathering_bytes()
-            any_ended, no_room = self.world.control.compare_digests(self.plan.digest(), ended, not room)
-            self.gathered: int = 0 if no_room else room
-            return any_ended
-        self.any_long: bool
-        any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
-        return any_ended
-
-    def _gathering_bytes(self) -> int:
-        """Return the bytes of parameters that may stay gathered on this rank until the end; 0 where it has no room or
-        no use.
-        """
-        world = self.world
-        plan = self.plan
-        if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
-            return 0
-        room = int(unused_bytes(world.device, len(world.home.ranks)) * GATHERED_SHARE)
-        size = gathered_bytes(self.inputs.language_model)
-        return size if size <= room else 0
 
     def _end_reason(self, done: int) -> LongspanError | None:
         """Return why this rank ends before the next portion: it was stopped, or a metric failed. None to go on."""
@@ -166,3 +155,50 @@ class Portions:
                 f"({seconds:.1f} s): {reason}; nothing of it is recorded, and the model is as it was"
             )
         return self.sums.error
+
+
+@contextmanager
+def gather_once(model: nn.Module) -> Iterator[None]:
+    """Gather parameters once for forward passes inside, without backward passes; all ranks enter it together.
+
+    A layer is gathered when it is first called, while the device computes the layer before, and freed at the end, also
+    after an error. Copies of weights in float8 stay as long.
+    """
+    modules = fsdp_modules(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        with keep_float8_weights(model), leave_out_idle_hooks(model):
+            yield
+    finally:
+        for module in modules:
+            # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
+            module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
+        reshard(model)
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Count the bytes on this rank of all parameters that `gather_once` holds; 0 where others sharded the model, or
+    where weights wait on the host."""
+    modules = fsdp_modules(model)
+    if has_weights_on_host(model) or any(reshards_after_forward(module) is None for module in modules):
+        return 0
+    sizes = (
+        parameter._sharded_param_data.numel()
+        * group.mesh_info.shard_mesh_size
+        * _bytes_per_element(group, parameter)
+        for group in reduction_groups(modules)
+        for parameter in group.fsdp_params
+    )
+    return int(sum(sizes))
+
+
+def _bytes_per_element(group: Any, parameter: Any) -> float:
+    """Bytes that passes hold for each element: gathered, and one more for a float8 copy."""
+    owner = parameter._module_info
+    policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
+    dtype = policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
+    has_copy = find_float8_weight(owner.module, owner.param_name) is not None
+    if (packed := find_packed_weight(owner.module, owner.param_name)) is not None:
+        return packed.columns / packed.row_bytes * (packed.dtype.itemsize + has_copy)
+    return dtype.itemsize + has_copy

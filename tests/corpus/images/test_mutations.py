@@ -24,7 +24,7 @@ ROWS, DOCUMENTS, ENCODER = "corpus.rows.media.placeholders", "corpus.image_docum
 Change = tuple[str, str, str]
 moving = partial(videos.test_tokens_places_and_positions, "qwen2.5-vl")
 cut = tables.test_long_documents_are_cut_before_an_image
-PIXELS = "self._load_pictures(placed, self._image_files(placed))"
+PIXELS = "enumerate(self._image_files(placed))"
 PLACES = "image._replace(start=image.start - piece.start, stop=image.stop - piece.start)"
 FIELDS = "for name, x in tensors.items()}"
 MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {

@@ -13,22 +13,8 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
-_WORDS = (
-    "rain",
-    "größer",
-    "plan ✓",
-    "Why?",
-    "<b>",
-    "a\nb",
-    "{x}",
-    "日本",
-    "user",
-    "assistant",
-    "Zq0w",
-    "\\n",
-    '"q"',
-    "\t.",
-)
+_WORDS = ("rain", "größer", "plan ✓", "Why?", "<b>", "a\nb", "{x}", "日本", "user", "assistant", "Zq0w")
+_WORDS += ("\\n", '"q"', "\t.")
 
 
 class Chat(NamedTuple):

@@ -170,7 +170,8 @@ def write_folder(folder: Path, name: str, *, template: str | None = None, **toke
 
 
 # How Llama 3, Qwen and others split texts; without it as GPT-2 does. Texts whose tokens are line breaks and blanks.
-LLAMA_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+LLAMA_SPLIT += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 BREAKS = ("a\n\n\nb\n\nYes  no   so: \n\n" * 9, "Why is it? Because.\n" * 5)
 
 
@@ -187,6 +188,10 @@ def _trained(texts: Sequence[str], split: str) -> str:
     return engine.to_str()
 
 
+def trained_engine(texts: Sequence[str], split: str = "") -> Tokenizer:
+    return Tokenizer.from_str(_trained(texts, split))
+
+
 def write_family(
     folder: Path,
     family: Family,
@@ -196,7 +201,7 @@ def write_family(
     texts: Sequence[str] = _TEXTS,
     split: str = "",
 ) -> Path:
-    engine = Tokenizer.from_str(_trained(texts, split))
+    engine = trained_engine(texts, split)
     names = f"{family.special} {family.eos} {family.bos} {family.ends}".split()
     engine.add_special_tokens([n for n in names if n[0] != "+"])
     engine.add_tokens([AddedToken(n[1:], normalized=False) for n in names if n[0] == "+"])

@@ -1,5 +1,6 @@
 """Rows of texts, prompts with completions and tokens: their kind, their ids, what is a target, and their digest."""
 
+import json
 import pickle
 from functools import partial
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from longspan.config.sections import DataConfig
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.kinds import KIND_TEXTS, MASKS, common_kind
+from longspan.corpus.rows.kinds import KIND_TEXTS, MASKS, row_kind
 from longspan.corpus.rows.sample import Row, RowSettings, Sample
+from longspan.corpus.sources.find_files import CorpusFile
+from longspan.corpus.sources.first_rows import kind_of_files
 from longspan.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, asks, says
@@ -51,14 +55,17 @@ def test_texts_are_encoded_as_the_tokenizer_does_also_after_pickling(parse: bool
     ],
 )
 def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
-    assert common_kind([Row("line 1", values)] * 2) == kind
-    assert f"rows hold {KIND_TEXTS[common_kind([Row('line 1', values)])]}" == shown
+    assert row_kind(Row("line 1", values)) == kind
+    assert f"rows hold {KIND_TEXTS[kind]}" == shown
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and line 1 holds text; rows of one"),
+        (
+            [{"text": "a"}, {"messages": []}],
+            r"line 2 holds messages \(chat\), and rows.jsonl, line 1 holds text; rows of one",
+        ),
         (
             [{"prompt": "a"}],
             r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.rename_columns gives columns",
@@ -70,9 +77,10 @@ def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
         ),
     ],
 )
-def test_rows_of_no_kind_or_of_two(rows: list[dict[str, object]], message: str) -> None:
+def test_rows_of_no_kind_or_of_two(tmp_path: Path, rows: list[dict[str, object]], message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=message):
-        common_kind([Row(f"line {i}", values) for i, values in enumerate(rows, 1)])
+        kind_of_files([CorpusFile(0, "rows.jsonl", tmp_path / "rows.jsonl")], DataConfig())
 
 
 def encoded(encoding: RowEncoding, **values: Any) -> Sample:

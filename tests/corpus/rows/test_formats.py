@@ -244,8 +244,9 @@ UNREAD: list[tuple[dict[str, Any], int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize(("row", "scores", "unread"), UNREAD)
+@pytest.mark.parametrize(
+    ("row", "scores", "unread", "form"), [*((*case, "jsonl") for case in UNREAD), (*UNREAD[2], "parquet")]
+)
 def test_keys_that_nothing_reads_are_named_once_with_their_share(
     tmp_path: Path, row: dict[str, Any], scores: int, unread: str, form: str
 ) -> None:

@@ -76,7 +76,17 @@ class ImageFile(NamedTuple):
         """
         pil: Any = import_pillow()
         try:
-            self._check_file()
+            size = len(self.data)
+            if self.path:
+                stat = Path(self.path).stat()
+                if not S_ISREG(stat.st_mode):  # a pipe may never end
+                    raise DataError(f"{self._name} is no regular file; give the path of an image")
+                size = stat.st_size
+            if size > MAX_IMAGE_BYTES:
+                raise DataError(
+                    f"{self._name} has {size:,} bytes, and an image has at most {MAX_IMAGE_BYTES:,}; store it with "
+                    "fewer pixels, and without what is not its pixels"
+                )
             with pil.open(self.path or io.BytesIO(self.data), formats=_pillow_formats()) as image:
                 if (pixels := image.width * image.height) > MAX_PIXELS:
                     raise self._pixels_error(pixels, MAX_PIXELS)
@@ -95,20 +105,6 @@ class ImageFile(NamedTuple):
         except Exception as error:  # decoders raise errors of any kind for broken files
             reason = (isinstance(error, OSError) and error.strerror) or error
             raise DataError(f"{self._name} is no image that Pillow can read: {reason}") from error
-
-    def _check_file(self) -> None:
-        """Raise DataError for a file that is no regular one, as a pipe may never end, and for too many bytes."""
-        size = len(self.data)
-        if self.path:
-            stat = Path(self.path).stat()
-            if not S_ISREG(stat.st_mode):
-                raise DataError(f"{self._name} is no regular file; give the path of an image")
-            size = stat.st_size
-        if size > MAX_IMAGE_BYTES:
-            raise DataError(
-                f"{self._name} has {size:,} bytes, and an image has at most {MAX_IMAGE_BYTES:,}; store it with fewer "
-                "pixels, and without what is not its pixels"
-            )
 
     def _pixels_error(self, pixels: int, most: int) -> DataError:
         """Return the error of an image with more than `most` pixels."""

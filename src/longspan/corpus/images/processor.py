@@ -146,26 +146,23 @@ class Processor:
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
     def _find_grid(self, size: Size) -> Grid:
-        """Find the grid by computing it, or else by processing a blank image of this size."""
-        with suppress(Exception):  # processors whose resizing has other arguments
-            if (grid := self._compute_grid(size)) is not None:
-                return grid
-        grids = self._process_images(_blank_picture(size))[GRIDS][0]
-        return int(grids[0]), int(grids[1]), int(grids[2])
-
-    def _compute_grid(self, size: Size) -> Grid | None:
-        """Compute the grid by the processor's `smart_resize`, which makes sides multiples of a merged patch.
-
-        None if there is no such function, if images are not resized, or if the processor counts other patches.
+        """Find the grid by the processor's `smart_resize`, which makes sides multiples of a merged patch, or else by
+        processing a blank image: where there is no such function, no resizing, or another number of patches.
         """
         processor: Any = self.stock.image_processor
         resize: Callable[..., Size] | None = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
-        if resize is None or not processor.do_resize:
-            return None
-        bounds = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
-        height, width = resize(*size, factor=processor.patch_size * processor.merge_size, **bounds)
-        grid = (1, height // processor.patch_size, width // processor.patch_size)
-        return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
+        with suppress(Exception):  # processors whose resizing has other arguments
+            if resize is not None and processor.do_resize:
+                bounds = {
+                    "min_pixels": processor.size["shortest_edge"],
+                    "max_pixels": processor.size["longest_edge"],
+                }
+                height, width = resize(*size, factor=processor.patch_size * processor.merge_size, **bounds)
+                grid = (1, height // processor.patch_size, width // processor.patch_size)
+                if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}):
+                    return grid
+        grids = self._process_images(_blank_picture(size))[GRIDS][0]
+        return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
         """Find the text of an image by its grid, or else by processing a blank image, with `several` beside another

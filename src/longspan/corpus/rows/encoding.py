@@ -27,31 +27,11 @@ from longspan.corpus.rows.kinds import (
     media_key,
     readable_keys,
 )
-from longspan.corpus.rows.messages import checked_messages
-from longspan.corpus.rows.other_formats import convert_to_messages
-from longspan.corpus.rows.preferences import (
-    check_not_empty,
-    join_samples,
-    read_label,
-    read_preference,
-    with_prompt,
-)
-from longspan.corpus.rows.sample import (
-    DATE,
-    BadRow,
-    Row,
-    RowSettings,
-    Sample,
-    Unseen,
-    count_inside_tokens,
-)
+from longspan.corpus.rows.messages import checked_messages, convert_to_messages
+from longspan.corpus.rows.preferences import check_not_empty, join_samples, read_label, with_prompt
+from longspan.corpus.rows.sample import DATE, BadRow, Row, RowSettings, Sample, Unseen, count_inside_tokens
 from longspan.corpus.rows.token_ids import take_token_ids
-from longspan.corpus.rows.values import (
-    RowError,
-    has_value,
-    require_key,
-    require_string,
-)
+from longspan.corpus.rows.values import RowError, has_value, require_key, require_string, short_repr
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS
@@ -64,45 +44,6 @@ if TYPE_CHECKING:  # of conversations and images, which texts do without
     from longspan.corpus.rows.media.placeholders import RowImages
     from longspan.corpus.rows.media.row_media import RowMedia
     from longspan.corpus.rows.template import ChatTemplate
-
-
-def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
-    """Encode texts together, each with the tokens around it; a long one by itself, as it may turn out a bad row."""
-    texts = list[str]()
-    ids_or_bad = list[BadRow | npt.NDArray[np.int64] | None]()
-    for row in rows:
-        try:
-            check_keys(row.values, "text")
-            text = require_string(require_key(row.values, "text"), "text")
-            ids_or_bad.append(tokenizer.encode_text(text) if len(text) > PIECE else None)  # None: encoded below
-        except (RowError, LongTextError) as error:
-            ids_or_bad.append(BadRow(row.where, str(error)))
-        else:
-            if ids_or_bad[-1] is None:
-                texts.append(text)
-    encodings = iter(tokenizer.encode(texts))
-    encoded = [next(encodings) if ids is None else ids for ids in ids_or_bad]
-    return [ids if isinstance(ids, BadRow) else Sample(ids, row=i) for i, ids in enumerate(encoded)]
-
-
-def encode_completion(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
-    """Encode prompt and completion apart, with the tokens that the tokenizer puts around a text around both.
-
-    Targets are the tokens with a character of the completion, and all tokens after it.
-    """
-    prompt, completion = (require_string(require_key(values, key), key) for key in ("prompt", "completion"))
-    text_ids, spans = tokenizer.encode_with_spans(prompt + completion, [len(prompt)])
-    ids = tokenizer.surround(text_ids)
-    opening = tokenizer.surrounding_ids[0]
-    start = 0 if text_ids[: len(opening)].tolist() == opening else len(opening)
-    is_target = np.ones(len(ids), dtype=bool)
-    is_target[:start] = False
-    is_target[start : start + len(text_ids)] = spans[:, 1] > len(prompt)
-    return Sample(
-        ids,
-        np.where(is_target, ids, NO_TARGET),
-        unseen=Unseen(inside_tokens=count_inside_tokens(spans, [len(prompt)])),
-    )
 
 
 @dataclass(frozen=True)
@@ -129,14 +70,29 @@ class RowEncoding:
         has_media = (
             has_media_keys if self.images is not None else lambda values: bool(media_key(values, lists=True))
         )
-        if self.kind == "text" and not self.settings.num_labels and not any(has_media(row.values) for row in rows):
-            return encode_texts(rows, self.tokenizer.set_parsing(self.settings.parse_special_tokens))
-        return [sample for i, row in enumerate(rows) for sample in self._encode_row(i, row)]
+        if self.kind != "text" or self.settings.num_labels or any(has_media(row.values) for row in rows):
+            return [sample for i, row in enumerate(rows) for sample in self._encode_row(i, row)]
+        # Texts are encoded together; a long one by itself, as it may turn out a bad row.
+        texts = list[str]()
+        ids_or_bad = list[BadRow | Integers | None]()
+        for row in rows:
+            try:
+                check_keys(row.values, "text")
+                text = require_string(require_key(row.values, "text"), "text")
+                ids_or_bad.append(self._text_tokenizer.encode_text(text) if len(text) > PIECE else None)
+            except (RowError, LongTextError) as error:
+                ids_or_bad.append(BadRow(row.where, str(error)))
+            else:
+                if ids_or_bad[-1] is None:
+                    texts.append(text)
+        encodings = iter(self._text_tokenizer.encode(texts))
+        encoded = [next(encodings) if ids is None else ids for ids in ids_or_bad]
+        return [ids if isinstance(ids, BadRow) else Sample(ids, row=i) for i, ids in enumerate(encoded)]
 
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of all that decides the samples of a row."""
-        tokenizer = (self.tokenizer.digest, self.tokenizer.opening, self.tokenizer.closing)
+        tokenizer = (self.tokenizer.digest, *self.tokenizer.surrounding_tokens)
         template: tuple[Any, ...] = ()
         if self.kind in (*CHATS, "prompt+completion", PAIRS):
             with suppress(DataError):  # prompts that are strings need no template
@@ -151,6 +107,11 @@ class RowEncoding:
         if self.settings.num_labels:
             deciding_values.append(self.tokenizer.pad)  # which the manifest has
         return hashlib.sha256(json.dumps(deciding_values).encode()).hexdigest()
+
+    @property
+    def _text_tokenizer(self) -> TextTokenizer:
+        """The tokenizer, set to read names of special tokens in texts as the settings say."""
+        return self.tokenizer.set_parsing(self.settings.parse_special_tokens)
 
     @cached_property
     def template(self) -> "ChatTemplate":
@@ -229,8 +190,7 @@ class RowEncoding:
         if self.kind == "text" and media and self.images is not None:
             return [self.images.text_sample(values, media)]
         if self.kind == "text":
-            tokenizer = self.tokenizer.set_parsing(self.settings.parse_special_tokens)
-            return [Sample(tokenizer.encode_text(require_string(require_key(values, "text"), "text")))]
+            return [Sample(self._text_tokenizer.encode_text(require_string(require_key(values, "text"), "text")))]
         if self.kind == "input_ids":
             return [take_token_ids(values, self.tokenizer.size)]
         return self._encode_prompt_and_answer(values, media)
@@ -239,7 +199,9 @@ class RowEncoding:
         """Encode "prompt" and "completion" of a row: as messages they are one conversation, of which the completion is
         learnt.
 
-        As strings they have no place for images. Raises RowError for strings with images.
+        Strings are encoded together, with the tokens around a text around both, and without a token across the end of
+        the prompt; targets are the tokens with a character of the completion, and all tokens after it. Raises RowError
+        for strings with images, which have no place in them.
         """
         prompt = require_key(values, "prompt")
         completion = require_key(values, "completion")
@@ -250,7 +212,18 @@ class RowEncoding:
             return self._chat_encoding.with_variables(values).encode_messages(values, len(prompt), media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
-        return [encode_completion(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
+        border = len(require_string(prompt, "prompt"))
+        text_ids, spans = self._text_tokenizer.encode_with_spans(
+            prompt + require_string(completion, "completion"), [border]
+        )
+        ids = self.tokenizer.surround(text_ids)
+        opening = self.tokenizer.surrounding_ids[0]
+        start = 0 if text_ids[: len(opening)].tolist() == opening else len(opening)
+        is_target = np.ones(len(ids), dtype=bool)
+        is_target[:start] = False
+        is_target[start : start + len(text_ids)] = spans[:, 1] > border
+        unseen = Unseen(inside_tokens=count_inside_tokens(spans, [border]))
+        return [Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)]
 
     @property
     def _reads_label(self) -> bool:
@@ -265,7 +238,13 @@ class RowEncoding:
         form = self.settings.preference
         if self.kind != PAIRS:
             answer = self._encode_answer(values, "completion", media)
-            return [answer._replace(numbers=(read_preference(values),), stops=(len(answer.ids),))]
+            label = values.get("label")
+            if not isinstance(label, bool | int | float | np.bool_) or label not in (0, 1):
+                raise RowError(
+                    f"label is {short_repr(label)}; give true for an answer that is wanted, and false for one that is "
+                    "not"
+                )
+            return [answer._replace(numbers=(float(label),), stops=(len(answer.ids),))]
         chosen, rejected = (self._encode_answer(values, key, media) for key in KEYS[PAIRS])
         if np.array_equal(chosen.ids, rejected.ids):
             raise RowError("chosen and rejected are the same tokens, which prefer nothing; leave the row out")
@@ -323,7 +302,7 @@ class RowEncoding:
             messages = [message for key, value in parts.items() for message in checked_messages(value, key)]
             return self._chat_encoding.with_variables(values).encode_whole({**values, "messages": messages})
         text = "".join(require_string(value, key) for key, value in parts.items())
-        return self.tokenizer.set_parsing(self.settings.parse_special_tokens).encode_text(text)
+        return self._text_tokenizer.encode_text(text)
 
     @cached_property
     def _chat_encoding(self) -> "ChatEncoding":

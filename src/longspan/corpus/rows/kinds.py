@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from longspan.corpus.rows.sample import Row
 from longspan.corpus.rows.values import RowError, has_value, strings_with_places
@@ -61,73 +61,42 @@ _SCHEMA = re.compile(r'\\*"(name|function|description|parameters|input_?schema)\
 # rows of text, of input_ids, and any others; a message of a chat
 Place = Literal["text", "tokens", "chat", "message"]
 
-
-class _RefusedKeys(NamedTuple):
-    """Keys (a pattern) by which other trainers act, where they would stand, and why nothing is done here."""
-
-    places: tuple[Place, ...]
-    keys: str
-    why: str
-
-
-# The only table of such keys. Beside text only masks are refused: all of a text is learnt, and a label or a weight may
-# be a column for something else.
-_REFUSED_KEYS = (
-    _RefusedKeys(
-        ("text", "tokens", "chat"), r".*masks?", f"masks are read beside input_ids alone, as {', '.join(MASKS)}"
-    ),
-    _RefusedKeys(
+# Keys (a pattern) by which other trainers act: where they would stand, and why nothing is done here; the only table of
+# them. Beside text only masks are refused: all of a text is learnt, and a label or a weight may be a column for
+# something else.
+_REFUSED_KEYS: tuple[tuple[tuple[Place, ...], str, str], ...] = (
+    (("text", "tokens", "chat"), r".*masks?", f"masks are read beside input_ids alone, as {', '.join(MASKS)}"),
+    (
         ("tokens", "chat"),
         r"labels?|kto_tag",
         "a label of a document, label, is learnt by a model that scores (model.num_labels) and stands in no pair, and "
         "labels of tokens stand beside input_ids of a language model, as labels",
     ),
-    _RefusedKeys(
+    (
         ("tokens", "chat"),
         r"(chosen|rejected)(_.*)?",
         "pairs are rows with chosen and rejected alone, perhaps with prompt",
     ),
-    _RefusedKeys(
+    (
         ("tokens", "chat"),
         r"(loss_|sample_)?weights?|loss_scale",
         "rows have no weights; give a source a weight (data.sources)",
     ),
-    _RefusedKeys(
-        ("chat",), r"system(_prompt|_message)?|history", "write it as the first messages, or into the prompt"
-    ),
-    _RefusedKeys(
-        ("chat",), r"functions?|function_calls?|tool", "give schemas as tools, and calls as tool_calls of a message"
-    ),
-    _RefusedKeys(
+    (("chat",), r"system(_prompt|_message)?|history", "write it as the first messages, or into the prompt"),
+    (("chat",), r"functions?|function_calls?|tool", "give schemas as tools, and calls as tool_calls of a message"),
+    (
         ("chat",),
         r"enable_thinking|thinking(_.*)?|reasoning_(effort|budget|mode)|documents|chat_template|response_format",
         "the template of the tokenizer's folder writes conversations, and what it takes stands in chat_template_kwargs",
     ),
-    _RefusedKeys(
+    (
         ("message",),
         r".*masks?|masked|train(ing)?_detail|loss_.*|.*_weight|eo[tm]",
         "say with weight 0 that the whole message is no target, or give input_ids with labels",
     ),
-    _RefusedKeys(("message",), r"function_call", 'give it as tool_calls: [{"function": …}]'),
-    _RefusedKeys(
-        ("message",), r"reasoning_details|thoughts?|thinking_blocks", "give a thought as reasoning_content"
-    ),
+    (("message",), r"function_call", 'give it as tool_calls: [{"function": …}]'),
+    (("message",), r"reasoning_details|thoughts?|thinking_blocks", "give a thought as reasoning_content"),
 )
-
-
-def common_kind(rows: Sequence[Row]) -> Kind:
-    """Return the kind that all of these rows have. Raises DataError for rows of several kinds, and as
-    `row_kind` does.
-    """
-    kind = row_kind(rows[0])
-    first = rows[0]
-    for row in rows[1:]:
-        if (other := row_kind(row)) != kind:
-            raise DataError(
-                f"{row.where} holds {KIND_TEXTS[other]}, and {first.where} holds {KIND_TEXTS[kind]}; rows of one "
-                "source must be of one kind: give each kind a source of its own"
-            )
-    return kind
 
 
 def row_kind(row: Row) -> Kind:
@@ -200,10 +169,10 @@ def is_chat(values: Mapping[str, Any], kind: Kind) -> bool:
 
 def refused_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str]]:
     """Yield the keys of a row or message that are refused in such a place, with why; not one without a value, as []."""
-    rules = [rule for rule in _REFUSED_KEYS if place in rule.places]
+    rules = [(pattern, why) for places, pattern, why in _REFUSED_KEYS if place in places]
     for key, value in values.items():
         if has_value(value):
-            yield from ((key, rule.why) for rule in rules if re.fullmatch(rule.keys, key))
+            yield from ((key, why) for pattern, why in rules if re.fullmatch(pattern, key))
 
 
 def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:

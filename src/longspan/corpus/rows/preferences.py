@@ -48,18 +48,6 @@ def check_not_empty(value: Any, name: str) -> None:
     raise RowError(f"{name} is empty: {short_repr(value)}; give an answer, or leave the row out")
 
 
-def read_preference(values: Mapping[str, Any]) -> float:
-    """Read the label of an answer that KTO learns: 1 for one that is wanted, 0 for another. Raises RowError
-    for others.
-    """
-    label = values.get("label")
-    if isinstance(label, bool | int | float | np.bool_) and label in (0, 1):
-        return float(label)
-    raise RowError(
-        f"label is {short_repr(label)}; give true for an answer that is wanted, and false for one that is not"
-    )
-
-
 def join_samples(first: Sample, second: Sample) -> Sample:
     """Return one sample with two documents of a row end to end, and their ends as `stops`."""
     assert first.labels is not None and second.labels is not None

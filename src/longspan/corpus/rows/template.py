@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from inspect import signature
+from itertools import product
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
@@ -126,28 +127,27 @@ class ChatTemplate:
 
     @cached_property
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
-        """Which contents the template reads, by role and by whether there are tools; found by rendering samples."""
-        pairs = [(role, tools) for role in _ROLES for tools in (None, SOME_TOOL)]
-        return {(role, bool(tools)): self._try_contents(role, tools) for role, tools in pairs}
-
-    def _try_contents(self, role: str, tools: Sequence[Any] | None) -> "_Contents":
-        """Try which contents of messages of a role the template reads.
+        """Which contents the template reads, by role and by whether there are tools; found by rendering samples.
 
         It reads parts if these give the same text as one text, except blanks. Other templates write the list itself, as
         Python or JSON, or leave it out; some read only parts, or only the first. One that shows no word in either form
         counts as one that reads texts.
         """
+        contents = dict[tuple[str, bool], _Contents]()
         words_text = "".join(_WORDS)
-        make_parts = lambda words: [{"type": "text", "text": word} for word in words]  # noqa: E731
-        contents = words_text, make_parts([words_text]), make_parts(_WORDS)
-        as_text, one_part, several_parts = (
-            "".join(self._render_content(role, content, tools, {}, "{}").split()) for content in contents
-        )
-        # Several parts are read if all are shown, as one text would be; if no text is shown, to show all is enough.
-        reads_parts = all(word in several_parts for word in _WORDS) and (
-            several_parts == as_text or words_text not in as_text
-        )
-        return _Contents(text=words_text in as_text or words_text not in one_part, parts=reads_parts)
+        parts, words_part = ([{"type": "text", "text": word} for word in words] for words in (_WORDS, [words_text]))
+        for role, tools in product(_ROLES, (None, SOME_TOOL)):
+            as_text, one_part, several_parts = (
+                "".join(self._render_content(role, content, tools, {}, "{}").split())
+                for content in (words_text, words_part, parts)
+            )
+            # Several parts are read if all are shown, as one text would be; if no text is shown, to show all is enough.
+            reads_parts = all(word in several_parts for word in _WORDS) and (
+                several_parts == as_text or words_text not in as_text
+            )
+            reads_text = words_text in as_text or words_text not in one_part
+            contents[role, bool(tools)] = _Contents(text=reads_text, parts=reads_parts)
+        return contents
 
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None, *arguments: Any) -> str:
         """Render a short conversation with a message of this role and content; "" if the template refuses it.
@@ -198,22 +198,23 @@ class ChatTemplate:
 
     @cached_property
     def _argument_forms(self) -> Mapping[bool, type | None]:
-        """Which arguments of calls the template takes, by whether there are tools (`_try_arguments`)."""
-        return {bool(tools): self._try_arguments(tools) for tools in (None, SOME_TOOL)}
-
-    def _try_arguments(self, tools: Sequence[Any] | None) -> type | None:
-        """Try which arguments of a call the template writes, and return them: an object (dict), its JSON (str), or both
-        (None).
+        """Which arguments of calls the template takes, by whether there are tools: an object (dict), its JSON (str), or
+        both (None).
         """
+        forms = dict[bool, type | None]()
         arguments = dict([_WORDS])
         text = json.dumps(arguments)
-        as_object, as_text = (
-            next(filter(None, (self._render_content("tool", c, tools, form) for c in _SAMPLE_CONTENTS)), "")
-            for form in (arguments, text)
-        )
-        if text in as_text and (not as_object or str(arguments) in as_object):
-            return str
-        return dict if _WORDS[1] in as_object and not (text in as_text and text in as_object) else None
+        for tools in (None, SOME_TOOL):
+            as_object, as_text = (
+                next(filter(None, (self._render_content("tool", c, tools, form) for c in _SAMPLE_CONTENTS)), "")
+                for form in (arguments, text)
+            )
+            forms[bool(tools)] = None
+            if text in as_text and (not as_object or str(arguments) in as_object):
+                forms[bool(tools)] = str
+            elif _WORDS[1] in as_object and not (text in as_text and text in as_object):
+                forms[bool(tools)] = dict
+        return forms
 
     def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False

@@ -1,31 +1,21 @@
 """Rows that hold token ids, with labels or masks: they are taken as they are, once they are checked."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.rows.kinds import (
-    MASKS,
-)
+from longspan.corpus.rows.kinds import MASKS
 from longspan.corpus.rows.sample import Sample
-from longspan.corpus.rows.values import (
-    RowError,
-    require_key,
-    short_repr,
-    type_name,
-)
+from longspan.corpus.rows.values import RowError, require_key, short_repr, type_name
 from longspan.data.document import NO_TARGET
-
-if TYPE_CHECKING:  # of conversations and images, which texts do without
-    pass
 
 
 def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
     """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it.
 
-    Raises RowError for no tokens, padding, and labels beside masks.
+    Raises RowError for no tokens, padding, several documents, and labels beside masks.
     """
     ids = _read_integers(require_key(values, "input_ids"), "input_ids")
     if not len(ids):
@@ -35,7 +25,15 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
     masks = [name for name in MASKS if values.get(name) is not None]
     if labels is not None and masks:
         raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
-    _check_one_document(values, len(ids))
+    lengths = values.get("seq_lengths")
+    positions = values.get("position_ids")
+    hint = "give each a row of its own, steps pack rows themselves"
+    if lengths is not None and len(_read_integers(lengths, "seq_lengths")) > 1:
+        raise RowError(f"seq_lengths says that the row holds {len(lengths)} documents; {hint}")
+    if positions is not None and not np.array_equal(_read_integers(positions, "position_ids"), np.arange(len(ids))):
+        raise RowError(
+            f"position_ids are not 0 to {len(ids) - 1}, as those of one document are; {hint}, or leave them out"
+        )
     padding = values.get("attention_mask")
     if padding is not None and (masked := int((_read_integers(padding, "attention_mask") == 0).sum())):
         raise RowError(f"attention_mask masks {masked} tokens of padding; leave the padding out")
@@ -45,29 +43,13 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
         return Sample(ids, targets)
     if not masks:
         return Sample(ids)
-    is_target = np.logical_and.reduce([_read_mask(values[name], name, len(ids)) for name in masks])
+    is_target = np.ones(len(ids), dtype=bool)
+    for name in masks:
+        mask = _checked_length(_read_integers(values[name], name), name, len(ids))
+        if bad := [int(value) for value in mask if value not in (0, 1)]:
+            raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
+        is_target &= mask == 1
     return Sample(ids, np.where(is_target, ids, NO_TARGET))
-
-
-def _check_one_document(values: Mapping[str, Any], length: int) -> None:
-    """Raise RowError for a row of `length` tokens that says that it holds several documents."""
-    lengths = values.get("seq_lengths")
-    positions = values.get("position_ids")
-    hint = "give each a row of its own, steps pack rows themselves"
-    if lengths is not None and len(_read_integers(lengths, "seq_lengths")) > 1:
-        raise RowError(f"seq_lengths says that the row holds {len(lengths)} documents; {hint}")
-    if positions is not None and not np.array_equal(_read_integers(positions, "position_ids"), np.arange(length)):
-        raise RowError(
-            f"position_ids are not 0 to {length - 1}, as those of one document are; {hint}, or leave them out"
-        )
-
-
-def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
-    """Return where a mask (length,) of 0 and 1 has a 1. Raises RowError for other values."""
-    mask = _checked_length(_read_integers(values, name), name, length)
-    if bad := [int(value) for value in mask if value not in (0, 1)]:
-        raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
-    return mask == 1
 
 
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:

@@ -20,66 +20,58 @@ _SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of i
 _NEWS_SECONDS = 5.0  # between two lines of progress
 
 
-class FileSums:
-    """SHA-256 sums of files that were read before: of `earlier` source files, and those that `file` has a line for.
+def sums_of_files(
+    files: Iterable[CorpusFile], log: LogLine, kept: Path | None = None, earlier: Iterable[SourceFile] = ()
+) -> list[SourceFile]:
+    """Return size, time and SHA-256 sum of each file.
 
-    A sum is used again for a file with the same path, size and time.
+    A file is not read if one of the `earlier` source files, or a line of the file `kept`, has its path, size and time.
+    `kept` is written again with these sums, if one is new. Raises DataError for an unreadable file.
     """
-
-    def __init__(self, file: Path | None = None, earlier: Iterable[SourceFile] = ()) -> None:
-        self._file = file
-        self._sums = {source.path: source for source in earlier}
-        if file is not None:
-            with suppress(OSError, ValueError, TypeError):  # without its sums the files are read again
-                lines = file.read_text(encoding="utf-8").splitlines()
-                self._sums |= {source.path: source for source in (SourceFile(**json.loads(line)) for line in lines)}
-
-    def sums_of_files(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
-        """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
-        last_log_time = time.monotonic()
-        sources = list[SourceFile]()
-        for file in files:
-            sources.append(self._sum_of_file(file))
-            if time.monotonic() - last_log_time > _NEWS_SECONDS:
-                last_log_time = time.monotonic()
-                log(f"read {len(sources):,} files to see what they hold")
-        return sources
-
-    def _sum_of_file(self, file: CorpusFile) -> SourceFile:
-        """Return size, time and sum of a file, which is read unless its sum is known.
-
-        Raises DataError for a file that is not regular or cannot be read, and a path that is not UTF-8.
-        """
-        path = str(file.path.absolute())
-        try:
-            stat = file.path.stat()
-            path.encode()  # raises for a path that JSON could not keep
-            if not S_ISREG(stat.st_mode):
-                raise DataError(
-                    f"{file.name} of the corpus ({file.path}) is no regular file; give one, or leave it out"
-                )
-            earlier = self._sums.get(path)
-            if earlier is not None and (earlier.bytes, earlier.modified_ns) == (stat.st_size, stat.st_mtime_ns):
-                return SourceFile(file.name, earlier.bytes, earlier.modified_ns, earlier.sha256, path)
-            with file.path.open("rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            return SourceFile(file.name, stat.st_size, stat.st_mtime_ns, digest, path)
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"the path {path!r} of a file of the corpus is not UTF-8; give it another name"
-            ) from error
-        except OSError as error:
-            raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
-
-    def save_sums(self, sources: Iterable[SourceFile]) -> None:
-        """Write the sums of these files for later starts, if one is new; one just written may change again."""
-        if self._file is None:
-            return
+    sums = {source.path: source for source in earlier}
+    if kept is not None:
+        with suppress(OSError, ValueError, TypeError):  # without its sums the files are read again
+            lines = kept.read_text(encoding="utf-8").splitlines()
+            sums |= {source.path: source for source in (SourceFile(**json.loads(line)) for line in lines)}
+    last_log_time = time.monotonic()
+    sources = list[SourceFile]()
+    for file in files:
+        sources.append(_sum_of_file(file, sums))
+        if time.monotonic() - last_log_time > _NEWS_SECONDS:
+            last_log_time = time.monotonic()
+            log(f"read {len(sources):,} files to see what they hold")
+    if kept is not None:
         settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
         settled = [source for source in sources if source.modified_ns < settled_before_ns]
-        if any(self._sums.get(source.path) != source for source in settled):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in settled))
+        if any(sums.get(source.path) != source for source in settled):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(kept, "".join(json.dumps(asdict(source)) + "\n" for source in settled))
+    return sources
+
+
+def _sum_of_file(file: CorpusFile, sums: Mapping[str, SourceFile]) -> SourceFile:
+    """Return size, time and sum of a file, which is read unless `sums` has its path with this size and time.
+
+    Raises DataError for a file that is not regular or cannot be read, and a path that is not UTF-8.
+    """
+    path = str(file.path.absolute())
+    try:
+        stat = file.path.stat()
+        path.encode()  # raises for a path that JSON could not keep
+        if not S_ISREG(stat.st_mode):
+            raise DataError(
+                f"{file.name} of the corpus ({file.path}) is no regular file; give one, or leave it out"
+            )
+        earlier = sums.get(path)
+        if earlier is not None and (earlier.bytes, earlier.modified_ns) == (stat.st_size, stat.st_mtime_ns):
+            return SourceFile(file.name, earlier.bytes, earlier.modified_ns, earlier.sha256, path)
+        with file.path.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        return SourceFile(file.name, stat.st_size, stat.st_mtime_ns, digest, path)
+    except UnicodeEncodeError as error:
+        raise DataError(f"the path {path!r} of a file of the corpus is not UTF-8; give it another name") from error
+    except OSError as error:
+        raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
 
 
 def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:

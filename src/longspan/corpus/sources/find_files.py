@@ -7,7 +7,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -77,20 +77,6 @@ def find_files(
     names = _names_to_read(walked)
     if tables := [name for name in names if name.endswith(_TABLES)]:
         check_one_configuration(root, tables, path, key)
-    names = _names_of_split(root, names, split, path, key)
-    if not names:
-        raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
-    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
-    if table is not None:
-        import_reader("pyarrow.parquet", table)  # before a file is read
-    return {name: walked[name] for name in names}
-
-
-def _names_of_split(root: Path, names: list[str], split: str, path: str, key: str) -> list[str]:
-    """Return those of the `names` that are of a split, sorted; all for "".
-
-    Raises DataError for a split that is not there, and for several splits where none is asked for.
-    """
     split_key = f"{key.removesuffix('path')}split"
     rows = [name for name in names if name.endswith(_ROWS)]
     if split:
@@ -100,14 +86,19 @@ def _names_of_split(root: Path, names: list[str], split: str, path: str, key: st
             raise DataError(
                 f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts_text}"
             )
-        return sorted({name for of_part in by_part.values() for name in of_part})
-    if rows and (splits := find_splits(root, rows)).are_mixed:
+        names = sorted({name for of_part in by_part.values() for name in of_part})
+    elif rows and (splits := find_splits(root, rows)).are_mixed:
         reason = "as it says itself" if splits.is_declared else "by the names of its files"
         raise DataError(
             f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts_text}; give one "
             f'with {split_key}, as {split_key} = "train" ("train[:100]" for some rows, "train+test" for two)'
         )
-    return names
+    if not names:
+        raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
+    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
+    if table is not None:
+        import_reader("pyarrow.parquet", table)  # before a file is read
+    return {name: walked[name] for name in names}
 
 
 def find_rows(
@@ -178,38 +169,31 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
     """
     skipped_names = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
     skipped_folders = {folder.resolve() for folder in leave_out}
-
-    def is_left_out(path: Path) -> bool:
-        return path.name in skipped_names or path.name[0] == "." or path.resolve() in skipped_folders
-
-    for directory, names in _walk_folders(root, is_left_out):
-        for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
-            is_module = name.endswith(".py") and not name.startswith("_sysconfigdata")
-            if is_module if stdlib else name[0] != ".":
-                yield (directory / name).relative_to(root).as_posix(), directory / name
-
-
-def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder under `root` once, with the names of its files, but for those that are left out.
-
-    A folder is known by its device and inode, as links may form a circle; links to folders are followed last.
-    """
-    entered = set[tuple[int, int]]()
+    entered = set[tuple[int, int]]()  # device and inode of folders, as links may form a circle
     roots = [root]
-    for walk_root in roots:  # links that are met on the way are appended
+    for walk_root in roots:  # links to folders, which are met on the way, are appended, and so followed last
         for folder, subfolders, names in os.walk(walk_root, onerror=_raise_unreadable):
             directory = Path(folder)
-            stat = Path(folder).stat()
+            stat = directory.stat()
             identity = (stat.st_dev, stat.st_ino)
             if identity in entered:
                 subfolders.clear()  # os.walk enters only folders that are left in this list
                 continue
             entered.add(identity)
-            inside = [name for name in subfolders if not is_left_out(directory / name)]
+            inside = [
+                name
+                for name in subfolders
+                if name not in skipped_names
+                and name[0] != "."
+                and (directory / name).resolve() not in skipped_folders
+            ]
             links = [name for name in inside if (directory / name).is_symlink()]
             roots += [directory / name for name in sorted(links)]
             subfolders[:] = [name for name in inside if name not in links]
-            yield directory, names
+            for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
+                is_module = name.endswith(".py") and not name.startswith("_sysconfigdata")
+                if is_module if stdlib else name[0] != ".":
+                    yield (directory / name).relative_to(root).as_posix(), directory / name
 
 
 def _raise_unreadable(error: OSError) -> None:

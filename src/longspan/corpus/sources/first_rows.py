@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from longspan.config.sections import MAX_TEXT_BYTES, DataConfig
-from longspan.corpus.rows.kinds import Kind, common_kind, rename_columns, row_kind
+from longspan.corpus.rows.kinds import KIND_TEXTS, Kind, rename_columns, row_kind
 from longspan.corpus.rows.sample import BadRow, Row
 from longspan.corpus.sources.find_files import CorpusFile
 from longspan.corpus.sources.row_chunks import chunk_rows
@@ -21,7 +21,8 @@ SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 def kind_of_files(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
     """Return the kind of rows of these files, by the first rows of the first files; "text" if there are no rows.
 
-    Where bad rows are skipped, they and rows of no kind do not count; else they raise DataError.
+    Where bad rows are skipped, they and rows of no kind do not count; else they raise DataError, as rows of several
+    kinds do.
     """
     rows = list[Row]()
     bad = list[BadRow]()
@@ -34,8 +35,14 @@ def kind_of_files(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
                 bad.append(row)  # raised below: first rows of other files are read, as their kind may differ
                 break
             rows.append(row)
-    kind = common_kind(rows) if rows else "text"  # different kinds are reported before a bad row
-    if bad:
+    kind = row_kind(rows[0]) if rows else "text"
+    for row in rows[1:]:
+        if (other := row_kind(row)) != kind:
+            raise DataError(
+                f"{row.where} holds {KIND_TEXTS[other]}, and {rows[0].where} holds {KIND_TEXTS[kind]}; rows of one "
+                "source must be of one kind: give each kind a source of its own"
+            )
+    if bad:  # different kinds are reported first
         raise DataError(f"{bad[0].where}: {bad[0].reason}")
     return kind
 

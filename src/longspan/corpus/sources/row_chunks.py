@@ -55,7 +55,14 @@ def chunk_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
 
     Raises UnicodeDecodeError for a text that is not UTF-8.
     """
-    return islice(_parse_all_rows(chunk), *chunk.rows or (None,))
+    if chunk.form == "text":
+        reason = _too_long_text(chunk.too_long or len(chunk.data), chunk.most_bytes, "a text")
+        text = "" if reason else chunk.data.decode("utf-8-sig")
+        row = BadRow(chunk.name, reason) if reason else Row(chunk.name, {"text": text}, chunk.folder)
+        rows = iter([PlacedRow(0, row)])
+    else:
+        rows = _read_table(chunk) if chunk.form == "table" else _read_line_rows(chunk)
+    return islice(rows, *chunk.rows or (None,))
 
 
 def slice_chunks(chunks: Iterable[RowChunk], first: int, stop: int) -> Iterator[RowChunk]:
@@ -80,20 +87,6 @@ def count_rows(chunk: RowChunk) -> int:
         return sum(map(len, pyarrow.ipc.open_stream(chunk.data)))
     *lines, last = (bool(line.removeprefix(BYTE_ORDER_MARK).strip()) for line in chunk.data.split(b"\n"))
     return sum(lines) + (last or chunk.too_long > 0)
-
-
-def _parse_all_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
-    """Parse all rows of a chunk, whatever its `rows` are."""
-    if chunk.form == "text":
-        size = chunk.too_long or len(chunk.data)
-        reason = _too_long_text(size, chunk.most_bytes, "a text")
-        where = chunk.name
-        text = "" if reason else chunk.data.decode("utf-8-sig")
-        yield PlacedRow(0, BadRow(where, reason) if reason else Row(where, {"text": text}, chunk.folder))
-    elif chunk.form == "table":
-        yield from _read_table(chunk)
-    else:
-        yield from _read_line_rows(chunk)
 
 
 def _read_line_rows(chunk: RowChunk) -> Iterator[PlacedRow]:

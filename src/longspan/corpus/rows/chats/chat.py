@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.corpus.rows.chats.infer_turns import TurnSpans, find_assistant_spans, marked_spans
+from longspan.corpus.rows.chats.infer_turns import Conversation, TurnSpans, find_assistant_spans, marked_spans
 from longspan.corpus.rows.chats.turn_tokens import TurnTokens, find_turn_tokens
 from longspan.corpus.rows.media.placeholders import RowImages
 from longspan.corpus.rows.media.row_media import NOTHING_SHOWN, RowMedia, check_media_counts, kinds_of_parts
@@ -117,11 +117,11 @@ class ChatEncoding:
         rendered = self.template.render(messages, tools, marks=marks)
         if not self.settings.parse_special_tokens:
             self._check_special_tokens(rendered.text, messages, tools)
+        conversation = Conversation(messages, tools, self.template, rendered.text)
         if marks:
-            spans = marked_spans(messages, rendered, self.template, tools, learnt, first)
+            spans = marked_spans(conversation, rendered.marks, learnt, first)
         else:
-            tokens = self._turn_tokens(tools)
-            spans = find_assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt, first)
+            spans = find_assistant_spans(conversation, self._turn_tokens(tools), learnt, first)
         if not media or self.images is None:
             sample = self._tokenize_rendering(rendered.text, spans, tools)
             return self._add_end_of_chat(sample, messages, learnt)

@@ -7,14 +7,14 @@ that the template leaves out are no targets. No span contains a text of another 
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from longspan.corpus.rows.chats.marks import Render, locate_ends, locate_start
+from longspan.corpus.rows.chats.marks import locate_ends, locate_start
 from longspan.corpus.rows.chats.turn_tokens import TurnTokens
 from longspan.corpus.rows.message_texts import THOUGHTS, Field, texts_of_messages
 from longspan.corpus.rows.sample import Unseen
-from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
+from longspan.corpus.rows.template import ChatTemplate, Message
 from longspan.corpus.rows.values import RowError, short_repr
 
 _HEAD = 64  # characters that are compared first
@@ -39,15 +39,17 @@ class _Turn:
 
 
 @dataclass(frozen=True)
-class _Conversation:
-    """A rendering, the turns in it, and the places where texts end in it, with the messages of these texts."""
+class Conversation:
+    """A rendering of messages and, once they are located, the turns in it, and the places where texts end in it with
+    the messages of these texts.
+    """
 
     messages: Sequence[Message]
-    text: str
-    template: ChatTemplate
     tools: Sequence[Any] | None
-    turns: tuple[_Turn, ...]
-    ends: tuple[tuple[int, int], ...]
+    template: ChatTemplate
+    text: str
+    turns: tuple[_Turn, ...] = ()
+    ends: tuple[tuple[int, int], ...] = ()
 
     def render(self, messages: Sequence[Message]) -> str:
         return self.template.render(messages, self.tools).text
@@ -63,71 +65,53 @@ class _Conversation:
         first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
         return {message for _, message in self.ends[first:last]}
 
-    def messages_around(self, start: int, stop: int) -> range:
-        """Return the numbers from the last message with a text that ends up to `start` to the first with one
-        behind `stop`.
-        """
-        before, behind = (bisect_right(self.ends, (at, len(self.messages))) for at in (start, stop))
-        first = self.ends[before - 1][1] if before else 0
-        last = self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1
-        return range(first, last + 1)
-
 
 def find_assistant_spans(
-    messages: Sequence[Message],
-    text: str,
-    template: ChatTemplate,
-    tools: Sequence[Any] | None,
-    tokens: TurnTokens,
-    learnt: Collection[int],
-    first: int,
+    conversation: Conversation, tokens: TurnTokens, learnt: Collection[int], first: int
 ) -> TurnSpans:
-    """Find the spans of the `learnt` messages of an assistant in the rendering `text`, and count what it lacks.
+    """Find the spans of the `learnt` messages of an assistant in the rendering, and count what it lacks.
 
     Of messages before number `first` nothing is counted that is not an assistant's. Raises RowError for a turn whose
     begin or end cannot be told.
     """
-    fields = texts_of_messages(messages)
-    conversation, ends = _locate_turns(fields, messages, text, template, tools)
+    fields = texts_of_messages(conversation.messages)
+    conversation, ends = _locate_turns(conversation, fields)
     unseen = _count_unrendered(conversation, fields, ends, learnt, first)
     turns = [turn for turn in conversation.turns if turn.message in learnt]
     return TurnSpans(tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens)), unseen)
 
 
 def marked_spans(
-    messages: Sequence[Message],
-    rendered: Rendered,
-    template: ChatTemplate,
-    tools: Sequence[Any] | None,
-    learnt: Collection[int],
-    first: int,
+    conversation: Conversation, marks: tuple[tuple[int, int], ...], learnt: Collection[int], first: int
 ) -> TurnSpans:
     """Return the template's own marks of the `learnt` messages as spans, and count what the rendering lacks.
 
     A mark without a text belongs to the assistant's messages between the texts next to it. Raises RowError for a mark
     around several messages of which some are not learnt.
     """
+    messages = conversation.messages
     answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
     all_learnt = answers == set(learnt)
     fields = texts_of_messages(messages)  # then no mark is another message's
-    if all_learnt and all(field.added or str(field.value).strip() in rendered.text for field in fields):
-        conversation = _Conversation(messages, rendered.text, template, tools, (), ())
-        return TurnSpans(
-            rendered.marks, _count_unrendered(conversation, fields, [(0,)] * len(fields), learnt, first)
-        )
+    if all_learnt and all(field.added or str(field.value).strip() in conversation.text for field in fields):
+        return TurnSpans(marks, _count_unrendered(conversation, fields, [(0,)] * len(fields), learnt, first))
     try:
-        conversation, ends = _locate_turns(fields, messages, rendered.text, template, tools)
+        conversation, ends = _locate_turns(conversation, fields)
     except RowError:
         if all_learnt:  # the marks are all that is needed
-            return TurnSpans(rendered.marks)
+            return TurnSpans(marks)
         raise
     unseen = _count_unrendered(conversation, fields, ends, learnt, first)
     if all_learnt:
-        return TurnSpans(rendered.marks, unseen)
+        return TurnSpans(marks, unseen)
     spans = list[tuple[int, int]]()
-    for start, stop in rendered.marks:
+    for start, stop in marks:
         owners = conversation.messages_in(start, stop)
-        owners = owners or answers.intersection(conversation.messages_around(start, stop))
+        if not owners:  # those from the last message with a text that ends before to the first with one behind
+            before, behind = (bisect_right(conversation.ends, (at, len(messages))) for at in (start, stop))
+            first_owner = conversation.ends[before - 1][1] if before else 0
+            last_owner = conversation.ends[behind][1] if behind < len(conversation.ends) else len(messages) - 1
+            owners = answers.intersection(range(first_owner, last_owner + 1))
         if owners.issubset(learnt):  # also a mark that is no message's
             spans.append((start, stop))
         elif not owners.isdisjoint(learnt):
@@ -140,7 +124,7 @@ def marked_spans(
 
 
 def _count_unrendered(
-    conversation: _Conversation,
+    conversation: Conversation,
     fields: Sequence[Field],
     ends: Sequence[tuple[int, ...]],
     learnt: Collection[int],
@@ -166,7 +150,7 @@ def _count_unrendered(
     return Unseen(thoughts + cut_thoughts, len(lacking) - thoughts, blank, tuple(others))
 
 
-def _shortened_thought(conversation: _Conversation, turn: _Turn) -> str:
+def _shortened_thought(conversation: Conversation, turn: _Turn) -> str:
     """Return the thought inside an answer ("<think>…</think>") that the template cuts off; "" if it writes it, or there
     is none.
     """
@@ -178,17 +162,14 @@ def _shortened_thought(conversation: _Conversation, turn: _Turn) -> str:
 
 
 def _locate_turns(
-    fields: Sequence[Field],
-    messages: Sequence[Message],
-    text: str,
-    template: ChatTemplate,
-    tools: Sequence[Any] | None,
-) -> tuple[_Conversation, list[tuple[int, ...]]]:
+    conversation: Conversation, fields: Sequence[Field]
+) -> tuple[Conversation, list[tuple[int, ...]]]:
     """Locate the turns of a rendering; also return where each field's text ends, which may be several places."""
-    render: Render = lambda changed: template.render(changed, tools).text  # noqa: E731
-    ends = locate_ends(fields, messages, text, render)
+    ends = locate_ends(fields, conversation.messages, conversation.text, conversation.render)
     turns = list[_Turn]()
-    for message in range(len(messages)):  # of a text that is rendered several times the last end counts
+    for message in range(
+        len(conversation.messages)
+    ):  # of a text that is rendered several times the last end counts
         pairs = [(at[-1], field) for field, at in zip(fields, ends, strict=True) if field.message == message and at]
         pairs.sort(key=lambda pair: pair[0])
         if pairs:
@@ -196,10 +177,10 @@ def _locate_turns(
     places = sorted(
         (end, field.message) for field, field_ends in zip(fields, ends, strict=True) for end in field_ends
     )
-    return _Conversation(messages, text, template, tools, tuple(turns), tuple(places)), ends
+    return replace(conversation, turns=tuple(turns), ends=tuple(places)), ends
 
 
-def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
+def _turn_spans(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
     """Yield the span of a turn, or several where tokens inside the turn end generation. Raises RowError if it
     has none.
     """
@@ -226,21 +207,20 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
     for token in tokens.any_token.finditer(conversation.text, start, end):
         if token.group() in tokens.ends and token.end() < end:
             yield start, token.end()
-            if (start := _skip_prompt(conversation.text, token.end(), tokens)) is None:
+            at = token.end()
+            while conversation.text[at : at + 1].isspace():
+                at += 1
+            # the prompt of the next answer must follow
+            prompt = next((p for p in tokens.prompts if conversation.text.startswith(p, at)), None)
+            if prompt is None:
                 raise RowError(
                     f"its chat template writes {name} as two turns; give its texts as messages of their own"
                 )
+            start = at + len(prompt)
     yield start, end
 
 
-def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
-    """Return the end of the answer's prompt that begins at `at`, or behind the blanks there; None without a prompt."""
-    while text[at : at + 1].isspace():
-        at += 1
-    return next((at + len(prompt) for prompt in tokens.prompts if text.startswith(prompt, at)), None)
-
-
-def _find_answer_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
+def _find_answer_start(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
     """Find where an answer begins: behind its prompt, else behind its question, else at its first word; None:
     nowhere.
     """
@@ -258,7 +238,7 @@ def _find_answer_start(conversation: _Conversation, turn: _Turn, tokens: TurnTok
     return None if is_call else locate_start(first_field, conversation.messages, text, conversation.render)
 
 
-def _find_start_after_question(conversation: _Conversation, turn: _Turn, turn_before: _Turn) -> int | None:
+def _find_start_after_question(conversation: Conversation, turn: _Turn, turn_before: _Turn) -> int | None:
     """Find where an answer begins: after its question, and what the template writes between the two.
 
     The end of the prompt for the answer is looked for from the last words of the question on. None if the prompt is

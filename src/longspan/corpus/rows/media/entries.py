@@ -42,7 +42,15 @@ def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
             )
         is_base64 = header.lower().endswith(";base64")
         return ImageFile("", _decode_base64(text, name) if is_base64 else unquote_to_bytes(text))
-    path = Path(_entry_path(entry, name))
+    path = Path(entry)
+    if (scheme := _SCHEME.match(entry)) is not None:
+        url_path = re.sub(r"^//(localhost)?(?=/)", "", entry[len("file:") :])
+        if scheme.group().lower().rstrip("/") != "file:" or url_path.startswith("//"):
+            raise RowError(
+                f"{name} is {shorten_path(entry)!r}; nothing is downloaded: give the path of a file here, or file:///… "
+                "with three slashes"
+            )
+        path = Path(unquote(url_path))
     with suppress(RuntimeError):  # "~name" without a user of this name is a name
         path = path.expanduser()
     return ImageFile(str(Path(folder, path).absolute()))
@@ -56,20 +64,6 @@ def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str)
             f"{name} has {extra_keys}, and {', '.join(keys)} alone are read of it; leave it out: sizes are set in the "
             "files of the model folder's processor"
         )
-
-
-def _entry_path(entry: str, name: str) -> str:
-    """Return the path that an entry is, or that its file: URL names. Raises RowError for other URLs."""
-    scheme = _SCHEME.match(entry)
-    if scheme is None:
-        return entry
-    path = re.sub(r"^//(localhost)?(?=/)", "", entry[len("file:") :])
-    if scheme.group().lower().rstrip("/") != "file:" or path.startswith("//"):
-        raise RowError(
-            f"{name} is {shorten_path(entry)!r}; nothing is downloaded: give the path of a file here, or file:///… "
-            "with three slashes"
-        )
-    return unquote(path)
 
 
 def _decode_base64(text: Any, name: str) -> bytes:

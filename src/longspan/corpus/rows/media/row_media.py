@@ -104,8 +104,19 @@ def extract_row_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     values = dict(row.values)
     pattern = media_name_pattern(row.values)
     for key in _CONVERSATIONS:
-        if isinstance(row.values.get(key), list):
-            values[key] = part_media.extract_media(row.values[key], key, pattern)
+        messages = row.values.get(key)
+        if not isinstance(messages, list):
+            continue
+        values[key] = list[Any]()
+        for i, message in enumerate(messages):
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, str) and pattern.search(content):
+                content = [{"type": "text", "text": content}]
+            if isinstance(content, list):
+                parts = [piece for part in content for piece in _split_at_names(part, pattern)]
+                parts = [part_media.extract_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
+                message = {**message, "content": parts}
+            values[key].append(message)
     media = RowMedia(by_key.images or part_media.images, by_key.videos or part_media.videos)
     for name in ("images", "videos"):
         if getattr(by_key, name) and (in_parts := getattr(part_media, name)):
@@ -127,26 +138,7 @@ class _PartMedia:
         self._folder = folder
         self._counts = Counter[str]()  # of parts so far, by kind
 
-    def extract_media(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
-        """Return messages in which parts with media, and names of media in texts, are bare parts; their media are added
-        here.
-
-        `key` is the row's key of the messages, for errors.
-
-        """
-        new_messages = list[Any]()
-        for i, message in enumerate(messages):
-            content = message.get("content") if isinstance(message, dict) else None
-            if isinstance(content, str) and name_pattern.search(content):
-                content = [{"type": "text", "text": content}]
-            if isinstance(content, list):
-                parts = [piece for part in content for piece in _split_at_names(part, name_pattern)]
-                parts = [self._extract_from_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
-                message = {**message, "content": parts}
-            new_messages.append(message)
-        return new_messages
-
-    def _extract_from_part(self, part: Any, name: str) -> Any:
+    def extract_part(self, part: Any, name: str) -> Any:
         """Return a bare part in place of one with media, which are added here, and any other part as it is.
 
         A part of a medium that brings none names the row's next entry, and is counted. Raises RowError, which calls the
@@ -178,20 +170,17 @@ class _PartMedia:
         if len(media_keys) > 1:
             raise RowError(f"{name} brings {' and '.join(media_keys)}; give one of them")
         for key in media_keys:  # one at most
-            self._add_media(kind, key, part, name)
+            value = part[key]
+            if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
+                keys = ("url", "detail") if value.get("detail") == "auto" else ("url",)
+                check_entry_keys(value, keys, f"{name}.{key}")
+                value = value["url"]
+            if kind == "video":
+                self.videos.append(read_video_entry(value, self._folder, name, part))
+            else:
+                entry = {"bytes": value} if key == "base64" else value
+                self.images.append(read_image_entry(entry, self._folder, name))
         return dict(PARTS[kind])
-
-    def _add_media(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
-        """Add the image or video that a part brings under `key`."""
-        value = part[key]
-        if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
-            keys = ("url", "detail") if value.get("detail") == "auto" else ("url",)
-            check_entry_keys(value, keys, f"{name}.{key}")
-            value = value["url"]
-        if kind == "video":
-            self.videos.append(read_video_entry(value, self._folder, name, part))
-        else:
-            self.images.append(read_image_entry({"bytes": value} if key == "base64" else value, self._folder, name))
 
 
 def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
