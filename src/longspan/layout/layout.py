@@ -47,19 +47,9 @@ class Layout:
     def __init__(
         self, ranks: int | Sequence[int], pp: int = 1, tp: int = 1, ep: int = 1, dp_replicate: int = 1
     ) -> None:
-        values = {
-            "ranks": _rank_tuple(ranks),
-            "pp": check_degree("pp", pp),
-            "tp": check_degree("tp", tp),
-            "ep": check_degree("ep", ep),
-            "dp_replicate": check_degree("dp_replicate", dp_replicate),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        self._check_degrees()
-
-    def _check_degrees(self) -> None:
-        """Raise LayoutError, and what would fit, unless pp x tp divides the ranks and ep and dp_replicate slots."""
+        object.__setattr__(self, "ranks", _rank_tuple(ranks))
+        for name, value in (("pp", pp), ("tp", tp), ("ep", ep), ("dp_replicate", dp_replicate)):
+            object.__setattr__(self, name, check_degree(name, value))
         world = len(self.ranks)
         model = self.pp * self.tp
         if world % model:  # name the multiples next below, unless that is 0, and next above
