@@ -24,7 +24,6 @@ from longspan.plan import (
     timeline,
 )
 from longspan.plan.distributions import sample_lengths
-from longspan.plan.dynamic.free_slots import FreeSlots
 from longspan.plan.dynamic.lockstep import (
     DegreeTable,
     divide_bins,
@@ -33,7 +32,7 @@ from longspan.plan.dynamic.lockstep import (
     search_candidate,
 )
 from longspan.plan.dynamic.planner import GroupPrices, plan_few_items
-from longspan.plan.dynamic.problem import Problem, divide_into_even_runs
+from longspan.plan.dynamic.problem import FreeSlots, Problem, divide_into_even_runs
 from longspan.plan.planners.options import Request
 from tests.plan.cases import MIXTURE, bounded, simulate
 

@@ -312,7 +312,27 @@ def lower_bound_seconds(
     area = max(work / slots + cost.micro_batch_seconds * launches, cost.launch_seconds * launches) / cost.stages
     if not len(rows):
         return Bound(area, 0.0)
-    longest = _least_seconds_of_document(int(rows.max()), widest, max_tokens_per_slot, cost, node_size)
+    # The longest document in a group of its own: the least over all degrees that the cap allows and all types of
+    # compute / degree + messages that show on ideal links, and one launch. Of states the latency alone counts: their
+    # bytes depend on the group's other documents.
+    length = int(rows.max())
+    narrowest = 1 if max_tokens_per_slot is None else -(-length // max_tokens_per_slot)
+    if narrowest > widest:
+        raise PlanError(
+            f"a document of {length} rows needs {narrowest} slots at max_tokens_per_slot {max_tokens_per_slot}, but a "
+            f"group has at most {widest}; raise max_tokens_per_slot or cut the document"
+        )
+    degree = np.arange(narrowest, widest + 1)
+    if cost.network:  # its messages depend on the group's place, so that the bound has none
+        seconds = cost.work_seconds(length, float(length) ** 2) / degree
+    else:
+        # what fits a host may also be across
+        fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
+        alone = replace(cost, states=None, inside_bytes_per_second=fastest)
+        together = np.minimum(degree, node_size)
+        seconds = alone.group_seconds(length, length**2, degree, inside=together == degree, together=together)
+        seconds = seconds + (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
+    longest = float(seconds.min()) + cost.micro_batch_seconds
     if max_tokens_per_slot is None or cost.network:
         return Bound(area, longest)
     messages = _ideal_message_seconds(rows, max_tokens_per_slot, attention, cost)
@@ -340,28 +360,3 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
     if kind == "p2p":
         return max(turns - attention, 0.0) + waits
     return waits + {"all_gather": turns, "a2a": exchanges}.get(kind, 0.0)
-
-
-def _least_seconds_of_document(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
-    """A lower bound of one document's seconds, in a group of its own: the least over all degrees that the cap allows
-    and all types of compute / degree + messages that show on ideal links, and one launch. Of states the latency alone
-    counts: their bytes depend on the group's other documents. Raises PlanError for a document that the widest group
-    cannot hold.
-    """
-    narrowest = 1 if cap is None else -(-length // cap)
-    if narrowest > widest:
-        raise PlanError(
-            f"a document of {length} rows needs {narrowest} slots at max_tokens_per_slot {cap}, but a group has at "
-            f"most {widest}; raise max_tokens_per_slot or cut the document"
-        )
-    degree = np.arange(narrowest, widest + 1)
-    if cost.network:  # its messages depend on the group's place, so that the bound has none
-        seconds = cost.work_seconds(length, float(length) ** 2) / degree
-    else:
-        # what fits a host may also be across
-        fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
-        alone = replace(cost, states=None, inside_bytes_per_second=fastest)
-        together = np.minimum(degree, node_size)
-        seconds = alone.group_seconds(length, length**2, degree, inside=together == degree, together=together)
-        seconds = seconds + (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
-    return float(seconds.min()) + cost.micro_batch_seconds
