@@ -207,40 +207,20 @@ def timeline(
         active = np.zeros((count, slots), dtype=np.bool_)
         active[table.micro_batch[table.group], table.slot] = True
         busy[active] += cost.micro_batch_seconds
-        start, end, total = _free_times(busy, active, _label_joined_slots(table, count, slots))
+        start, end, total = _free_times(table, busy, active)
         total += cost.paging_seconds  # all weights are gathered before the first micro-batch
     total += cost.closing_seconds + cost.update_seconds
     return Timeline(table.rows_by_slot(count, slots, row_multiple), busy, start, end, total)
 
 
-def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) -> tuple[Floats, Floats, float]:
+def _free_times(table: GroupTable, busy: Floats, active: NDArray[np.bool_]) -> tuple[Floats, Floats, float]:
     """Return when each slot begins and ends each micro-batch (M, slots) in free mode, and the last end. Slots that
-    groups join, which have one `component`, start when the last of them is ready, and end with the slowest. A slot that
-    is not `active` has no documents and waits for nobody.
+    groups join start when the last of them is ready, and end with the slowest. A slot that is not `active` has no
+    documents and waits for nobody.
     """
     count, slots = busy.shape
-    start = np.zeros_like(busy)
-    end = np.zeros_like(busy)
-    clock = np.zeros(slots)
-    for m in range(count):
-        active_slots = np.flatnonzero(active[m])
-        root = component[m, active_slots]
-        ready = np.zeros(slots)
-        longest_seconds = np.zeros(slots)
-        np.maximum.at(ready, root, clock[active_slots])
-        np.maximum.at(longest_seconds, root, busy[m, active_slots])
-        start[m] = clock
-        start[m, active_slots] = ready[root]
-        clock[active_slots] = ready[root] + longest_seconds[root]
-        end[m] = clock
-    return start, end, float(clock.max(initial=0.0))
-
-
-def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Integers:
-    """Return the lowest slot that groups join each slot to in each micro-batch (M, slots), by hooking and pointer
-    jumping: a slot takes the lowest label in any of its groups, and then that label's label, until nothing changes.
-    Labels count through all micro-batches, m x slots + slot.
-    """
+    # The lowest slot that groups join each slot to, by hooking and pointer jumping: a slot takes the lowest label in
+    # any of its groups, and then that label's label, until nothing changes. Labels count through all micro-batches.
     label = np.arange(count * slots)
     cells = table.micro_batch[table.group] * slots + table.slot
     first = np.cumsum(table.degree) - table.degree
@@ -252,7 +232,22 @@ def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Integers:
         if np.array_equal(next_label, label):
             break
         label = next_label
-    return label.reshape(count, slots) % slots
+    joined_to = label.reshape(count, slots) % slots
+    start = np.zeros_like(busy)
+    end = np.zeros_like(busy)
+    clock = np.zeros(slots)
+    for m in range(count):
+        active_slots = np.flatnonzero(active[m])
+        root = joined_to[m, active_slots]
+        ready = np.zeros(slots)
+        longest_seconds = np.zeros(slots)
+        np.maximum.at(ready, root, clock[active_slots])
+        np.maximum.at(longest_seconds, root, busy[m, active_slots])
+        start[m] = clock
+        start[m, active_slots] = ready[root]
+        clock[active_slots] = ready[root] + longest_seconds[root]
+        end[m] = clock
+    return start, end, float(clock.max(initial=0.0))
 
 
 def _int_array(values: Sequence[int]) -> Integers:

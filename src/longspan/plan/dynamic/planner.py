@@ -302,7 +302,21 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
     """
     problem = prices.problem
     seconds_by_degree = prices.seconds_at_degrees(groups)
-    chosen = _choose_degree_indices(seconds_by_degree, prices.degrees, problem.request.slots)
+    # Of each group the index of the fewest slots with which the slowest ends earliest. The slowest ends at one of these
+    # times, which are searched by halving: with more time groups never need more slots.
+    ends = np.unique(seconds_by_degree[np.isfinite(seconds_by_degree)])
+    low = 0
+    high = len(ends)
+    chosen = None
+    while low < high:
+        middle = (low + high) // 2
+        in_time = seconds_by_degree <= ends[middle]
+        fewest = in_time.argmax(axis=1)
+        if in_time.any(axis=1).all() and int(prices.degrees[fewest].sum()) <= problem.request.slots:
+            chosen = fewest
+            high = middle
+        else:
+            low = middle + 1
     if chosen is None:
         return None
     widths = prices.degrees[chosen]
@@ -322,24 +336,3 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
         seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)
     slowest = int(seconds.argmax())
     return Arrangement(items, slots, slowest, float(seconds[slowest]))
-
-
-def _choose_degree_indices(seconds: Floats, degrees: Integers, slots: int) -> Integers | None:
-    """Return the index of each group's degree (groups,): the fewest slots with which the slowest ends earliest, by the
-    `seconds` of each at each degree (groups, degrees); None if so many slots are not there. The slowest ends at one of
-    these times, which are searched by halving: with more time groups never need more slots.
-    """
-    ends = np.unique(seconds[np.isfinite(seconds)])
-    low = 0
-    high = len(ends)
-    chosen = None
-    while low < high:
-        middle = (low + high) // 2
-        in_time = seconds <= ends[middle]
-        fewest = in_time.argmax(axis=1)
-        if in_time.any(axis=1).all() and int(degrees[fewest].sum()) <= slots:
-            chosen = fewest
-            high = middle
-        else:
-            low = middle + 1
-    return chosen

@@ -43,13 +43,31 @@ class Problem:
 
     @classmethod
     def from_request(cls, request: Request, degrees: DegreeSet) -> "Problem":
-        """Make the problem of a request whose groups may have these degrees: its families longest first, those of a
-        large step packed (`_make_items`). Without a limit of rows the cap is all rows.
+        """Make the problem of a request whose groups may have these degrees: its families longest first. Above
+        `PACKED_ABOVE` documents a slot, those of less than a pack's tokens lie end to end, and a pack begins every
+        `pack_tokens`, at most a sixteenth of a slot's cap. Without a limit of rows the cap is all rows.
         """
         rows, squares = request.family_sizes
         order = np.argsort(-rows, kind="stable")
         cap = int(rows.sum()) if request.rows is None else request.rows
-        items, tokens, squares = _make_items(order, rows[order], squares[order], request.slots, cap)
+        ids = order.tolist()
+        items: tuple[tuple[int, ...], ...] = tuple((d,) for d in ids)
+        tokens = rows[order]
+        squares = squares[order]
+        if len(ids) > PACKED_ABOVE * request.slots:
+            pack_tokens = max(1, min(cap // 16, int(tokens.sum()) // (PACKS * request.slots)))
+            long = int(np.searchsorted(-tokens, -pack_tokens, side="right"))
+            starts = np.cumsum(tokens[long:]) - tokens[long:]
+            packs = np.concatenate((np.arange(long), long + starts // pack_tokens))
+            item = np.unique(packs, return_inverse=True)[1]  # of each document
+            first = np.flatnonzero(np.diff(item, prepend=-1))  # document of each item
+            tokens = np.add.reduceat(tokens, first)
+            squares = np.add.reduceat(squares, first)
+            rank = np.argsort(-tokens, kind="stable")
+            parts = np.split(order, first[1:])
+            items = tuple(tuple(parts[i].tolist()) for i in rank.tolist())
+            tokens = tokens[rank]
+            squares = squares[rank]
         families = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
         items = tuple(tuple(chain.from_iterable(request.families[i] for i in item)) for item in items)
         blocks = divide_into_blocks(request.slots, request.node_size, degrees[0], degrees[-1])
@@ -143,31 +161,6 @@ class Problem:
     def least_micro_batches(self) -> int:
         """Micro-batches below which the caps cannot hold all tokens."""
         return max(1, -(-int(self.tokens.sum()) // (self.request.slots * self.cap)))
-
-
-def _make_items(
-    order: Integers, lengths: Integers, squares: Integers, slots: int, cap: int
-) -> tuple[tuple[tuple[int, ...], ...], Integers, Integers]:
-    """Return the items of documents, longest first: the ids of each, its tokens and its squares. `order` are the
-    documents by falling length, `lengths` their tokens and `squares` those squared. Above `PACKED_ABOVE` documents a
-    slot, those of less than a pack's tokens lie end to end, and a pack begins every `pack_tokens`, at most a sixteenth
-    of a slot's cap.
-    """
-    ids = order.tolist()
-    if len(ids) <= PACKED_ABOVE * slots:
-        return tuple((d,) for d in ids), lengths, squares
-    pack_tokens = max(1, min(cap // 16, int(lengths.sum()) // (PACKS * slots)))
-    long = int(np.searchsorted(-lengths, -pack_tokens, side="right"))
-    starts = np.cumsum(lengths[long:]) - lengths[long:]
-    item = np.unique(np.concatenate((np.arange(long), long + starts // pack_tokens)), return_inverse=True)[1]
-    count = int(item[-1]) + 1
-    tokens, squares_of_items = np.zeros((2, count), dtype=np.int64)
-    np.add.at(tokens, item, lengths)
-    np.add.at(squares_of_items, item, squares)
-    first = np.searchsorted(item, np.arange(count + 1)).tolist()
-    rank = np.argsort(-tokens, kind="stable")
-    ranked = tuple(tuple(ids[first[i] : first[i + 1]]) for i in rank.tolist())
-    return ranked, tokens[rank], squares_of_items[rank]
 
 
 def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:

@@ -157,8 +157,17 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
     multiple = needed_by.row_multiple
     needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
     for micro_batch in needed_by.micro_batches:
-        by_slot = _item_rows_of_slots(rows, micro_batch, home.slots, depth)
-        for slot, (slot_rows, count) in enumerate(by_slot):
+        parts: list[list[ItemRows]] = [[ItemRows(_NONE, _NONE)] for _ in range(home.slots)]  # by local row
+        counts = [0] * home.slots  # of local rows
+        for group in micro_batch.groups:
+            for member, slot in enumerate(group.slots):
+                segments = group.shares.segments(member)
+                segments_of_depth = replace(segments, start=segments.start + depth, stop=segments.stop + depth)
+                local, row = rows.find_rows(group.documents, segments_of_depth)
+                parts[slot].append(ItemRows(local + counts[slot], row))
+                counts[slot] += group.shares.counts[member]
+        for slot, count in enumerate(counts):
+            slot_rows = ItemRows(*map(np.concatenate, zip(*parts[slot], strict=True)))
             size = -(-max(count, 1) // multiple) * multiple // home.tp
             for tp in range(home.tp):
                 rank_rows = slot_rows
@@ -182,22 +191,3 @@ def find_encoded_rows(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dic
             parts.append(expand_runs(first + segments.start, first + segments.stop))
         rows_by_rank |= {home.rank_at(slot, tp=tp): np.concatenate(parts) for tp in range(home.tp)}
     return rows_by_rank
-
-
-def _item_rows_of_slots(
-    rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int
-) -> list[tuple[ItemRows, int]]:
-    """Return for every slot its rows of items, by local row, and the number of its local rows; a local row gets the row
-    of the token that is `depth` further on in its document.
-    """
-    parts: list[list[ItemRows]] = [[] for _ in range(slots)]
-    counts = [0] * slots
-    for group in micro_batch.groups:
-        for member, slot in enumerate(group.slots):
-            segments = group.shares.segments(member)
-            segments_of_depth = replace(segments, start=segments.start + depth, stop=segments.stop + depth)
-            local, row = rows.find_rows(group.documents, segments_of_depth)
-            parts[slot].append(ItemRows(local + counts[slot], row))
-            counts[slot] += group.shares.counts[member]
-    joined = (map(np.concatenate, zip(ItemRows(_NONE, _NONE), *of_slot, strict=True)) for of_slot in parts)
-    return [(ItemRows(*columns), count) for columns, count in zip(joined, counts, strict=True)]

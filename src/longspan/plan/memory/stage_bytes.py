@@ -49,19 +49,6 @@ class LayerBytes(NamedTuple):
     backward: float = 0.0
 
 
-class LayerWeights(NamedTuple):
-    """Bytes of the weights of each layer of a stage, and of their gradients: `whole` weights, in the compute type, and
-    as they are `sent` by other slots, `packed` ones as bytes; `summing`: the most of the gradients while they are
-    summed over slots; `gradients`: a slot's shard of the sums.
-    """
-
-    whole: list[float]
-    sent: list[float]
-    packed: list[float]
-    summing: list[float]
-    gradients: list[float]
-
-
 class Moment(NamedTuple):
     """Bytes of a rank at one moment of a step, as in `Bytes`, of what comes and goes: `StageBytes.resident_bytes` are
     there besides. `reserved` are of memory that the allocator keeps for gradients, and count as communicators.
@@ -303,8 +290,11 @@ class StageBytes:
         return encoded + blocks * (not settings.encoder_recomputed), encoded + blocks, work
 
     @cached_property
-    def _layer_weights(self) -> LayerWeights:
-        """Bytes of the weights and gradients of each layer of this stage, under these settings."""
+    def _layer_weights(self) -> tuple[list[float], ...]:
+        """Bytes of each layer of this stage, under these settings: of its whole weights in the compute type, of these
+        as other slots send them, of packed ones as bytes; the most of its gradients while they are summed over slots,
+        and a slot's shard of the sums.
+        """
         settings = self.settings
         sharded = settings.shard_parameters
         number = settings.compute_bytes * sharded
@@ -314,13 +304,8 @@ class StageBytes:
         layers = [self.numbers.layers[i] for i in self.stage.layers]
         whole = [layer.whole * (number + float8) for layer in layers]
         packed = [layer.packed_bytes * sharded for layer in layers]
-        return LayerWeights(
-            whole=whole,
-            sent=[w - layer.packed * number + p for layer, w, p in zip(layers, whole, packed, strict=True)],
-            packed=packed,
-            summing=[self.summing_bytes(layer) for layer in layers],
-            gradients=[self.gradient_bytes(layer) for layer in layers],
-        )
+        sent = [w - layer.packed * number + p for layer, w, p in zip(layers, whole, packed, strict=True)]
+        return whole, sent, packed, [*map(self.summing_bytes, layers)], [*map(self.gradient_bytes, layers)]
 
     def most_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
         """Return the bytes at the moment at which most is held."""

@@ -358,21 +358,21 @@ class Request(PlanOptions):
         seconds = np.array([table.group_seconds_with_type(way, self.node_size) for way in ways])
         least_seconds = seconds.min(axis=0)
         choice: Iterator[int] = iter(np.argmax(seconds <= least_seconds * (1 + SAME), axis=0).tolist())
-        typed = (tuple(self._give_type(group, ways[next(choice)]) for group in b.groups) for b in micro_batches)
-        return (*map(MicroBatch, typed), *dummies)
-
-    def _give_type(self, group: Group, way: Cost) -> Group:
-        """Return the group with the type and sizes of a way. One of one slot, which sends nothing, gets p2p. Layers of
-        a list that name a type keep it.
-        """
-        kind = way.cp_comm_type if group.degree > 1 else "p2p"
-        types = kind
-        if not isinstance(self.cp_comm_type, str):
-            types = tuple(kind if named == "auto" else named for named in self.types)
-        sizes = group.hierarchical_context_parallel_sizes
-        if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
-            sizes = fit_level_sizes(way.a2a_size, group.degree)
-        return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
+        typed = list[MicroBatch]()
+        for batch in micro_batches:
+            groups = list[Group]()
+            for group in batch.groups:
+                way = ways[next(choice)]
+                kind = way.cp_comm_type if group.degree > 1 else "p2p"  # one slot sends nothing
+                types = kind
+                if not isinstance(self.cp_comm_type, str):  # layers of a list that name a type keep it
+                    types = tuple(kind if named == "auto" else named for named in self.types)
+                sizes = group.hierarchical_context_parallel_sizes
+                if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
+                    sizes = fit_level_sizes(way.a2a_size, group.degree)
+                groups.append(replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes))
+            typed.append(MicroBatch(tuple(groups)))
+        return (*typed, *dummies)
 
 
 def _check_parent_numbers(parents: Sequence[int], count: int) -> None:
