@@ -110,7 +110,7 @@ def random_case(rng: random.Random) -> tuple[list[int], int, dict]:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.whole)])
 def test_random_plans_are_sound_and_never_worse_than_a_fixed_degree(seed: int) -> None:
     rng = random.Random(seed)
-    for _ in range(70 if seed else 10):
+    for _ in range(70 if seed else 7):
         lengths, slots, arguments = random_case(rng)
         plan = plan_dynamic(lengths, Layout(slots), **arguments)
         widest = min(arguments["max_cp"] or slots, slots)
@@ -153,7 +153,7 @@ RATIOS = {  # at 64 slots, 32K tokens a slot: lockstep at 8K, lockstep at 16K, f
 }
 
 
-@pytest.mark.parametrize("name", RATIOS)
+@pytest.mark.parametrize("name", ["bimodal", *(pytest.param(x, marks=pytest.mark.whole) for x in ("uniform", "files"))])
 def test_ratio_to_the_bound_at_64_slots(name: str) -> None:
     lengths = sample_lengths(name, 64 * 32768).tolist()
     for (cap, mode), most in zip([(8192, "lockstep"), (16384, "lockstep"), (8192, "free")], RATIOS[name], strict=True):
@@ -162,9 +162,11 @@ def test_ratio_to_the_bound_at_64_slots(name: str) -> None:
         assert plan.ratio <= most, (cap, mode)
 
 
-@pytest.mark.parametrize(("slots", "documents", "multiple"), [(512, 257, 1), (513, 257, 1), (512, 257, 4)])
-def test_half_as_many_documents_as_slots_are_planned_near_the_bound(slots: int, documents: int, multiple: int) -> None:
-    lengths = np.random.default_rng(0).integers(1000, 60000, documents).tolist()
+@pytest.mark.parametrize(
+    ("slots", "multiple"), [(512, 4), *(pytest.param(*x, marks=pytest.mark.whole) for x in ((512, 1), (513, 1)))]
+)
+def test_half_as_many_documents_as_slots_are_planned_near_the_bound(slots: int, multiple: int) -> None:
+    lengths = np.random.default_rng(0).integers(1000, 60000, 257).tolist()
     plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=16384, micro_batch_multiple=multiple)
     assert plan.ratio <= 1.035 and len(plan.micro_batches) % multiple == 0
 

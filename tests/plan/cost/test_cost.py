@@ -314,7 +314,7 @@ def flops(recomputed: int) -> int:
     return counted.get_total_flops()
 
 
-@pytest.mark.parametrize("layers", (1, 2, 3))
+@pytest.mark.parametrize("layers", (1, 3))
 def test_recomputed_flops_are_those_that_torch_counts(layers: int) -> None:
     none, some = flops(0), flops(layers)
     cost = flops_cost(TINY, tflops=1.0)

@@ -1,6 +1,7 @@
 """Sizes, weights, FLOPs and cost of a model, from its configuration alone, and as torch counts them."""
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,9 +54,14 @@ FAMILIES = {  # with the width of their MLPs
     "opt": {"ffn_dim": 100, "word_embed_proj_dim": 64},
     **{family: {"intermediate_size": 100} for family in ("biogpt", "gpt_neox", "phi", "starcoder2", "llama")},
 }
+ALIKE = {"gpt_bigcode", "biogpt", "gpt_neox", "phi"}  # in their rows: gpt2 and starcoder2 stand for them daily
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+def rarely(cases: Iterable[str], alike: set[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.whole if case in alike else ()) for case in cases]
+
+
+@pytest.mark.parametrize("case", rarely(FAMILIES, ALIKE))
 def test_weights_are_those_of_the_family(case: str, tmp_path: Path) -> None:
     family = case.partition(",")[0]
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500}
@@ -258,6 +264,8 @@ HYBRIDS = {
     "qwen2_moe": "",
     "granitemoeshared": "",
 }
+# Another family of the same kind stands for these daily.
+ALIKE_HYBRIDS = {"qwen3_5_text", "qwen3_5_moe_text", "mamba2", "granitemoehybrid", "zamba2", "granitemoeshared"}
 
 
 def products(model: Any) -> tuple[int, int]:
@@ -286,7 +294,7 @@ def small(family: str) -> PreTrainedConfig:
     return shrink_configuration(CONFIG_MAPPING[family](**{"use_shared_attention_adapter": True} if adapters else {}))
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", rarely(HYBRIDS, ALIKE_HYBRIDS))
 def test_weights_are_those_that_multiply_a_row(family: str) -> None:
     config = small(family)
     model, shape = make_tiny_model(config, torch.float32), ModelShape.of(config)
