@@ -40,9 +40,8 @@ def test_plans_without_families_are_written_as_before():
     assert plan_of(FAMILY).digest() != alone.digest()
     group = json.loads(alone.to_json())["micro_batches"][0][0]
     assert "parents" not in group  # so that digests of ordinary plans are as before
-    assert read_plan_row(plan_row(0, alone))[1] == alone and '"kinds":[["p2p",null,"zigzag",null]]' in plan_row(
-        0, alone
-    )
+    row = plan_row(0, alone)
+    assert read_plan_row(row)[1] == alone and '"kinds":[["p2p",null,"zigzag",null]]' in row
 
 
 @given(forests(), st.integers(1, 4))

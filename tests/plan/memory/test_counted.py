@@ -206,12 +206,10 @@ def test_adapters_of_experts_keep_what_is_planned(world: World, family: str) -> 
     bare = MemoryNeeds.of(config_of(family).to_dict(), world.home, plan, fewer)
     assert _kept(bare, "none", 2) < 0.97 * _kept(needs, "none", 2)
     model = add_lora(random_model(config_of(family), torch.float32), NewAdapter(rank=8, targets=targets))
-    trained = [
-        ModelNumbers.from_configuration(config_of(family).to_dict(), world.home, x).layers[0].trained
-        for x in (settings, fewer)
-    ]
+    config = config_of(family).to_dict()
+    numbers = [ModelNumbers.from_configuration(config, world.home, x).layers[0] for x in (settings, fewer)]
     layer = model.get_base_model().model.layers[0].mlp
-    assert trained[0] - trained[1] == sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    assert numbers[0].trained - numbers[1].trained == sum(p.numel() for p in layer.parameters() if p.requires_grad)
 
 
 def test_depths_keep_what_joins_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +252,8 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
             (place,), (load,) = needs.places, needs.loads
             layer = place.layer_bytes(load, word)[1]
             slices, *_ = LayerTable(place.read, settings, load).head_exchange_slices()
-            others = (
-                counted.alive[1] - place.hidden_row_bytes * load.rows + _head_bytes(needs)
-            )  # its input counts as kept
-            planned = others + layer.kept + layer.backward
+            others = counted.alive[1] - place.hidden_row_bytes * load.rows  # its input counts as kept
+            planned = others + _head_bytes(needs) + layer.kept + layer.backward
             peaks[order] = slices, planned, counted.backward[1]
     return kept, peaks
 

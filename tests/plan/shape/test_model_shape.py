@@ -88,6 +88,7 @@ def test_wherever_the_configuration_is_kept(place: str, tmp_path: Path) -> None:
 
 
 ONE, TWO = {"num_experts_per_tok": 1, "moe_intermediate_size": 3}, {"num_experts_per_tok": 2}
+LLAMA4 = {"num_experts_per_tok": 1, "num_local_experts": 4, "moe_layers": [1], "intermediate_size_mlp": 20}
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,7 @@ ONE, TWO = {"num_experts_per_tok": 1, "moe_intermediate_size": 3}, {"num_experts
         (ONE | {"n_shared_experts": 2}, 2 * (_ATTENTION + 216) + 800, 8, 8),
         (ONE | {"shared_expert_intermediate_size": 4}, 2 * (_ATTENTION + 168) + 800, 8, 8),
         # Llama 4: the listed layers have experts, one shared, as wide as intermediate_size; others are wider
-        (
-            {"num_experts_per_tok": 1, "num_local_experts": 4, "moe_layers": [1], "intermediate_size_mlp": 20},
-            2 * _ATTENTION + 3 * 8 * 20 + (3 * 8 * 20 + 32) + 800,
-            8,
-            8,
-        ),
+        (LLAMA4, 2 * _ATTENTION + 3 * 8 * 20 + (3 * 8 * 20 + 32) + 800, 8, 8),
     ],
 )
 def test_sizes(changes: dict[str, Any], weights: int, query: int, key: int) -> None:
@@ -130,14 +126,9 @@ def test_weights_of_models_whose_rows_choose_their_keys_are_counted_without_inde
     assert ModelShape.of(config).stored_weights == pytest.approx(weights, rel=1e-3)
 
 
-CHOOSING = {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full", "shared"], "kv_lora_rank": 6} | {
-    "qk_nope_head_dim": 3,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 5,
-    "index_topk": 16,
-    "index_n_heads": 3,
-    "index_head_dim": 7,
-}
+CHOOSING = {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full", "shared"], "kv_lora_rank": 6}
+CHOOSING |= {"qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5, "index_topk": 16, "index_n_heads": 3}
+CHOOSING |= {"index_head_dim": 7}
 
 
 def test_chosen_keys_cost_tokens_the_same_and_their_choice_all_pairs() -> None:

@@ -10,7 +10,7 @@ bench/records/planner-sweep.md), but no LITTLE_MORE costs 3 %.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, product
@@ -29,7 +29,6 @@ from longspan.plan.micro_batch import Group, MicroBatch
 STEEPNESS = (0.0, 0.4, 0.7, 1.0)
 SLACK = (1.005, 1.03)
 SLACK_OF_FEW = (*SLACK, 1.07, 1.15, 1.3, 1.6)
-Limits = tuple[tuple[float, float], ...]
 Known = set[tuple[bytes, bytes, float]]  # what was placed: durations, which items are long, reach
 LIMITS = ((0.15, 0.8), (0.5, 0.4))  # share and reach: see `Settings`
 LIMITS_OF_FEW = ((0.0, 0.0), (0.15, 0.4))
@@ -79,17 +78,17 @@ class LongDocument:
     seconds: float
 
 
-@dataclass(eq=False)
 class Bins:
     """Runs of equally busy slots inside a block, as columns."""
 
-    micro_batch: list[int] = field(default_factory=list[int])
-    start: list[int] = field(default_factory=list[int])
-    width: list[int] = field(default_factory=list[int])
-    long: list[int] = field(default_factory=list[int])  # index of the long document on these slots, or −1
-    seconds: list[float] = field(default_factory=list[float])  # until it ends
-    room: list[int] = field(default_factory=list[int])  # tokens that it can still hold
-    short: list[list[int]] = field(default_factory=list[list[int]])  # items, longest first
+    def __init__(self) -> None:
+        self.micro_batch = list[int]()
+        self.start = list[int]()
+        self.width = list[int]()
+        self.long = list[int]()  # index of the long document on these slots, or −1
+        self.seconds = list[float]()  # until it ends
+        self.room = list[int]()  # tokens that it can still hold
+        self.short = list[list[int]]()  # items, longest first
 
     def add_bin(self, micro_batch: int, part: tuple[int, int], long: int, seconds: float, rows: int) -> None:
         """Add a bin of a `part` (first slot, slots) that is busy for `seconds` already and has `rows` left a slot."""
@@ -161,7 +160,10 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
     trials = list[tuple[Candidate, Settings, tuple[int, float, float]]]()  # the last: count, steepness, slack
 
     def try_settings(
-        counts: Sequence[int], steepnesses: Sequence[float], slacks: Sequence[float], limits: Limits
+        counts: Sequence[int],
+        steepnesses: Sequence[float],
+        slacks: Sequence[float],
+        limits: Sequence[tuple[float, float]],
     ) -> None:
         """Place all items under each combination, and sort what was placed into `trials`, the fastest first."""
         for count, steepness in product(counts, steepnesses):

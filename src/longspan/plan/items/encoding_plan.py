@@ -139,7 +139,16 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
         ids[rank] = np.concatenate([_NONE, *(part.row for parts in of_micro_batches for part in parts)])
     waves: list[Wave] = []
     for index, micro_batch in enumerate(plan.micro_batches):
-        rows_by_rank = find_encoded_rows(rows, micro_batch, planning.home)
+        # The rows that each rank has once the wave is encoded, whose documents are items.
+        rows_by_rank = dict[int, Integers]()
+        for slot in range(planning.home.slots):
+            parts = [_NONE]
+            for _, group in micro_batch.groups_of(slot):
+                segments = group.shares.segments(group.slots.index(slot))
+                first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
+                parts.append(expand_runs(first + segments.start, first + segments.stop))
+            for tp in range(planning.home.tp):
+                rows_by_rank[planning.home.rank_at(slot, tp=tp)] = np.concatenate(parts)
         needed_rows = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
         encoded_rows = Partition.from_rows([rows_by_rank[rank] for rank in home.ranks])
         waves.append(Wave(micro_batch, encoded_rows, Partition.from_rows(needed_rows)))
@@ -178,16 +187,3 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
     for rank in home.ranks:
         needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(needed_by.micro_batches)
     return needed
-
-
-def find_encoded_rows(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
-    """Return for every rank the ids of the rows that it has once a wave is encoded; documents of a wave are items."""
-    rows_by_rank: dict[int, Integers] = {}
-    for slot in range(home.slots):
-        parts = [_NONE]
-        for _, group in wave.groups_of(slot):
-            segments = group.shares.segments(group.slots.index(slot))
-            first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
-            parts.append(expand_runs(first + segments.start, first + segments.stop))
-        rows_by_rank |= {home.rank_at(slot, tp=tp): np.concatenate(parts) for tp in range(home.tp)}
-    return rows_by_rank
