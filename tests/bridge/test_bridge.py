@@ -14,7 +14,7 @@ from longspan import Bridge, Layout, Partition, World
 from longspan.bridge.row_exchange import RowGradient
 from longspan.comm.channel import Channel, Handle
 from longspan.testing import backend, run_ranks
-from tests.layout.copies import lacking, random_gradients, summed
+from tests.layout.strategies import lacking, random_gradients, summed
 
 Lists = list[list[int]]
 ITEMS = (5, 1, 7, 2, 4, 9, 3, 6)  # rows of each image

@@ -7,8 +7,7 @@ from hypothesis import given, settings, strategies as st
 from longspan.errors import LayoutError
 from longspan.layout import Exchange, Partition
 from longspan.layout.exchange import PIECES, cut_into_blocks, plan_moves
-from tests.layout.copies import lacking, random_gradients, summed
-from tests.layout.strategies import examples, feedings, holdings, lengths
+from tests.layout.strategies import examples, feedings, holdings, lacking, lengths, random_gradients, summed
 
 
 def carry_out(exchange, parts):

@@ -9,8 +9,7 @@ from hypothesis import given, strategies as st
 
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_fixed, plan_padded, slot_rows
-from longspan.plan.packing import pack_first_fit, pack_least_loaded
-from longspan.plan.planners.fixed import Packer, smallest_fitting_degree
+from longspan.plan.planners.fixed import Packer, pack_first_fit, pack_least_loaded, smallest_fitting_degree
 from longspan.plan.planners.options import Request
 from tests.plan.cases import bounded, lengths
 
@@ -172,7 +171,7 @@ def test_the_smallest_degree_holds_the_longest_document() -> None:
     assert plan_fixed([3990], Layout(8), 8, options=rows).micro_batches[0].groups[0].degree == 8
 
 
-@pytest.mark.parametrize("mode", ["lockstep", "free"])
+@pytest.mark.parametrize("mode", ["free", pytest.param("lockstep", marks=pytest.mark.whole)])
 def test_many_documents_are_planned_quickly(mode: Any) -> None:
     rng = np.random.default_rng(0)
     documents = np.clip(np.exp(np.log(2048) + 1.4898 * rng.standard_normal(100_000)), 16, 131072).astype(int)

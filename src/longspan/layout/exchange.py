@@ -52,21 +52,17 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     all_runs = [runs for member_runs in runs_by_member for runs in member_runs]
     rows = sum(int((runs[:, 1] - runs[:, 0]).sum()) for runs in all_runs)
     step = max(1, rows // PIECES)
-    # a cut is the id of the row before which it lies
-    inside = [_cuts_inside_runs(runs, step) for runs in all_runs]
-    cuts = np.unique(np.concatenate([ids.ravel() for ids in (*all_runs, *inside)]))
+    cut_ids = [runs.ravel() for runs in all_runs]  # a cut is the id of the row before which it lies
+    for runs in all_runs:
+        begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T  # a run of one row has no inside
+        cut_ids.append(expand_runs(begin // step + 1, -(-end // step)) * step)
+    cuts = np.unique(np.concatenate(cut_ids))
     start = cuts[:-1]
     size = np.diff(cuts)
     return tuple(
         Blocks(tuple(expand_runs(*np.searchsorted(cuts, runs.T)) for runs in member_runs), start, size)
         for member_runs in runs_by_member
     )
-
-
-def _cuts_inside_runs(runs: Integers, step: int) -> Integers:
-    """The multiples of `step` inside runs (n, 2); a run of one row has no inside."""
-    begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T
-    return expand_runs(begin // step + 1, -(-end // step)) * step
 
 
 Groups = Sequence[Sequence[int]]
@@ -217,6 +213,7 @@ def _find_addends(
     """
     first = np.full(len(target.size), -1, dtype=np.int64)
     count = np.zeros(len(target.size), dtype=np.int64)
+    # Columns of a block, where it begins in the pool, and how many addends came before it.
     columns = [np.empty((3, 0), dtype=np.int64)]
     pool_rows = np.array([int(target.size[blocks].sum()) for blocks in arriving], dtype=np.int64)
     pool_rows[me] = 0
@@ -233,30 +230,23 @@ def _find_addends(
     needed = target.members[me]
     places = _block_rows(first, needed, target.size)
     places[np.repeat(first[needed] < 0, target.size[needed])] = -1
-    summed = np.flatnonzero(count[needed] > 1)
-    summed_rows = expand_runs(
-        target.block_begins(me)[summed], target.block_begins(me)[summed] + target.size[needed[summed]]
-    )
-    further_addends = _list_further_addends(np.concatenate(columns, axis=1), needed[summed], target.size)
-    return places, summed_rows, further_addends
-
-
-def _list_further_addends(addends: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
-    """Return the `further_addends` of RowMoves. Columns of `addends` are (block, where it begins in the pool, how many
-    addends came before it). A target is an index into `summed_rows`, which lists the rows of these blocks one block
-    after another.
-    """
-    target = np.cumsum(size[summed]) - size[summed]
+    has_several = count[needed] > 1
+    summed = needed[has_several]
+    sizes = target.size[summed]
+    begins = target.block_begins(me)[has_several]
+    summed_rows = expand_runs(begins, begins + sizes)
+    # A target is an index into `summed_rows`, which lists the rows of these blocks one block after another.
+    ends = np.cumsum(sizes)
+    addends = np.concatenate(columns, axis=1)
     rounds = list[Placement]()
     for number in range(1, int(addends[2].max(initial=0)) + 1):
-        begin = np.full(len(size), -1, dtype=np.int64)
+        begin = np.full(len(target.size), -1, dtype=np.int64)
         blocks, begins, _ = addends[:, addends[2] == number]
         begin[blocks] = begins
         has_addend = begin[summed] >= 0
-        sizes = size[summed[has_addend]]
-        rows = expand_runs(target[has_addend], target[has_addend] + sizes)
-        rounds.append(Placement(_block_rows(begin, summed[has_addend], size), rows))
-    return tuple(rounds)
+        rows = expand_runs((ends - sizes)[has_addend], ends[has_addend])
+        rounds.append(Placement(_block_rows(begin, summed[has_addend], target.size), rows))
+    return places, summed_rows, tuple(rounds)
 
 
 def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
@@ -332,7 +322,18 @@ class Exchange:
                 f"rows of {self.have.degree} members cannot be exchanged for rows of {self.need.degree}; "
                 f"describe both on the same members, with empty lists for those that hold nothing"
             )
-        self._check_supply()
+        have, need = self.blocks
+        supplied = np.zeros(len(have.size), dtype=np.bool_)
+        for blocks in have.members:
+            supplied[blocks] = True
+        for rank, blocks in enumerate(need.members):
+            if not supplied[blocks].all():
+                row = need.start[blocks[~supplied[blocks]][0]]
+                missing = np.unique(np.concatenate([blocks[~supplied[blocks]] for blocks in need.members]))
+                raise LayoutError(
+                    f"row {row} is needed by rank {rank} and nobody has it ({need.size[missing].sum()} such rows in "
+                    f"all); give it to a rank, or need it nowhere"
+                )
 
     def __reduce__(self) -> tuple[object, ...]:
         """Moves planned so far are left out."""
@@ -369,21 +370,6 @@ class Exchange:
     @cached_property
     def _moves_of_rank(self) -> Callable[[int], RowMoves]:
         return cache(partial(plan_moves, *self.blocks))
-
-    def _check_supply(self) -> None:
-        """Raise LayoutError, naming the first one, if a member needs rows that nobody has."""
-        have, need = self.blocks
-        supplied = np.zeros(len(have.size), dtype=np.bool_)
-        for blocks in have.members:
-            supplied[blocks] = True
-        for rank, blocks in enumerate(need.members):
-            if not supplied[blocks].all():
-                row = need.start[blocks[~supplied[blocks]][0]]
-                missing = np.unique(np.concatenate([blocks[~supplied[blocks]] for blocks in need.members]))
-                raise LayoutError(
-                    f"row {row} is needed by rank {rank} and nobody has it ({need.size[missing].sum()} such rows in "
-                    f"all); give it to a rank, or need it nowhere"
-                )
 
     def __repr__(self) -> str:
         return f"Exchange({self.degree} ranks, {sum(map(self.sent_rows, range(self.degree)))} rows travel)"

@@ -47,19 +47,19 @@ class Layout:
     def __init__(
         self, ranks: int | Sequence[int], pp: int = 1, tp: int = 1, ep: int = 1, dp_replicate: int = 1
     ) -> None:
-        values = {
-            "ranks": _rank_tuple(ranks),
-            "pp": check_degree("pp", pp),
-            "tp": check_degree("tp", tp),
-            "ep": check_degree("ep", ep),
-            "dp_replicate": check_degree("dp_replicate", dp_replicate),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        self._check_degrees()
-
-    def _check_degrees(self) -> None:
-        """Raise LayoutError, and what would fit, unless pp x tp divides the ranks and ep and dp_replicate slots."""
+        if isinstance(ranks, Iterable):
+            values: tuple[object, ...] = tuple(ranks)
+            integers = tuple(rank for rank in map(_as_integer, values) if rank is not None and rank >= 0)
+            if not values or len(integers) != len(values) or len(set(integers)) != len(integers):
+                raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {excerpt(values)}")
+        else:
+            count = _as_integer(ranks)
+            if count is None or count < 1:
+                raise LayoutError(f"ranks is {ranks!r}; give a count of at least 1 or a sequence of distinct ranks")
+            integers = tuple(range(count))
+        object.__setattr__(self, "ranks", integers)
+        for name, value in (("pp", pp), ("tp", tp), ("ep", ep), ("dp_replicate", dp_replicate)):
+            object.__setattr__(self, name, check_degree(name, value))
         world = len(self.ranks)
         model = self.pp * self.tp
         if world % model:  # name the multiples next below, unless that is 0, and next above
@@ -121,22 +121,6 @@ class Layout:
     @cached_property
     def _index(self) -> dict[int, int]:
         return {rank: place for place, rank in enumerate(self.ranks)}
-
-
-def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that a count (0, 1, 2, …) or a sequence names. Raises LayoutError unless they are distinct
-    integers from 0, at least one.
-    """
-    if not isinstance(ranks, Iterable):
-        count = _as_integer(ranks)
-        if count is None or count < 1:
-            raise LayoutError(f"ranks is {ranks!r}; give a count of at least 1 or a sequence of distinct ranks")
-        return tuple(range(count))
-    values: tuple[object, ...] = tuple(ranks)
-    integers = tuple(rank for rank in map(_as_integer, values) if rank is not None and rank >= 0)
-    if not values or len(integers) != len(values) or len(set(integers)) != len(integers):
-        raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {excerpt(values)}")
-    return integers
 
 
 def check_degree(name: str, value: object) -> int:

@@ -100,22 +100,6 @@ def _document_starts(lengths: tuple[int, ...]) -> Integers:
     return make_read_only(np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))]))
 
 
-def find_runs(member: int, rows: Iterable[int]) -> Integers:
-    """Find the runs of consecutive ids in a member's list of rows: (runs, 2), half-open (start, stop) in list order.
-    Raises LayoutError for rows that are not integers from 0; `member` is named in it.
-    """
-    try:
-        ids = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
-    except TypeError as error:
-        raise LayoutError(
-            f"the rows of member {member} are {rows!r}; give a list of row ids for each member"
-        ) from error
-    if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0):
-        raise LayoutError(f"the rows of member {member} hold {excerpt(ids.tolist())}; row ids are integers from 0")
-    ids = ids.astype(np.int64)
-    return join_runs(np.stack([ids, ids + 1], axis=1))
-
-
 def join_runs(runs: Integers) -> Integers:
     """Join runs (start, stop) that follow each other directly to one."""
     # The first run, if there is one, opens a joined run, and so does each that begins elsewhere than the last stopped.
@@ -170,12 +154,25 @@ class Partition(ABC):
         Any ids, none, or ids that other members or the same member hold too. Raises LayoutError for ids that are not
         integers or are negative, and where there is no member.
         """
-        runs = tuple(find_runs(member, rows) for member, rows in enumerate(rows_by_member))
+        runs = list[Integers]()
+        for member, rows in enumerate(rows_by_member):
+            try:
+                ids = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
+            except TypeError as error:
+                raise LayoutError(
+                    f"the rows of member {member} are {rows!r}; give a list of row ids for each member"
+                ) from error
+            if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0):
+                raise LayoutError(
+                    f"the rows of member {member} hold {excerpt(ids.tolist())}; row ids are integers from 0"
+                )
+            ids = ids.astype(np.int64)
+            runs.append(join_runs(np.stack([ids, ids + 1], axis=1)))
         if not runs:
             raise LayoutError(
                 "rows of 0 members are given; give one list of row ids, which may be empty, per member"
             )
-        return _ListedPartition(runs, len(runs))
+        return _ListedPartition(tuple(runs), len(runs))
 
     @staticmethod
     def from_runs(runs_by_member: Iterable[Integers]) -> "Partition":

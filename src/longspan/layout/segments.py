@@ -125,7 +125,7 @@ def make_read_only(array: NDArray[Any]) -> Integers:
     return array
 
 
-SpansOfDocuments = Mapping[int, Iterable[tuple[int, int]]]
+SpansOfDocuments = Mapping[int, Iterable[Sequence[int]]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -150,12 +150,23 @@ class Spans:
         Runs of one row are left out: the row has no later row to see. Raises LayoutError, naming the document, for
         spans that are not integers, empty, outside the document, or not ascending.
         """
-        rows = [
-            (index, start, stop)
-            for index, (document, length) in enumerate(zip(documents, lengths, strict=True))
-            for start, stop in _check_span_runs(by_document.get(document, ()), document, length)
-            if stop - start > 1
-        ]
+        rows = list[tuple[int, int, int]]()
+        for index, (document, length) in enumerate(zip(documents, lengths, strict=True)):
+            end = 0
+            for span in by_document.get(document, ()):
+                if len(span) != 2 or not all(is_integer_type(type(position)) for position in span):
+                    raise LayoutError(
+                        f"document {document} has the span {span!r}; a span is (start, stop), two integers"
+                    )
+                start, stop = span
+                if not end <= start < stop <= length:
+                    raise LayoutError(
+                        f"document {document} has the span ({start}, {stop}) after position {end}, and {length} rows; "
+                        "spans are (start, stop), not empty, ascending, disjoint and inside their document"
+                    )
+                end = stop
+                if stop - start > 1:
+                    rows.append((index, start, stop))
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         return Spans(*(make_read_only(np.ascontiguousarray(column)) for column in table.T))
 
@@ -193,22 +204,3 @@ class Spans:
 
 
 NO_SPANS = Spans.from_documents({}, (), ())
-
-
-def _check_span_runs(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
-    """Return the spans of one document of `length` rows as pairs of int. Raises LayoutError unless each is (start,
-    stop), not empty, behind the one before and inside the document.
-    """
-    pairs = list(spans)
-    end = 0
-    for span in pairs:
-        if len(span) != 2 or not all(is_integer_type(type(position)) for position in span):
-            raise LayoutError(f"document {document} has the span {span!r}; a span is (start, stop), two integers")
-        start, stop = span
-        if not end <= start < stop <= length:
-            raise LayoutError(
-                f"document {document} has the span ({start}, {stop}) after position {end}, and {length} rows; spans "
-                "are (start, stop), not empty, ascending, disjoint and inside their document"
-            )
-        end = stop
-    return [(int(start), int(stop)) for start, stop in pairs]

@@ -33,25 +33,22 @@ def sample_lengths(name: str, tokens: int, *, seed: int = 0, longest: int = 1310
     samples = [np.zeros(0, np.int64)]
     total = 0
     while total < tokens:
-        batch = np.clip(_draw_lengths(name, random).astype(np.int64), SHORTEST, longest)
+        if name == "lognorm":
+            # ln(64K / 2K) / 2.326, the 99 % quantile
+            drawn = np.exp(np.log(2048) + 1.4898 * random.standard_normal(DRAWN))
+        elif name == "bimodal":
+            drawn = np.where(random.random(DRAWN) < 0.9, 2048.0, 65536.0)
+        elif name == "uniform":
+            drawn = random.integers(1024, 65537, DRAWN)
+        elif name == "expo":
+            drawn = random.exponential(8192, DRAWN)
+        else:  # "files"
+            drawn = random.choice(_stdlib_file_lengths(), DRAWN)
+        batch = np.clip(drawn.astype(np.int64), SHORTEST, longest)
         batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]
         samples.append(batch)
         total += int(batch.sum())
     return np.concatenate(samples)
-
-
-def _draw_lengths(name: str, random: np.random.Generator) -> NDArray[np.float64]:
-    """Draw DRAWN lengths (DRAWN,), not yet rounded and of any size; each call takes the next numbers of `random`."""
-    if name == "lognorm":
-        # ln(64K / 2K) / 2.326, the 99 % quantile
-        return np.exp(np.log(2048) + 1.4898 * random.standard_normal(DRAWN))
-    if name == "bimodal":
-        return np.where(random.random(DRAWN) < 0.9, 2048.0, 65536.0)
-    if name == "uniform":
-        return random.integers(1024, 65537, DRAWN).astype(np.float64)
-    if name == "expo":
-        return random.exponential(8192, DRAWN)
-    return random.choice(_stdlib_file_lengths(), DRAWN)  # "files"
 
 
 @cache

@@ -187,9 +187,13 @@ class Plan:
         for m, batch in enumerate(self.micro_batches[:limit]):
             fullest = f"{int(times.rows[m].max()):,}"
             seconds = seconds_text(float(np.max(times.busy[m], initial=0.0)))
-            rows.append(
-                (f"{m}", _degrees_text(batch), f"{batch.tokens:,}", fullest, seconds, f"{times.idle[m]:.1%}")
-            )
+            # groups by degree, the widest four first
+            counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
+            degrees = [f"{count} x cp {degree}" for degree, count in counts[:4]]
+            if counts[4:]:
+                degrees.append(f"{sum(count for _, count in counts[4:])} more")
+            groups = ", ".join(degrees) or "dummy"
+            rows.append((f"{m}", groups, f"{batch.tokens:,}", fullest, seconds, f"{times.idle[m]:.1%}"))
         names = ("micro-batch", "groups", "tokens", "fullest slot", "seconds", "idle")
         others = max(0, len(self.micro_batches) - limit)
         lines = [*_header_lines(self, cost or self.cost, times), "", text_table(names, rows, left=2)]
@@ -201,14 +205,52 @@ class Plan:
         """Return this plan if it is sound: every document once, slots in range, caps met, types that exist. Raises
         PlanError naming the document, slot or micro-batch, and the numbers.
         """
-        _check_plan_numbers(self)
+        for name in ("slots", "node_size", "row_multiple"):
+            check_count(name, getattr(self, name))
+        check_count("targets", self.targets, least=0)
+        cap = self.max_tokens_per_slot
+        if cap is not None:
+            check_count("max_tokens_per_slot", cap)
+        check_choice("mode", self.mode, MODES)
+        for name in PLAN_SECONDS:
+            check_number(name, getattr(self, name))
+        try:
+            if check_lengths(self.lengths) != self.lengths:
+                raise PlanError(f"the plan's lengths must be a tuple of int, got {type(self.lengths).__name__}")
+        except LayoutError as error:
+            raise PlanError(f"the plan's lengths: {error}") from None
+        if not self.micro_batches:
+            raise PlanError("the plan has no micro-batch; a step has at least one, if only a dummy")
         for m, batch in enumerate(self.micro_batches):
             for index, group in enumerate(batch.groups):
                 _check_group(f"micro-batch {m}, group {index}", group, self)
-        _check_documents(self)
+        documents = np.array(
+            [d for group in self.groups for d in group.documents], dtype=np.int64
+        )  # in range by now
+        times = np.bincount(documents, minlength=len(self.lengths))
+        wrong = np.flatnonzero(times != 1)
+        if len(wrong):
+            d = int(wrong[0])
+            places = [m for m, batch in enumerate(self.micro_batches) if d in batch.documents]
+            seen = f"{times[d]} times (micro-batches {excerpt(places)})" if places else "in no micro-batch"
+            raise PlanError(
+                f"document {d} ({self.lengths[d]} rows) is {seen}, and must be in exactly one group; "
+                f"{len(wrong)} of {len(self.lengths)} documents are wrong"
+            )
         pads = [group.pad_to or 0 for group in self.groups]  # priced as rows too
         check_work_fits_int64(len(self.lengths), max((*pads, *self.lengths), default=0))
-        _check_cap(self)
+        if cap is None:
+            return self
+        rows = slot_rows(self.micro_batches, self.slots, self.row_multiple)
+        above_cap = np.argwhere(rows > cap)
+        if len(above_cap):
+            m, slot = (int(i) for i in above_cap[0])
+            groups = [index for index, _ in self.micro_batches[m].groups_of(slot)]
+            rounded = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
+            raise PlanError(
+                f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {excerpt(groups)}), above "
+                f"max_tokens_per_slot {cap}; {len(above_cap)} of {rows.size} places are above it"
+            )
         return self
 
     @classmethod
@@ -220,9 +262,16 @@ class Plan:
             values: dict[str, Any] = dict(parse_json(text))
             tokens = values.pop("tokens", None)
             lengths = tuple(values["lengths"])
-            batches = [[_group_from_json(group, lengths) for group in batch] for batch in values["micro_batches"]]
-            values |= {"lengths": lengths, "micro_batches": tuple(MicroBatch(tuple(groups)) for groups in batches)}
-            values |= {"cost": Cost.from_json(values.get("cost", {}))}
+            batches = list[MicroBatch]()
+            for batch in values["micro_batches"]:
+                groups = list[Group]()
+                for group in batch:
+                    fields: dict[str, Any] = {name: list_as_tuple(value) for name, value in group.items()}
+                    fields.setdefault("lengths", tuple(lengths[d] for d in fields["documents"]))
+                    groups.append(Group(**fields))
+                batches.append(MicroBatch(tuple(groups)))
+            cost = Cost.from_json(values.get("cost", {}))
+            values |= {"lengths": lengths, "micro_batches": tuple(batches), "cost": cost}
             values.setdefault("targets", sum(lengths) - len(lengths))
             plan = cls(**values).check()
         except PlanError:
@@ -233,27 +282,6 @@ class Plan:
         if tokens not in (None, plan.tokens):
             raise PlanError(f"the plan says {tokens!r} tokens, but its lengths add up to {plan.tokens}")
         return plan
-
-
-def _check_plan_numbers(plan: Plan) -> None:
-    """Raise PlanError for counts, seconds, a mode or lengths that no plan can have, and for a plan without
-    micro-batches.
-    """
-    for name in ("slots", "node_size", "row_multiple"):
-        check_count(name, getattr(plan, name))
-    check_count("targets", plan.targets, least=0)
-    if plan.max_tokens_per_slot is not None:
-        check_count("max_tokens_per_slot", plan.max_tokens_per_slot)
-    check_choice("mode", plan.mode, MODES)
-    for name in PLAN_SECONDS:
-        check_number(name, getattr(plan, name))
-    try:
-        if check_lengths(plan.lengths) != plan.lengths:
-            raise PlanError(f"the plan's lengths must be a tuple of int, got {type(plan.lengths).__name__}")
-    except LayoutError as error:
-        raise PlanError(f"the plan's lengths: {error}") from None
-    if not plan.micro_batches:
-        raise PlanError("the plan has no micro-batch; a step has at least one, if only a dummy")
 
 
 def _check_group(where: str, group: Group, plan: Plan) -> None:
@@ -322,38 +350,6 @@ def _check_families(where: str, group: Group) -> None:
         path.append(index)
 
 
-def _check_documents(plan: Plan) -> None:
-    """Raise PlanError unless each document of the plan is in exactly one group; ids are in range by now."""
-    documents = np.array([d for batch in plan.micro_batches for d in batch.documents], dtype=np.int64)
-    times = np.bincount(documents, minlength=len(plan.lengths))
-    wrong = np.flatnonzero(times != 1)
-    if len(wrong):
-        d = int(wrong[0])
-        places = [m for m, batch in enumerate(plan.micro_batches) if d in batch.documents]
-        seen = f"{times[d]} times (micro-batches {excerpt(places)})" if places else "in no micro-batch"
-        raise PlanError(
-            f"document {d} ({plan.lengths[d]} rows) is {seen}, and must be in exactly one group; "
-            f"{len(wrong)} of {len(plan.lengths)} documents are wrong"
-        )
-
-
-def _check_cap(plan: Plan) -> None:
-    """Raise PlanError, naming the first, if a slot holds more rows in a micro-batch than the plan allows."""
-    cap = plan.max_tokens_per_slot
-    if cap is None:
-        return
-    rows = slot_rows(plan.micro_batches, plan.slots, plan.row_multiple)
-    above_cap = np.argwhere(rows > cap)
-    if len(above_cap):
-        m, slot = (int(i) for i in above_cap[0])
-        groups = [index for index, _ in plan.micro_batches[m].groups_of(slot)]
-        rounded = f" in multiples of {plan.row_multiple}" if plan.row_multiple > 1 else ""
-        raise PlanError(
-            f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {excerpt(groups)}), above "
-            f"max_tokens_per_slot {cap}; {len(above_cap)} of {rows.size} places are above it"
-        )
-
-
 def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
     """Return the lines above the table of a plan: its sizes, documents, predicted time and what it is priced for.
     `times` are those under `cost`.
@@ -385,23 +381,6 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         lines.append(f"  shared      {plan.spared_rows:>14,}   {text}")
     used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"
     return [*lines, f"  rows used   {plan.efficiency:>14.1%}   {used}"]
-
-
-def _degrees_text(batch: MicroBatch) -> str:
-    """Name the groups by degree, the widest four first, as in '2 x cp 8, 16 x cp 1'; "dummy" if there are none."""
-    counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
-    others = sum(count for _, count in counts[4:])
-    texts = [f"{count} x cp {degree}" for degree, count in counts[:4]]
-    if others:
-        texts.append(f"{others} more")
-    return ", ".join(texts) or "dummy"
-
-
-def _group_from_json(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:
-    """Make a group of its fields in a JSON document; its lengths may be left out, and are then the plan's."""
-    fields: dict[str, Any] = {name: list_as_tuple(value) for name, value in values.items()}
-    fields.setdefault("lengths", tuple(lengths[d] for d in fields["documents"]))
-    return Group(**fields)
 
 
 PLAN_NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")

@@ -53,8 +53,23 @@ class AsyncPlanner:
         self._made_inline: tuple[int, Plan] | None = None  # the last plan that was made here, and its step
 
     def __enter__(self) -> "AsyncPlanner":
+        """Start the planning process and send it the planner. Raises PlanError for a planner that cannot be sent."""
         if self.ahead and self._worker is None:
-            self._worker = _start_worker(self._planner)
+            if _serving:  # importing a script that plans ahead would start yet another process
+                raise PlanError(
+                    "a planning process imported a script that plans ahead when it is imported; put what the script "
+                    'does under if __name__ == "__main__"'
+                )
+            try:
+                payload = pickle.dumps(self._planner)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise PlanError(
+                    f"the planner {self._planner!r} cannot be sent to the process that plans ahead ({error}); give a "
+                    "function at the top of a module, a functools.partial of one, or an object that pickles; or plan "
+                    "inline with ahead=0"
+                ) from error
+            self._worker = Worker(serve_plans)
+            self._worker.connection.send((main_script(payload), payload))
             self._owner = os.getpid()
             self._thread = ThreadPoolExecutor(1, "plans ahead")
         return self
@@ -144,28 +159,6 @@ class AsyncPlanner:
                 f"{self._died_before} was planned; see what it wrote to standard error, whether the machine ran out of "
                 "memory, or plan inline with ahead=0"
             ) from None
-
-
-def _start_worker(planner: Planner) -> Worker:
-    """Start the planning process and send it the planner. Raises PlanError for a planner that cannot be sent, and in a
-    planning process itself: importing a script that plans ahead would start yet another process.
-    """
-    if _serving:
-        raise PlanError(
-            "a planning process imported a script that plans ahead when it is imported; put what the script does "
-            'under if __name__ == "__main__"'
-        )
-    try:
-        payload = pickle.dumps(planner)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise PlanError(
-            f"the planner {planner!r} cannot be sent to the process that plans ahead ({error}); give a function at "
-            "the top of a module, a functools.partial of one, or an object that pickles; or plan inline with "
-            "ahead=0"
-        ) from error
-    worker = Worker(serve_plans)
-    worker.connection.send((main_script(payload), payload))
-    return worker
 
 
 def check_planner_result(plan: Any, step: int) -> Plan:

@@ -1,7 +1,7 @@
 """Plans of a run's steps in a file: a line of JSON a step, written, read and found (plans.jsonl)."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,21 @@ def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
     >>> plan_row(7, Plan.from_json(text))  # doctest: +SKIP
     '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
     """
-    kinds = dict[tuple[Any, ...], int]()
-    batches = [[_encode_group(group, kinds) for group in batch.groups] for batch in plan.micro_batches]
+    kinds = dict[tuple[Any, ...], int]()  # with the number of each, in the order in which they are met
+    batches = list[list[list[Any]]]()
+    for batch in plan.micro_batches:
+        groups = list[list[Any]]()
+        for group in batch.groups:
+            kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
+            if group.parents is not None:
+                kind = (*kind, group.parents)
+            number = kinds.setdefault(kind, len(kinds))
+            slots = group.slots
+            place: list[Any] = [slots]
+            if slots == tuple(range(slots[0], slots[0] + len(slots))):
+                place = [slots[0], len(slots)]
+            groups.append([number, *place, *group.documents])
+        batches.append(groups)
     row = {"step": step} | {name: getattr(plan, name) for name in (*PLAN_NUMBERS, *PLAN_SECONDS)}
     row |= {} if plan.cost == after else {"cost": plan.cost.to_json()}
     row |= {"lengths": plan.lengths, "kinds": list(kinds), "micro_batches": batches}
@@ -62,7 +75,17 @@ def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "th
             raise ValueError(
                 f"it has more than {_MOST_SLOTS:,} slots, or groups of more than {_MOST_PLACES:,} in all"
             )
-        batches = (MicroBatch(tuple(_decode_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
+        batches = list[MicroBatch]()
+        for batch in row["micro_batches"]:
+            groups = list[Group]()
+            for number, first, *numbers in batch:
+                is_list = isinstance(first, list)
+                slots: tuple[int, ...] = (
+                    list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))
+                )
+                documents: tuple[int, ...] = tuple(numbers if is_list else numbers[1:])
+                groups.append(Group(slots, documents, tuple(lengths[d] for d in documents), *kinds[number]))
+            batches.append(MicroBatch(tuple(groups)))
         values: dict[str, Any] = {name: row[name] for name in (*PLAN_NUMBERS, *PLAN_SECONDS)}
         plan = Plan(lengths=lengths, micro_batches=tuple(batches), cost=cost, **values)
         return int(row["step"]), plan.check()
@@ -90,26 +113,3 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
     where = f"{path}, step {step}"
     cost = read_plan_row(cost_line, where=where)[1].cost if cost_line else DEFAULT_COST
     return read_plan_row(step_line, cost, where)[1]
-
-
-def _encode_group(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
-    """Return the row of a group: the number of its kind, its slots (as a list, or the first and their number where they
-    are a run), and its documents. A kind that `kinds` lacks is added to it, with the next number.
-    """
-    kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
-    if group.parents is not None:
-        kind = (*kind, group.parents)
-    slots = group.slots
-    number = kinds.setdefault(kind, len(kinds))
-    if slots == tuple(range(slots[0], slots[0] + len(slots))):
-        return [number, slots[0], len(slots), *group.documents]
-    return [number, slots, *group.documents]
-
-
-def _decode_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
-    """Yield the groups of the rows that `_encode_group` made."""
-    for number, first, *numbers in rows:
-        is_list = isinstance(first, list)
-        slots: tuple[int, ...] = list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))
-        documents: tuple[int, ...] = tuple(numbers if is_list else numbers[1:])
-        yield Group(slots, documents, tuple(lengths[d] for d in documents), *kinds[number])

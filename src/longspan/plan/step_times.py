@@ -207,40 +207,20 @@ def timeline(
         active = np.zeros((count, slots), dtype=np.bool_)
         active[table.micro_batch[table.group], table.slot] = True
         busy[active] += cost.micro_batch_seconds
-        start, end, total = _free_times(busy, active, _label_joined_slots(table, count, slots))
+        start, end, total = _free_times(table, busy, active)
         total += cost.paging_seconds  # all weights are gathered before the first micro-batch
     total += cost.closing_seconds + cost.update_seconds
     return Timeline(table.rows_by_slot(count, slots, row_multiple), busy, start, end, total)
 
 
-def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) -> tuple[Floats, Floats, float]:
+def _free_times(table: GroupTable, busy: Floats, active: NDArray[np.bool_]) -> tuple[Floats, Floats, float]:
     """Return when each slot begins and ends each micro-batch (M, slots) in free mode, and the last end. Slots that
-    groups join, which have one `component`, start when the last of them is ready, and end with the slowest. A slot that
-    is not `active` has no documents and waits for nobody.
+    groups join start when the last of them is ready, and end with the slowest. A slot that is not `active` has no
+    documents and waits for nobody.
     """
     count, slots = busy.shape
-    start = np.zeros_like(busy)
-    end = np.zeros_like(busy)
-    clock = np.zeros(slots)
-    for m in range(count):
-        active_slots = np.flatnonzero(active[m])
-        root = component[m, active_slots]
-        ready = np.zeros(slots)
-        longest_seconds = np.zeros(slots)
-        np.maximum.at(ready, root, clock[active_slots])
-        np.maximum.at(longest_seconds, root, busy[m, active_slots])
-        start[m] = clock
-        start[m, active_slots] = ready[root]
-        clock[active_slots] = ready[root] + longest_seconds[root]
-        end[m] = clock
-    return start, end, float(clock.max(initial=0.0))
-
-
-def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Integers:
-    """Return the lowest slot that groups join each slot to in each micro-batch (M, slots), by hooking and pointer
-    jumping: a slot takes the lowest label in any of its groups, and then that label's label, until nothing changes.
-    Labels count through all micro-batches, m x slots + slot.
-    """
+    # The lowest slot that groups join each slot to, by hooking and pointer jumping: a slot takes the lowest label in
+    # any of its groups, and then that label's label, until nothing changes. Labels count through all micro-batches.
     label = np.arange(count * slots)
     cells = table.micro_batch[table.group] * slots + table.slot
     first = np.cumsum(table.degree) - table.degree
@@ -252,7 +232,22 @@ def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Integers:
         if np.array_equal(next_label, label):
             break
         label = next_label
-    return label.reshape(count, slots) % slots
+    joined_to = label.reshape(count, slots) % slots
+    start = np.zeros_like(busy)
+    end = np.zeros_like(busy)
+    clock = np.zeros(slots)
+    for m in range(count):
+        active_slots = np.flatnonzero(active[m])
+        root = joined_to[m, active_slots]
+        ready = np.zeros(slots)
+        longest_seconds = np.zeros(slots)
+        np.maximum.at(ready, root, clock[active_slots])
+        np.maximum.at(longest_seconds, root, busy[m, active_slots])
+        start[m] = clock
+        start[m, active_slots] = ready[root]
+        clock[active_slots] = ready[root] + longest_seconds[root]
+        end[m] = clock
+    return start, end, float(clock.max(initial=0.0))
 
 
 def _int_array(values: Sequence[int]) -> Integers:
@@ -312,7 +307,27 @@ def lower_bound_seconds(
     area = max(work / slots + cost.micro_batch_seconds * launches, cost.launch_seconds * launches) / cost.stages
     if not len(rows):
         return Bound(area, 0.0)
-    longest = _least_seconds_of_document(int(rows.max()), widest, max_tokens_per_slot, cost, node_size)
+    # The longest document in a group of its own: the least over all degrees that the cap allows and all types of
+    # compute / degree + messages that show on ideal links, and one launch. Of states the latency alone counts: their
+    # bytes depend on the group's other documents.
+    length = int(rows.max())
+    narrowest = 1 if max_tokens_per_slot is None else -(-length // max_tokens_per_slot)
+    if narrowest > widest:
+        raise PlanError(
+            f"a document of {length} rows needs {narrowest} slots at max_tokens_per_slot {max_tokens_per_slot}, but a "
+            f"group has at most {widest}; raise max_tokens_per_slot or cut the document"
+        )
+    degree = np.arange(narrowest, widest + 1)
+    if cost.network:  # its messages depend on the group's place, so that the bound has none
+        seconds = cost.work_seconds(length, float(length) ** 2) / degree
+    else:
+        # what fits a host may also be across
+        fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
+        alone = replace(cost, states=None, inside_bytes_per_second=fastest)
+        together = np.minimum(degree, node_size)
+        seconds = alone.group_seconds(length, length**2, degree, inside=together == degree, together=together)
+        seconds = seconds + (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
+    longest = float(seconds.min()) + cost.micro_batch_seconds
     if max_tokens_per_slot is None or cost.network:
         return Bound(area, longest)
     messages = _ideal_message_seconds(rows, max_tokens_per_slot, attention, cost)
@@ -340,28 +355,3 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
     if kind == "p2p":
         return max(turns - attention, 0.0) + waits
     return waits + {"all_gather": turns, "a2a": exchanges}.get(kind, 0.0)
-
-
-def _least_seconds_of_document(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
-    """A lower bound of one document's seconds, in a group of its own: the least over all degrees that the cap allows
-    and all types of compute / degree + messages that show on ideal links, and one launch. Of states the latency alone
-    counts: their bytes depend on the group's other documents. Raises PlanError for a document that the widest group
-    cannot hold.
-    """
-    narrowest = 1 if cap is None else -(-length // cap)
-    if narrowest > widest:
-        raise PlanError(
-            f"a document of {length} rows needs {narrowest} slots at max_tokens_per_slot {cap}, but a group has at "
-            f"most {widest}; raise max_tokens_per_slot or cut the document"
-        )
-    degree = np.arange(narrowest, widest + 1)
-    if cost.network:  # its messages depend on the group's place, so that the bound has none
-        seconds = cost.work_seconds(length, float(length) ** 2) / degree
-    else:
-        # what fits a host may also be across
-        fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
-        alone = replace(cost, states=None, inside_bytes_per_second=fastest)
-        together = np.minimum(degree, node_size)
-        seconds = alone.group_seconds(length, length**2, degree, inside=together == degree, together=together)
-        seconds = seconds + (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
-    return float(seconds.min()) + cost.micro_batch_seconds

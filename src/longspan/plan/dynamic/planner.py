@@ -11,22 +11,14 @@ from typing import Literal, Unpack, get_args
 
 import numpy as np
 
-from longspan.layout import Layout
+from longspan.layout import Floats, Integers, Layout
 from longspan.plan.check import check_choice
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.free_slots import FreeSlots
 from longspan.plan.dynamic.lockstep import lockstep_seconds, make_micro_batch, plan_lockstep
-from longspan.plan.dynamic.problem import (
-    MORE_MICRO_BATCHES,
-    Floats,
-    Ints,
-    Problem,
-    slots_in_parts,
-)
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, FreeSlots, Problem, slots_in_parts
 from longspan.plan.micro_batch import Group, MicroBatch
-from longspan.plan.packing import pack_least_loaded
 from longspan.plan.plan import Plan
-from longspan.plan.planners.fixed import Packer
+from longspan.plan.planners.fixed import Packer, pack_least_loaded
 from longspan.plan.planners.options import (
     PlanKeywords,
     PlanOptions,
@@ -36,7 +28,6 @@ from longspan.plan.planners.options import (
 from longspan.plan.step_times import lower_bound_seconds
 
 EffortName = Literal["fast", "balanced", "thorough"]
-Priced = tuple[float, list[MicroBatch]]  # predicted seconds of a step of these micro-batches
 
 CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
 COMPARED_SLOTS = 1024  # up to which fixed degrees are tried; above, from DISTANT on
@@ -96,16 +87,8 @@ def plan_dynamic(
         node_size=request.node_size,
         bases=request.bases,
     ).seconds
-    return request.make_plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
-
-
-def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> list[MicroBatch]:
-    """Make plans in several ways and return the fastest. A way is left out if those before it come close to the `goal`
-    in seconds. Without powers of two as degrees a step on links of 25 GB/s takes up to 10 % longer. Plans of one degree
-    are compared where few slots and documents make that cheap, or where all others stay far from the goal.
-    """
-    request = problem.request
-    plans = list[Priced]()
+    # The fastest of several ways to plan: one is left out if those before it come close to the goal.
+    plans = list[tuple[float, list[MicroBatch]]]()  # predicted seconds of a step of these micro-batches
 
     def add_plan(micro_batches: list[MicroBatch]) -> None:
         plans.append((request.step_seconds(micro_batches), micro_batches))
@@ -117,13 +100,15 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
         if min(plans, key=itemgetter(0))[0] > CLOSE * goal:
             if few := plan_few_items(problem):
                 add_plan(few)
+            # without powers of two as degrees a step on links of 25 GB/s takes up to 10 % longer
             if powers := _problem_of_powers_of_two(problem):
                 add_plan(plan_lockstep(powers, _count_search_steps(effort, powers)))
     best = min(plans, key=itemgetter(0))[0]
+    # Plans of one degree are compared where that is cheap, or where all others stay far from the goal.
     if (request.slots <= COMPARED_SLOTS and len(request.lengths) <= COMPARED_DOCUMENTS) or best > DISTANT * goal:
         for micro_batches in _fixed_plans(problem, best):
             add_plan(micro_batches)
-    return min(plans, key=itemgetter(0))[1]
+    return request.make_plan(min(plans, key=itemgetter(0))[1], "dynamic", max_cp=problem.max_cp)
 
 
 def _count_search_steps(effort: EffortName, problem: Problem) -> int:
@@ -262,7 +247,7 @@ class GroupPrices:
             self._seconds |= zip(unpriced, seconds, strict=True)
         return np.array([self._seconds[key] for key in keys])
 
-    def group_sizes(self, groups: Sequence[Sequence[int]]) -> Ints:
+    def group_sizes(self, groups: Sequence[Sequence[int]]) -> Integers:
         """Return tokens, squared lengths and documents of groups of these items (3, groups)."""
         problem = self.problem
         columns = (problem.tokens, problem.squares, problem.document_counts)
@@ -284,20 +269,18 @@ def _best_arrangement(prices: GroupPrices, items: list[int]) -> Arrangement | No
         arrangement = None if places is None else _arrange_groups(prices, _items_by_place(items, places, count))
         if arrangement is not None and (best is None or arrangement.seconds < best.seconds):
             best = arrangement
-    return None if best is None else _improve_arrangement(prices, best)
-
-
-def _improve_arrangement(prices: GroupPrices, arrangement: Arrangement) -> Arrangement:
-    """Move items out of the slowest group, one at a time, as long as that helps; at most `MOST_MOVES` are tried."""
-    moves = _groups_after_moves(arrangement)
+    if best is None:
+        return None
+    # Items move out of the slowest group, one at a time, as long as that helps.
+    moves = _groups_after_moves(best)
     for _ in range(MOST_MOVES):
         if (groups := next(moves, None)) is None:
             break
         trial = _arrange_groups(prices, groups)
-        if trial is not None and trial.seconds < arrangement.seconds:
-            arrangement = trial
-            moves = _groups_after_moves(arrangement)
-    return arrangement
+        if trial is not None and trial.seconds < best.seconds:
+            best = trial
+            moves = _groups_after_moves(best)
+    return best
 
 
 def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
@@ -319,7 +302,21 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
     """
     problem = prices.problem
     seconds_by_degree = prices.seconds_at_degrees(groups)
-    chosen = _choose_degree_indices(seconds_by_degree, prices.degrees, problem.request.slots)
+    # Of each group the index of the fewest slots with which the slowest ends earliest. The slowest ends at one of these
+    # times, which are searched by halving: with more time groups never need more slots.
+    ends = np.unique(seconds_by_degree[np.isfinite(seconds_by_degree)])
+    low = 0
+    high = len(ends)
+    chosen = None
+    while low < high:
+        middle = (low + high) // 2
+        in_time = seconds_by_degree <= ends[middle]
+        fewest = in_time.argmax(axis=1)
+        if in_time.any(axis=1).all() and int(prices.degrees[fewest].sum()) <= problem.request.slots:
+            chosen = fewest
+            high = middle
+        else:
+            low = middle + 1
     if chosen is None:
         return None
     widths = prices.degrees[chosen]
@@ -339,24 +336,3 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
         seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)
     slowest = int(seconds.argmax())
     return Arrangement(items, slots, slowest, float(seconds[slowest]))
-
-
-def _choose_degree_indices(seconds: Floats, degrees: Ints, slots: int) -> Ints | None:
-    """Return the index of each group's degree (groups,): the fewest slots with which the slowest ends earliest, by the
-    `seconds` of each at each degree (groups, degrees); None if so many slots are not there. The slowest ends at one of
-    these times, which are searched by halving: with more time groups never need more slots.
-    """
-    ends = np.unique(seconds[np.isfinite(seconds)])
-    low = 0
-    high = len(ends)
-    chosen = None
-    while low < high:
-        middle = (low + high) // 2
-        in_time = seconds <= ends[middle]
-        fewest = in_time.argmax(axis=1)
-        if in_time.any(axis=1).all() and int(degrees[fewest].sum()) <= slots:
-            chosen = fewest
-            high = middle
-        else:
-            low = middle + 1
-    return chosen

@@ -2,7 +2,7 @@
 
 An item is a document, a family of documents that share a prefix, or a pack of very short ones that stay together so
 that planning a batch of tiny documents takes no longer. A block is a run of slots inside one node (or of several nodes,
-if min_cp is above the node size).
+if min_cp is above the node size), from which groups take free ones.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,12 +13,11 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.layout import Floats, Integers
 from longspan.plan.planners.options import Request
 
 DegreeSet = range | tuple[int, ...]  # rising
 Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each block
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 PACKED_ABOVE = 16  # documents a slot on average, above which the short ones are packed together
 PACKS = 64  # packs a slot that they make at most, so that items still divide evenly
@@ -37,20 +36,38 @@ class Problem:
     degrees: DegreeSet  # that a group may have, at most the slots
     cap: int  # rows of a slot, in whole row multiples
     documents: tuple[tuple[int, ...], ...]  # of each item, ids
-    tokens: Ints  # (items,) with the rows that prefixes share once
-    squares: Ints  # (items,) sum of squared document lengths; of families as `Request.family_sizes`
+    tokens: Integers  # (items,) with the rows that prefixes share once
+    squares: Integers  # (items,) sum of squared document lengths; of families as `Request.family_sizes`
     families: NDArray[np.bool_]  # (items,) whether it is a family
     blocks: tuple[tuple[int, int], ...]  # first slot and number of slots
 
     @classmethod
     def from_request(cls, request: Request, degrees: DegreeSet) -> "Problem":
-        """Make the problem of a request whose groups may have these degrees: its families longest first, those of a
-        large step packed (`_make_items`). Without a limit of rows the cap is all rows.
+        """Make the problem of a request whose groups may have these degrees: its families longest first. Above
+        `PACKED_ABOVE` documents a slot, those of less than a pack's tokens lie end to end, and a pack begins every
+        `pack_tokens`, at most a sixteenth of a slot's cap. Without a limit of rows the cap is all rows.
         """
         rows, squares = request.family_sizes
         order = np.argsort(-rows, kind="stable")
         cap = int(rows.sum()) if request.rows is None else request.rows
-        items, tokens, squares = _make_items(order, rows[order], squares[order], request.slots, cap)
+        ids = order.tolist()
+        items: tuple[tuple[int, ...], ...] = tuple((d,) for d in ids)
+        tokens = rows[order]
+        squares = squares[order]
+        if len(ids) > PACKED_ABOVE * request.slots:
+            pack_tokens = max(1, min(cap // 16, int(tokens.sum()) // (PACKS * request.slots)))
+            long = int(np.searchsorted(-tokens, -pack_tokens, side="right"))
+            starts = np.cumsum(tokens[long:]) - tokens[long:]
+            packs = np.concatenate((np.arange(long), long + starts // pack_tokens))
+            item = np.unique(packs, return_inverse=True)[1]  # of each document
+            first = np.flatnonzero(np.diff(item, prepend=-1))  # document of each item
+            tokens = np.add.reduceat(tokens, first)
+            squares = np.add.reduceat(squares, first)
+            rank = np.argsort(-tokens, kind="stable")
+            parts = np.split(order, first[1:])
+            items = tuple(tuple(parts[i].tolist()) for i in rank.tolist())
+            tokens = tokens[rank]
+            squares = squares[rank]
         families = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
         items = tuple(tuple(chain.from_iterable(request.families[i] for i in item)) for item in items)
         blocks = divide_into_blocks(request.slots, request.node_size, degrees[0], degrees[-1])
@@ -69,7 +86,7 @@ class Problem:
         at = bisect_right(self.degrees, slots)
         return self.degrees[at - 1] if at else 0
 
-    def degrees_to_try(self) -> Ints:
+    def degrees_to_try(self) -> Integers:
         """Return degrees for long documents: all low ones, then each a sixth or a node higher, in whole nodes."""
         choices = list(self.degrees[: bisect_right(self.degrees, max(EXACT_DEGREES, 2 * self.min_cp))])
         last = choices[-1]
@@ -89,7 +106,7 @@ class Problem:
         return runs + [(start + used_slots, slots - used_slots)] * (used_slots < slots)
 
     @cached_property
-    def document_counts(self) -> Ints:
+    def document_counts(self) -> Integers:
         return np.array([len(documents) for documents in self.documents], dtype=np.int64)
 
     @cached_property
@@ -146,31 +163,6 @@ class Problem:
         return max(1, -(-int(self.tokens.sum()) // (self.request.slots * self.cap)))
 
 
-def _make_items(
-    order: Ints, lengths: Ints, squares: Ints, slots: int, cap: int
-) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """Return the items of documents, longest first: the ids of each, its tokens and its squares. `order` are the
-    documents by falling length, `lengths` their tokens and `squares` those squared. Above `PACKED_ABOVE` documents a
-    slot, those of less than a pack's tokens lie end to end, and a pack begins every `pack_tokens`, at most a sixteenth
-    of a slot's cap.
-    """
-    ids = order.tolist()
-    if len(ids) <= PACKED_ABOVE * slots:
-        return tuple((d,) for d in ids), lengths, squares
-    pack_tokens = max(1, min(cap // 16, int(lengths.sum()) // (PACKS * slots)))
-    long = int(np.searchsorted(-lengths, -pack_tokens, side="right"))
-    starts = np.cumsum(lengths[long:]) - lengths[long:]
-    item = np.unique(np.concatenate((np.arange(long), long + starts // pack_tokens)), return_inverse=True)[1]
-    count = int(item[-1]) + 1
-    tokens, squares_of_items = np.zeros((2, count), dtype=np.int64)
-    np.add.at(tokens, item, lengths)
-    np.add.at(squares_of_items, item, squares)
-    first = np.searchsorted(item, np.arange(count + 1)).tolist()
-    rank = np.argsort(-tokens, kind="stable")
-    ranked = tuple(tuple(ids[first[i] : first[i + 1]]) for i in rank.tolist())
-    return ranked, tokens[rank], squares_of_items[rank]
-
-
 def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
     """Divide the slots into nodes, or into runs of nodes if a group needs more than one: (first slot, slots) of each. A
     run of whole nodes that is wider than any group may be is cut to `min_cp` slots. A last block that is too small for
@@ -200,15 +192,11 @@ def divide_into_even_runs(slots: int, degrees: DegreeSet) -> Parts:
     used_slots = min(slots, pieces * degrees[-1])
     edges = [used_slots * piece // pieces for piece in range(pieces + 1)]
     even = [(first, stop - first) for first, stop in pairwise(edges)]
-    return even if all(width in degrees for _, width in even) else _divide_into_uneven_runs(slots, degrees)
-
-
-def _divide_into_uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Divide slots into runs of different degrees, where equal parts are no degrees; the widest comes first. `best` has
-    the best division of 0, 1, 2 and more slots. That of n leaves one slot out beside that of n − 1, or adds a run of w
-    slots to that of n − w; of divisions with as many slots left out and as many runs, the one with the least sum of
-    squared widths is the most even.
-    """
+    if all(width in degrees for _, width in even):
+        return even
+    # Equal parts are no degrees: `best` has the best division of 0, 1, 2 and more slots. That of n leaves one slot out
+    # beside that of n − 1, or adds a run of w slots to that of n − w; of divisions with as many slots left out and as
+    # many runs, the one with the least sum of squared widths is the most even. The widest run comes first.
     best: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]  # left out, runs, squared widths, widths
     for count in range(1, slots + 1):
         left_out, runs, squares, widths = best[-1]
@@ -224,3 +212,56 @@ def _divide_into_uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
 def slots_in_parts(parts: Parts) -> tuple[int, ...]:
     """Return the slots of all parts, rising."""
     return tuple(sorted(slot for start, count in parts for slot in range(start, start + count)))
+
+
+class FreeSlots:
+    """The free slots of one micro-batch, taken from the start of each block; a group stays in a node if it can.
+
+    `left` are the free slots of each block, `total` those of all.
+    """
+
+    def __init__(self, blocks: tuple[tuple[int, int], ...], degrees: DegreeSet) -> None:
+        self.blocks = blocks
+        self.degrees = degrees
+        self.left: list[int] = [size for _, size in blocks]
+        self.total = sum(self.left)
+        self.by_left: list[list[int]] = [[] for _ in range(max(self.left) + 1)]  # blocks by free slots
+        # backwards: the last of a list, a first block, is taken first
+        for block in range(len(self.left) - 1, -1, -1):
+            self.by_left[self.left[block]].append(block)
+
+    def take_slots(self, width: int) -> Parts:
+        """Take `width` slots, at most `total`, and return their parts: of one block if one has them, else of as few as
+        possible, in the order in which they were taken.
+        """
+        parts: Parts = []
+        while width:
+            size = self.smallest_fit(width, avoid_remnant=not parts) or max(
+                n for n, b in enumerate(self.by_left) if b
+            )
+            block = self.by_left[size].pop()
+            count = min(size, width)
+            start, all_slots = self.blocks[block]
+            parts.append((start + all_slots - size, count))
+            self.left[block] = size - count
+            self.by_left[size - count].append(block)
+            self.total -= count
+            width -= count
+        return parts
+
+    def usable_runs_left(self) -> Parts:
+        """Return the runs (first slot, slots) of free slots that each hold a group, by block; none is taken."""
+        return [
+            (start + size - left + offset, count)
+            for (start, size), left in zip(self.blocks, self.left, strict=True)
+            for offset, count in divide_into_even_runs(left, self.degrees)
+        ]
+
+    def smallest_fit(self, width: int, *, avoid_remnant: bool = False) -> int:
+        """Return the fewest free slots of any block that has at least `width`; 0 if none has. With `avoid_remnant`,
+        blocks come first in which taking `width` leaves no slot, or enough for another group.
+        """
+        for size in range(width, len(self.by_left)):
+            if self.by_left[size] and not (avoid_remnant and 0 < size - width < self.degrees[0]):
+                return size
+        return self.smallest_fit(width) if avoid_remnant else 0

@@ -139,7 +139,16 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
         ids[rank] = np.concatenate([_NONE, *(part.row for parts in of_micro_batches for part in parts)])
     waves: list[Wave] = []
     for index, micro_batch in enumerate(plan.micro_batches):
-        rows_by_rank = find_encoded_rows(rows, micro_batch, planning.home)
+        # The rows that each rank has once the wave is encoded, whose documents are items.
+        rows_by_rank = dict[int, Integers]()
+        for slot in range(planning.home.slots):
+            parts = [_NONE]
+            for _, group in micro_batch.groups_of(slot):
+                segments = group.shares.segments(group.slots.index(slot))
+                first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
+                parts.append(expand_runs(first + segments.start, first + segments.stop))
+            for tp in range(planning.home.tp):
+                rows_by_rank[planning.home.rank_at(slot, tp=tp)] = np.concatenate(parts)
         needed_rows = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
         encoded_rows = Partition.from_rows([rows_by_rank[rank] for rank in home.ranks])
         waves.append(Wave(micro_batch, encoded_rows, Partition.from_rows(needed_rows)))
@@ -157,8 +166,17 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
     multiple = needed_by.row_multiple
     needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
     for micro_batch in needed_by.micro_batches:
-        by_slot = _item_rows_of_slots(rows, micro_batch, home.slots, depth)
-        for slot, (slot_rows, count) in enumerate(by_slot):
+        parts: list[list[ItemRows]] = [[ItemRows(_NONE, _NONE)] for _ in range(home.slots)]  # by local row
+        counts = [0] * home.slots  # of local rows
+        for group in micro_batch.groups:
+            for member, slot in enumerate(group.slots):
+                segments = group.shares.segments(member)
+                segments_of_depth = replace(segments, start=segments.start + depth, stop=segments.stop + depth)
+                local, row = rows.find_rows(group.documents, segments_of_depth)
+                parts[slot].append(ItemRows(local + counts[slot], row))
+                counts[slot] += group.shares.counts[member]
+        for slot, count in enumerate(counts):
+            slot_rows = ItemRows(*map(np.concatenate, zip(*parts[slot], strict=True)))
             size = -(-max(count, 1) // multiple) * multiple // home.tp
             for tp in range(home.tp):
                 rank_rows = slot_rows
@@ -169,35 +187,3 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
     for rank in home.ranks:
         needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(needed_by.micro_batches)
     return needed
-
-
-def find_encoded_rows(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
-    """Return for every rank the ids of the rows that it has once a wave is encoded; documents of a wave are items."""
-    rows_by_rank: dict[int, Integers] = {}
-    for slot in range(home.slots):
-        parts = [_NONE]
-        for _, group in wave.groups_of(slot):
-            segments = group.shares.segments(group.slots.index(slot))
-            first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
-            parts.append(expand_runs(first + segments.start, first + segments.stop))
-        rows_by_rank |= {home.rank_at(slot, tp=tp): np.concatenate(parts) for tp in range(home.tp)}
-    return rows_by_rank
-
-
-def _item_rows_of_slots(
-    rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int
-) -> list[tuple[ItemRows, int]]:
-    """Return for every slot its rows of items, by local row, and the number of its local rows; a local row gets the row
-    of the token that is `depth` further on in its document.
-    """
-    parts: list[list[ItemRows]] = [[] for _ in range(slots)]
-    counts = [0] * slots
-    for group in micro_batch.groups:
-        for member, slot in enumerate(group.slots):
-            segments = group.shares.segments(member)
-            segments_of_depth = replace(segments, start=segments.start + depth, stop=segments.stop + depth)
-            local, row = rows.find_rows(group.documents, segments_of_depth)
-            parts[slot].append(ItemRows(local + counts[slot], row))
-            counts[slot] += group.shares.counts[member]
-    joined = (map(np.concatenate, zip(ItemRows(_NONE, _NONE), *of_slot, strict=True)) for of_slot in parts)
-    return [(ItemRows(*columns), count) for columns, count in zip(joined, counts, strict=True)]

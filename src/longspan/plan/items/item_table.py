@@ -160,46 +160,35 @@ class ItemTable:
         next_row = dict.fromkeys(self.modalities, 0)
         numbers = {modality: number for number, modality in enumerate(self.modalities)}
         for index, item in enumerate(self.items):
-            self._check_item(index, item)
+            if not 0 <= item.document < len(self.lengths):
+                raise DataError(
+                    f"item {index} ({item.modality}) is of document {item.document}; there are "
+                    f"{plural(len(self.lengths), 'document')}"
+                )
+            length = self.lengths[item.document]
+            end = 0
             for start, stop in item.spans:
+                if not end <= start < stop <= length:
+                    raise DataError(
+                        f"{self.item_text(index)} has the spans {excerpt(item.spans)}; the document has positions 0 to "
+                        f"{length - 1}: spans are (start, stop), not empty, ascending and disjoint"
+                    )
+                end = stop
                 row = next_row[item.modality]
                 rows.append((item.document, start, stop, row, numbers[item.modality], index))
                 next_row[item.modality] = row + stop - start
+            if not item.spans:
+                raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
-        self._check_overlaps(table)
-        return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
-
-    def _check_item(self, index: int, item: MediaItem) -> None:
-        """Raise DataError unless the item takes positions of a document of the table, in rising spans that do not
-        overlap.
-        """
-        if not 0 <= item.document < len(self.lengths):
-            raise DataError(
-                f"item {index} ({item.modality}) is of document {item.document}; there are "
-                f"{plural(len(self.lengths), 'document')}"
-            )
-        length = self.lengths[item.document]
-        end = 0
-        for start, stop in item.spans:
-            if not end <= start < stop <= length:
-                raise DataError(
-                    f"{self.item_text(index)} has the spans {excerpt(item.spans)}; the document has positions 0 to "
-                    f"{length - 1}: spans are (start, stop), not empty, ascending and disjoint"
-                )
-            end = stop
-        if not item.spans:
-            raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
-
-    def _check_overlaps(self, table: Integers) -> None:
-        """Raise DataError if two spans of a document overlap; `table` has the rows of `_sort_spans`, sorted."""
-        document, start, stop, _, _, index = table.T
-        overlaps = np.flatnonzero((start[1:] < stop[:-1]) & (document[1:] == document[:-1]))
+        documents, starts, stops, _, _, indices = table.T
+        overlaps = np.flatnonzero((starts[1:] < stops[:-1]) & (documents[1:] == documents[:-1]))
         if len(overlaps):
             later = int(overlaps[0]) + 1
-            earlier_item, later_item = map(self.item_text, index[later - 1 : later + 1].tolist())
+            earlier_item, later_item = map(self.item_text, indices[later - 1 : later + 1].tolist())
             raise DataError(
-                f"{earlier_item} and {later_item} both take position {start[later]}; every position is one item's"
+                f"{earlier_item} and {later_item} both take position {starts[later]}; every position is one item's"
             )
+        return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 
 
 def _check_item_types(index: int, item: object) -> None:

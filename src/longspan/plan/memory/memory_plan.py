@@ -202,8 +202,16 @@ class MemoryModel:
         counts = Counter(slot for group in groups if 1 < len(group) < slots for slot in group)
         most_groups = min(max(counts.values(), default=0), MOST_GROUPS)
         places = list[StageBytes]()
+        chunks = self.settings.vpp
         for rank, stage in enumerate(make_stages(self.numbers, home, self.settings)):
-            waiting = _count_waiting_micro_batches(home, self.settings, rank, micro_batches)
+            # Micro-batches that wait for their backward passes at most, of which each counts for each chunk that it has
+            # passed, as its part of the rank's layers. Under 1F1B, interleaved with several chunks, a rank runs as many
+            # as there are ranks behind it, and one more, before its first backward pass.
+            waiting = 1.0
+            if home.pp > 1:
+                behind = home.pp - rank - 1
+                warm_up = behind if chunks == 1 else 2 * behind + (chunks - 1) * home.pp
+                waiting = min(warm_up + 1, micro_batches * chunks) / chunks
             place = StageBytes(
                 self.read, home, self.settings, self.numbers, stage, waiting, most_groups, micro_batches
             )
@@ -294,21 +302,6 @@ class MemoryNeeds:
 
     def _host_bytes(self, measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
         return (place.host_bytes(self.loads, measures) for place in self.places)
-
-
-def _count_waiting_micro_batches(
-    home: Layout, settings: MemorySettings, pipeline_rank: int, micro_batches: int
-) -> float:
-    """Return how many micro-batches wait for their backward passes at most, on a rank of the pipeline. With chunks a
-    micro-batch counts for each chunk that it has passed, as its part of the rank's layers. Under 1F1B, interleaved with
-    several chunks, a rank runs as many as there are ranks behind it, and one more, before its first backward pass.
-    """
-    if home.pp == 1:
-        return 1.0
-    chunks = settings.vpp
-    ranks_behind = home.pp - pipeline_rank - 1
-    warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp
-    return min(warm_up + 1, micro_batches * chunks) / chunks
 
 
 TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)

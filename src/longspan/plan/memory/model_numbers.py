@@ -176,7 +176,16 @@ def _count_layer_parameters(
         return Numbers(whole, whole, share, share)
     linears = _adapter_linears(read, kind, mixer)
     widths = sum(width_in + width_out for name, width_in, width_out in linears if settings.has_adapter(name))
-    adapters = settings.lora_rank * (widths / home.tp + _adapted_expert_widths(read, kind, settings))
+    widths = widths / home.tp
+    if kind.feeds == "experts":  # inputs and outputs of matrices with adapters, of which each rank gathers all
+        weights = feed_forward_weights(read, "experts")
+        count = read.experts_attribute_and_count()[1]
+        inputs = read.count("moe_latent_size") or read.count("hidden_size")
+        width = read.count("moe_intermediate_size") or read.count("intermediate_size")
+        first_width = (weights.of_experts + weights.unvisited) // (count * inputs) - width
+        first = settings.adapts_experts("gate_up_proj") or settings.adapts_experts("up_proj")
+        widths += count * ((inputs + first_width) * first + (inputs + width) * settings.adapts_experts("down_proj"))
+    adapters = settings.lora_rank * widths
     packed = packed_weights_of_layer(read, kind, mixer, rows, home.tp)
     return Numbers(
         whole + adapters,
@@ -188,19 +197,6 @@ def _count_layer_parameters(
         packed_share=(packed.numbers + packed.experts) / home.tp,
         packed_share_bytes=(packed.bytes + packed.experts_bytes) / home.tp,
     )
-
-
-def _adapted_expert_widths(read: ConfigReader, kind: LayerKind, settings: MemorySettings) -> float:
-    """Add up inputs and outputs of all experts' matrices that have adapters, of which each rank gathers all."""
-    if kind.feeds != "experts":
-        return 0.0
-    weights = feed_forward_weights(read, "experts")
-    count = read.experts_attribute_and_count()[1]
-    inputs = read.count("moe_latent_size") or read.count("hidden_size")
-    width = read.count("moe_intermediate_size") or read.count("intermediate_size")
-    first_width = (weights.of_experts + weights.unvisited) // (count * inputs) - width
-    first = settings.adapts_experts("gate_up_proj") or settings.adapts_experts("up_proj")
-    return count * ((inputs + first_width) * first + (inputs + width) * settings.adapts_experts("down_proj"))
 
 
 def _adapter_linears(

@@ -49,19 +49,6 @@ class LayerBytes(NamedTuple):
     backward: float = 0.0
 
 
-class LayerWeights(NamedTuple):
-    """Bytes of the weights of each layer of a stage, and of their gradients: `whole` weights, in the compute type, and
-    as they are `sent` by other slots, `packed` ones as bytes; `summing`: the most of the gradients while they are
-    summed over slots; `gradients`: a slot's shard of the sums.
-    """
-
-    whole: list[float]
-    sent: list[float]
-    packed: list[float]
-    summing: list[float]
-    gradients: list[float]
-
-
 class Moment(NamedTuple):
     """Bytes of a rank at one moment of a step, as in `Bytes`, of what comes and goes: `StageBytes.resident_bytes` are
     there besides. `reserved` are of memory that the allocator keeps for gradients, and count as communicators.
@@ -237,38 +224,32 @@ class StageBytes:
         it runs backward. The first layer of a depth of prediction also keeps the tensors around the depth's layers.
         """
         key = load, measure, self.settings.mlp_tile_tokens
-        if key not in self.layers_so_far:
-            numbers = self.numbers
-            of_kinds = dict[tuple[LayerKind, bool], LayerBytes]()
-            layers = list[LayerBytes]()
-            for layer in self.stage.layers:
-                depth_index = (
-                    layer - numbers.decoder_layers
-                )  # among the layers of all depths; below 0 outside depths
-                kind = numbers.kinds[layer], depth_index >= 0 and depth_index % numbers.depth_layers == 0
-                if kind not in of_kinds:
-                    of_kinds[kind] = self._count_layer_bytes(layer, load, measure, begins_depth=kind[1])
-                layers.append(of_kinds[kind])
-            self.layers_so_far[key] = tuple(layers)
-        return self.layers_so_far[key]
-
-    def _count_layer_bytes(
-        self, layer: int, load: SlotLoad, measure: CheckpointPolicy, *, begins_depth: bool
-    ) -> LayerBytes:
-        """Count what one layer, by its index in the model, keeps of a load and holds while it runs."""
+        if key in self.layers_so_far:
+            return self.layers_so_far[key]
+        numbers = self.numbers
         word, _, host = measure.partition("+")
         table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep, lean=word == "selective")
-        mixing, feed = table.mixing_and_mlp_parts(self.numbers.kinds[layer])
-        both = mixing + feed
-        size = both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
-        size = table.input_bytes + (both.saved if word == "none" else size)
-        # The MLP runs backward first, while all is saved; its widest moment comes after a third of the gradients of
-        # weights. What it saved is gone when attention runs, and all those gradients may be there.
-        weights = self.numbers.layers[layer].trained * self.settings.compute_bytes
-        widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
-        on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
-        backward = max(0.0, 2 * table.input_bytes + widest - size)  # its input, and a gradient as wide
-        return LayerBytes(on_device, size if host else 0.0, backward)
+        of_kinds = dict[tuple[LayerKind, bool], LayerBytes]()
+        layers = list[LayerBytes]()
+        for layer in self.stage.layers:
+            depth_index = layer - numbers.decoder_layers  # among the layers of all depths; below 0 outside depths
+            begins_depth = depth_index >= 0 and depth_index % numbers.depth_layers == 0
+            kind = numbers.kinds[layer], begins_depth
+            if kind not in of_kinds:
+                mixing, feed = table.mixing_and_mlp_parts(numbers.kinds[layer])
+                both = mixing + feed
+                size = both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
+                size = table.input_bytes + (both.saved if word == "none" else size)
+                # The MLP runs backward first, while all is saved; its widest moment comes after a third of the
+                # gradients of weights. What it saved is gone when attention runs, and all those gradients may be there.
+                weights = numbers.layers[layer].trained * self.settings.compute_bytes
+                widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
+                on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
+                backward = max(0.0, 2 * table.input_bytes + widest - size)  # its input, and a gradient as wide
+                of_kinds[kind] = LayerBytes(on_device, size if host else 0.0, backward)
+            layers.append(of_kinds[kind])
+        self.layers_so_far[key] = tuple(layers)
+        return self.layers_so_far[key]
 
     def waiting_bytes(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
         """Return what each layer of this stage keeps until its segment, whose first layer keeps its input, runs
@@ -309,8 +290,11 @@ class StageBytes:
         return encoded + blocks * (not settings.encoder_recomputed), encoded + blocks, work
 
     @cached_property
-    def _layer_weights(self) -> LayerWeights:
-        """Bytes of the weights and gradients of each layer of this stage, under these settings."""
+    def _layer_weights(self) -> tuple[list[float], ...]:
+        """Bytes of each layer of this stage, under these settings: of its whole weights in the compute type, of these
+        as other slots send them, of packed ones as bytes; the most of its gradients while they are summed over slots,
+        and a slot's shard of the sums.
+        """
         settings = self.settings
         sharded = settings.shard_parameters
         number = settings.compute_bytes * sharded
@@ -320,13 +304,8 @@ class StageBytes:
         layers = [self.numbers.layers[i] for i in self.stage.layers]
         whole = [layer.whole * (number + float8) for layer in layers]
         packed = [layer.packed_bytes * sharded for layer in layers]
-        return LayerWeights(
-            whole=whole,
-            sent=[w - layer.packed * number + p for layer, w, p in zip(layers, whole, packed, strict=True)],
-            packed=packed,
-            summing=[self.summing_bytes(layer) for layer in layers],
-            gradients=[self.gradient_bytes(layer) for layer in layers],
-        )
+        sent = [w - layer.packed * number + p for layer, w, p in zip(layers, whole, packed, strict=True)]
+        return whole, sent, packed, [*map(self.summing_bytes, layers)], [*map(self.gradient_bytes, layers)]
 
     def most_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
         """Return the bytes at the moment at which most is held."""

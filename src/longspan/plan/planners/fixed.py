@@ -1,5 +1,6 @@
 """Plans in which every group has the same context-parallel degree, as contiguous blocks of slots: packed or padded.
 
+Documents are packed in bins: the fewest that hold them, or a number of bins with about equal work.
 The padded batch is the baseline that packing is compared with, and what a model needs that cannot tell packed documents
 apart.
 """
@@ -8,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from typing import Unpack
 
 import numpy as np
@@ -16,7 +18,6 @@ from numpy.typing import NDArray
 from longspan.errors import PlanError, plural
 from longspan.layout import Floats, Integers, Layout
 from longspan.plan.micro_batch import Group, MicroBatch
-from longspan.plan.packing import pack_first_fit, pack_least_loaded
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import (
     PlanKeywords,
@@ -72,6 +73,60 @@ def smallest_fitting_degree(lengths: Sequence[int], home: Layout, options: PlanO
     return next((degree for degree in fits if options.allows(degree, home.tp)), home.slots)
 
 
+def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
+    """Choose the bin of each document: the first with room for its rows, of bins with `room` rows each. With lengths in
+    falling order this is first-fit decreasing. The bins are the leaves of a binary tree in an array (node n has the
+    children 2n and 2n + 1), whose nodes hold the most room of any bin below: a search goes left where that has room
+    enough.
+    """
+    leaves = 1
+    # Two neighbouring bins hold more than `room` rows together, so no more than this many bins are filled.
+    while leaves < min(len(lengths), 2 * sum(lengths) // room + 1):
+        leaves *= 2
+    most_room = [room] * (2 * leaves)
+    bins: list[int] = []
+    for length in lengths:
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += most_room[node] < length
+        bins.append(node - leaves)
+        value = most_room[node] = most_room[node] - length
+        while node > 1:
+            sibling = most_room[node ^ 1]
+            node //= 2
+            value = max(value, sibling)
+            if most_room[node] == value:  # so nothing changes above either
+                break
+            most_room[node] = value
+    return bins
+
+
+def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
+    """Choose the bin of each document: the one with the least work, of the `bins` bins that have `room` for it; None if
+    a document fits none. Lengths (rows) must be in falling order; `work` are seconds. `idle` is a heap of (load, bin).
+    Bins that are too full for a document wait in `full` until the documents have become short enough.
+    """
+    room_left = [room] * bins
+    idle = [(0.0, b) for b in range(bins)]
+    full: list[tuple[int, int, float]] = []  # (−room left, bin, load)
+    places: list[int] = []
+    for length, seconds in zip(lengths, work, strict=True):
+        while full and -full[0][0] >= length:
+            _, b, load = heappop(full)
+            heappush(idle, (load, b))
+        while idle and room_left[idle[0][1]] < length:
+            load, b = heappop(idle)
+            heappush(full, (-room_left[b], b, load))
+        if not idle:
+            return None
+        load, b = idle[0]
+        heapreplace(idle, (load + seconds, b))
+        room_left[b] -= length
+        places.append(b)
+    return places
+
+
 @dataclass(frozen=True, eq=False)
 class Packer:
     """Documents longest first, and the groups that they can go to; a family counts as one document here.
@@ -117,8 +172,16 @@ class Packer:
             level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
                 yield self._place_bins(self._balance_groups(self._sort_bins(level)))
-        if self.request.mode == "free":
-            yield self._assign_by_group()
+        if self.request.mode == "free":  # documents to groups of about equal work, whatever their rows
+            group_of_document = np.array(
+                pack_least_loaded(self.lengths, self.work, groups, sum(self.lengths)), dtype=np.int64
+            )
+            assignment = np.empty_like(group_of_document)
+            for group in range(groups):
+                documents = np.flatnonzero(group_of_document == group)
+                bins = pack_first_fit([self.lengths[i] for i in documents.tolist()], self.room)
+                assignment[documents] = np.array(bins, dtype=np.int64) * groups + group
+            yield assignment
 
     def seconds(self, assignment: Integers) -> float:
         """Return the seconds of the step, exactly rounded, so that all hosts prefer the same assignment. In lockstep
@@ -188,18 +251,6 @@ class Packer:
             place[m, np.argsort(-seconds, kind="stable")] = m * groups + np.argsort(penalty, kind="stable")
             load[place[m] - m * groups] += seconds
         return place.reshape(-1)[assignment]
-
-    def _assign_by_group(self) -> Integers:
-        """Give documents to groups of about equal work, whatever their rows, then each its own micro-batches."""
-        groups = len(self.inside)
-        all_rows = sum(self.lengths)
-        group_of_document = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
-        assignment = np.empty_like(group_of_document)
-        for group in range(groups):
-            documents = np.flatnonzero(group_of_document == group)
-            bins = pack_first_fit([self.lengths[i] for i in documents.tolist()], self.room)
-            assignment[documents] = np.array(bins, dtype=np.int64) * groups + group
-        return assignment
 
     def _seconds_of_places(
         self, assignment: Integers, inside: NDArray[np.bool_] | bool, count: int | None = None

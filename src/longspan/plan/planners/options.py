@@ -153,49 +153,43 @@ class Request(PlanOptions):
         check_work_fits_int64(len(documents), max(documents, default=0))
         check_comm_types(options.cp_comm_type)
         request = cls(lengths=documents, slots=home.slots, tp=home.tp, **vars(options))
-        request._check(home)
+        for name in ("node_size", "micro_batch_multiple", "row_multiple"):
+            check_count(name, getattr(options, name))
+        check_choice("mode", options.mode, MODES)
+        check_choice("partition", options.partition, PARTITIONS)
+        if options.targets is not None:
+            check_count("targets", options.targets, least=0)
+        if options.heads is not None:
+            check_count("heads", options.heads)
+        sizes = options.hierarchical_context_parallel_sizes
+        if isinstance(sizes, int) and "a2a+p2p" in options.types:
+            check_count("hierarchical_context_parallel_sizes", sizes)
+        if options.parents is not None:
+            _check_parent_numbers(options.parents, len(documents))
+        if options.max_tokens_per_slot is not None:
+            cap = check_count("max_tokens_per_slot", options.max_tokens_per_slot)
+            if cap < options.row_multiple:
+                raise PlanError(
+                    f"max_tokens_per_slot {cap} is below row_multiple {options.row_multiple}: a slot could hold no "
+                    f"row; use at least {options.row_multiple}"
+                )
+        for axis, degree in (("ep", home.ep), ("pp", home.pp)):
+            if options.mode == "free" and degree > 1:
+                raise PlanError(
+                    f"mode is 'free' and the home has {axis} {degree}: slots that share experts or a pipeline wait for "
+                    f"each other; use mode='lockstep', or {axis} 1"
+                )
         if max(request.parents or (), default=-1) < 0:  # no family
             request = replace(request, parents=None)
         else:
             check_work_fits_int64(len(documents), int(request.family_sizes[0].max()))
         heads = (options.heads or 0) // home.tp  # of one tensor-parallel rank; 0: unknown
-        sizes = options.hierarchical_context_parallel_sizes
         a2a_size = 1
         if "a2a+p2p" in options.types:  # a size below 1 counts as 1 here, and is refused when the degree is known
             a2a_size = 0 if sizes is None else max(1, _first_size(sizes))
         cost = replace(options.cost, node_size=options.node_size, stages=home.pp)
         cost = cost.under(options.types, a2a_size, heads=heads).for_partition(options.partition)
         return replace(request, cost=cost)
-
-    def _check(self, home: Layout) -> None:
-        """Raise PlanError for counts, names and parents that are impossible whatever the degree is, and for free mode
-        in a home with ep or pp.
-        """
-        for name in ("node_size", "micro_batch_multiple", "row_multiple"):
-            check_count(name, getattr(self, name))
-        check_choice("mode", self.mode, MODES)
-        check_choice("partition", self.partition, PARTITIONS)
-        if self.targets is not None:
-            check_count("targets", self.targets, least=0)
-        if self.heads is not None:
-            check_count("heads", self.heads)
-        if isinstance(self.hierarchical_context_parallel_sizes, int) and "a2a+p2p" in self.types:
-            check_count("hierarchical_context_parallel_sizes", self.hierarchical_context_parallel_sizes)
-        if self.parents is not None:
-            _check_parent_numbers(self.parents, len(self.lengths))
-        if self.max_tokens_per_slot is not None:
-            cap = check_count("max_tokens_per_slot", self.max_tokens_per_slot)
-            if cap < self.row_multiple:
-                raise PlanError(
-                    f"max_tokens_per_slot {cap} is below row_multiple {self.row_multiple}: a slot could hold no row; "
-                    f"use at least {self.row_multiple}"
-                )
-        for axis, degree in (("ep", home.ep), ("pp", home.pp)):
-            if self.mode == "free" and degree > 1:
-                raise PlanError(
-                    f"mode is 'free' and the home has {axis} {degree}: slots that share experts or a pipeline wait for "
-                    f"each other; use mode='lockstep', or {axis} 1"
-                )
 
     @cached_property
     def families(self) -> tuple[tuple[int, ...], ...]:
@@ -330,7 +324,7 @@ class Request(PlanOptions):
         plan = Plan(
             slots=self.slots,
             lengths=self.lengths,
-            micro_batches=self._add_dummy_micro_batches(micro_batches),
+            micro_batches=self._complete_micro_batches(micro_batches),
             targets=sum(self.lengths) - len(self.lengths) if self.targets is None else self.targets,
             mode=self.mode,
             max_tokens_per_slot=self.max_tokens_per_slot,
@@ -343,48 +337,42 @@ class Request(PlanOptions):
 
     def step_seconds(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Return the predicted seconds of a step of these micro-batches, with what `make_plan` adds to them."""
-        batches = self._add_dummy_micro_batches(micro_batches)
+        batches = self._complete_micro_batches(micro_batches)
         return timeline(batches, self.slots, self.cost, mode=self.mode, node_size=self.node_size).step_seconds
 
-    def _add_dummy_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
-        """Give groups their types (`_resolve_types`), and add dummy micro-batches up to the next multiple, at least to
-        one.
+    def _complete_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+        """Return the micro-batches with the fastest type or sizes for each group that leaves these open, and dummy ones
+        up to the next multiple, at least one. Groups of a2a+p2p without sizes get the fastest ones. Where neither the
+        options nor the cost's network, made for one model, know the query heads, the groups keep "auto": `attend`,
+        which sees the heads, chooses.
         """
         count = max(1, len(micro_batches))
-        dummies = count + -count % self.micro_batch_multiple - len(micro_batches)
-        return (*self._resolve_types(micro_batches), *[MicroBatch()] * dummies)
-
-    def _resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches with the fastest type or sizes for each group that leaves these open. Groups of
-        a2a+p2p without sizes get the fastest ones. Where neither the options nor the cost's network, made for one
-        model, know the query heads, the groups keep "auto": `attend`, which sees the heads, chooses.
-        """
+        dummies = [MicroBatch()] * (count + -count % self.micro_batch_multiple - len(micro_batches))
         chooses_type = "auto" in self.types and bool(self.heads or self.cost.network)
-        if not chooses_type and (
-            "a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is not None
-        ):
-            return micro_batches
+        chooses_sizes = "a2a+p2p" in self.types and self.hierarchical_context_parallel_sizes is None
+        if not chooses_type and not chooses_sizes:
+            return (*micro_batches, *dummies)
         table = GroupTable.from_micro_batches(micro_batches)
         cost = replace(self.cost, cp_comm_type="auto") if chooses_type else self.cost.under("a2a+p2p", 0)
         ways = cost.ways_of(table.degree)
         seconds = np.array([table.group_seconds_with_type(way, self.node_size) for way in ways])
         least_seconds = seconds.min(axis=0)
         choice: Iterator[int] = iter(np.argmax(seconds <= least_seconds * (1 + SAME), axis=0).tolist())
-        typed = (tuple(self._give_type(group, ways[next(choice)]) for group in b.groups) for b in micro_batches)
-        return [MicroBatch(groups) for groups in typed]
-
-    def _give_type(self, group: Group, way: Cost) -> Group:
-        """Return the group with the type and sizes of a way. One of one slot, which sends nothing, gets p2p. Layers of
-        a list that name a type keep it.
-        """
-        kind = way.cp_comm_type if group.degree > 1 else "p2p"
-        types = kind
-        if not isinstance(self.cp_comm_type, str):
-            types = tuple(kind if named == "auto" else named for named in self.types)
-        sizes = group.hierarchical_context_parallel_sizes
-        if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
-            sizes = fit_level_sizes(way.a2a_size, group.degree)
-        return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
+        typed = list[MicroBatch]()
+        for batch in micro_batches:
+            groups = list[Group]()
+            for group in batch.groups:
+                way = ways[next(choice)]
+                kind = way.cp_comm_type if group.degree > 1 else "p2p"  # one slot sends nothing
+                types = kind
+                if not isinstance(self.cp_comm_type, str):  # layers of a list that name a type keep it
+                    types = tuple(kind if named == "auto" else named for named in self.types)
+                sizes = group.hierarchical_context_parallel_sizes
+                if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
+                    sizes = fit_level_sizes(way.a2a_size, group.degree)
+                groups.append(replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes))
+            typed.append(MicroBatch(tuple(groups)))
+        return (*typed, *dummies)
 
 
 def _check_parent_numbers(parents: Sequence[int], count: int) -> None:

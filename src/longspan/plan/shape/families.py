@@ -166,7 +166,10 @@ FAMILIES: dict[str, Family] = {
         mtp_norm="final_layernorm.",
         tensor_parallel=_layer_plan(self_attn=_LATENT_ATTENTION),
     ),
-    "bamba": Family(tensor_parallel=_EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED)),
+    **dict.fromkeys(
+        ("bamba", "falcon_h1"),
+        Family(tensor_parallel=_EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED)),
+    ),
     "cohere_compass_text": Family(
         small={"rope_parameters": lambda small: small["rope_parameters"] or _ROPE_BY_LAYER},
     ),
@@ -184,7 +187,6 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "dots1": Family(small=_defaults_where_none(n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2)),
-    "falcon_h1": Family(tensor_parallel=_EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED)),
     "gemma3": Family(images_see_each_other=True, images="pooled"),
     "gemma4": Family(
         no_images="its layers take inputs made of its ids, placeholders among them, which no step hands over; and "
@@ -193,8 +195,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(mtp_names="last layers", tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
     "glm5_next*": Family(rotary=False),
-    "gpt2": Family(mlp_width="n_inner", mlp_gate=False),
-    "gpt_bigcode": Family(mlp_width="n_inner", mlp_gate=False),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), Family(mlp_width="n_inner", mlp_gate=False)),
     "gpt_oss": Family(own_expert_gate=True, tensor_parallel=_layer_plan(self_attn=_ATTENTION | {"sinks": HEADS})),
     "granitemoehybrid": Family(
         rotary_key="position_embedding_type",

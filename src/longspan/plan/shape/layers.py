@@ -50,7 +50,22 @@ def layer_types(read: ConfigReader) -> list[str]:
             return [_OLDER_NAMES.get(str(kind), str(kind)) for kind in cast(Sequence[Any], types)]
     if isinstance(pattern := read.value("hybrid_override_pattern"), str):
         return [_LETTERS.get(letter, letter) for letter in pattern]
-    return _infer_layer_types(read, read.count("num_hidden_layers"))
+    # Other attributes tell the types of models that name none.
+    layers = read.count("num_hidden_layers")
+    linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
+    attending = read.value("attn_layer_indices", "full_attn_idxs")
+    if (full := linear.value("full_attn_layers")) is not None:
+        attending = [layer - 1 for layer in full]
+    if attending is not None:
+        other_type = "conv" if read.count("conv_L_cache") else "linear_attention"
+        return ["full_attention" if layer in attending else other_type for layer in range(layers)]
+    if read.count("mamba_d_ssm"):  # Falcon-H1
+        return ["hybrid"] * layers
+    if read.count("linear_num_value_heads"):
+        interval = read.count("full_attention_interval") or 4  # as Qwen's configurations have it
+        return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
+    is_mamba2 = read.count("state_size") and read.count("num_heads")
+    return ["linear_attention"] * layers if read.count("mamba_n_heads") or is_mamba2 else []
 
 
 def depth_types(config: Any, types: Sequence[str]) -> list[str]:
@@ -93,26 +108,6 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
     else:
         feeds = "experts" if experts_per_token(read) and _layer_has_experts(read, layer) else "dense"
     return LayerKind(attention, is_hybrid or kind in MIXING, feeds)
-
-
-def _infer_layer_types(read: ConfigReader, layers: int) -> list[str]:
-    """Return the type of each layer of a configuration that names no types, by other attributes; empty if none is one
-    of mixers: all layers attend.
-    """
-    linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
-    attending = read.value("attn_layer_indices", "full_attn_idxs")
-    if (full := linear.value("full_attn_layers")) is not None:
-        attending = [layer - 1 for layer in full]
-    if attending is not None:
-        other_type = "conv" if read.count("conv_L_cache") else "linear_attention"
-        return ["full_attention" if layer in attending else other_type for layer in range(layers)]
-    if read.count("mamba_d_ssm"):  # Falcon-H1
-        return ["hybrid"] * layers
-    if read.count("linear_num_value_heads"):
-        interval = read.count("full_attention_interval") or 4  # as Qwen's configurations have it
-        return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
-    is_mamba2 = read.count("state_size") and read.count("num_heads")
-    return ["linear_attention"] * layers if read.count("mamba_n_heads") or is_mamba2 else []
 
 
 def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
@@ -180,30 +175,26 @@ def has_latent_attention(read: ConfigReader) -> bool:
 
 
 def attention_weights(read: ConfigReader) -> Weights:
-    """Count the weights of the projections of one attention layer; of a shared block those of the whole block."""
+    """Count the weights of the projections of one attention layer; of a block that layers share those of the whole
+    block, as each layer runs it.
+    """
     hidden = read.count("hidden_size")
     if has_latent_attention(read):
         return _latent_weights(read, hidden)
     query, key = attention_widths(read)
     if read.family.shared_blocks:
-        return _shared_block_weights(read, hidden, query, key)
+        # The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. Each
+        # layer adds a projection of the block's output and its own adapters of low rank: of the MLP's first product
+        # and, if configured, of queries, keys and values, each with 2 · hidden numbers in and as many out.
+        width = read.count("intermediate_size") or 4 * hidden
+        rank = read.count("adapter_rank")
+        weights = 2 * hidden * (query + 2 * key) + query * hidden + 3 * hidden * width + hidden * hidden
+        weights += rank * (hidden + 2 * width)
+        if read.value("use_shared_attention_adapter"):
+            weights += 12 * rank * hidden
+        return Weights(weights, hidden * hidden)
     gate = query if read.family.gated_queries else 0
     return Weights(hidden * (2 * query + gate + 2 * key), query * hidden)
-
-
-def _shared_block_weights(read: ConfigReader, hidden: int, query: int, key: int) -> Weights:
-    """Count the weights of a block that layers share, as each layer runs it. The block attends to [hidden | embedding],
-    rows of twice the hidden size, and has an MLP with a gate. Each layer adds a projection of the block's output and
-    its own adapters of low rank: of the MLP's first product and, if configured, of queries, keys and values, each with
-    2 · hidden numbers in and as many out.
-    """
-    attention = 2 * hidden * (query + 2 * key) + query * hidden
-    width = read.count("intermediate_size") or 4 * hidden
-    rank = read.count("adapter_rank")
-    adapters = rank * (hidden + 2 * width)
-    if read.value("use_shared_attention_adapter"):
-        adapters += 12 * rank * hidden
-    return Weights(attention + 3 * hidden * width + adapters + hidden * hidden, hidden * hidden)
 
 
 def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
@@ -214,7 +205,20 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None or not read.family.mlp_gate else 3
     if kind == "dense":
-        width = _dense_mlp_width(read)
+        names = (
+            "shared_intermediate_size",
+            "intermediate_size_mlp",
+            "intermediate_size",
+        )  # Granite's, Llama 4's, others'
+        width = next((width for name in names if (width := read.count(name))), 0)
+        # LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it states the
+        # width.
+        if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):
+            width = read.count("block_ff_dim", "intermediate_size")
+            if read.value("block_auto_adjust_ff_dim") is not False:
+                width = int((read.value("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3))
+                multiple = read.count("block_multiple_of") or 1
+                width = -(-width // multiple) * multiple
         return Weights(products * hidden * width, hidden * width)
     if not kind:
         return Weights(0, 0)
@@ -234,20 +238,6 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     all_weights = weights + 2 * hidden * narrow_width + hidden * (experts + gated)
     # No last product: the router's weights multiply what experts return, so that backward needs it.
     return Weights(all_weights, 0, visited * expert_weights, max(0, experts - visited) * expert_weights)
-
-
-def _dense_mlp_width(read: ConfigReader) -> int:
-    """Return the width of an MLP, by the attribute that the family uses; 0 without one."""
-    # LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it states the width.
-    if not read.count("conv_L_cache") or read.count("num_experts_per_tok"):  # Granite's, Llama 4's and others'
-        names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
-        return next((width for name in names if (width := read.count(name))), 0)
-    width = read.count("block_ff_dim", "intermediate_size")
-    if read.value("block_auto_adjust_ff_dim") is False:
-        return width
-    width = int((read.value("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3))
-    multiple = read.count("block_multiple_of") or 1
-    return -(-width // multiple) * multiple
 
 
 def _latent_head_sizes(read: ConfigReader) -> tuple[int, int]:

@@ -111,7 +111,12 @@ class ModelShape:
         hidden = read.count("hidden_size")
         window = sliding_window(read)
         chunk = read.count("attention_chunk_size")
-        weights_of_kinds = {kind: _layer_weights(read, kind, mixer) for kind in dict.fromkeys(kinds)}
+        weights_of_kinds = dict[LayerKind, Weights]()
+        for kind in dict.fromkeys(kinds):
+            parts = layer_parts(read, kind, mixer)
+            every, _, of_experts, unvisited = (sum(numbers) for numbers in zip(*parts, strict=True))
+            # the last product is that of its MLP, or else mixer, or else attention
+            weights_of_kinds[kind] = Weights(every, parts[-1].last, of_experts, unvisited)
         layers = [weights_of_kinds[kind] for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
         widths = attention_widths(read) if attention else (0, 0)
@@ -152,15 +157,6 @@ class ModelShape:
             hidden=hidden,
             logits=vocabulary * (1 + depths),
         )
-
-
-def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
-    """Add up the weights of the parts of a layer. Its last product is that of its MLP, or else mixer, or else
-    attention.
-    """
-    parts = layer_parts(read, kind, mixer)
-    every, _, of_experts, unvisited = (sum(numbers) for numbers in zip(*parts, strict=True))
-    return Weights(every, parts[-1].last, of_experts, unvisited)
 
 
 def _check_can_be_priced(read: ConfigReader, mixer: MixerShape | None) -> None:

@@ -79,7 +79,19 @@ def find_packed_rows(config: Any, frozen: FrozenWeights) -> PackedRows | None:
     read = ConfigReader.read_whole_model(config)
     stored = read.section("quantization_config")
     method = stored.value("quant_method")
-    rows = _stored_rows(stored, method)
+    rows = None
+    if method == "fp8":  # in blocks (rows, columns), or with one scale for each tensor, repeated in its rows
+        rows = FLOAT8._replace(block=(stored.value("weight_block_size") or (0, 0))[1])
+    elif method == "mxfp4":
+        rows = MXFP4
+    elif method == "bitsandbytes":
+        rows = INT8 if stored.value("load_in_8bit") else NF4
+    elif method == "compressed-tensors":
+        groups: Any = stored.value("config_groups") or {"": None}
+        group: Any = next(iter(groups.values()))
+        weights = ConfigReader(group, stored.where).section("weights")
+        if (weights.value("type"), weights.value("num_bits")) == ("float", 8):
+            rows = FLOAT8._replace(block=(weights.value("block_structure") or (0, 0))[1])
     if rows is None:
         if frozen == "auto":
             return None
@@ -89,22 +101,6 @@ def find_packed_rows(config: Any, frozen: FrozenWeights) -> PackedRows | None:
     # of an expression or a dotted name the last word
     words = (re.findall(r"[a-z]\w*", str(name)) for names in lists for name in names or ())
     return rows._replace(whole=frozenset(word[-1] for word in words if word))
-
-
-def _stored_rows(stored: ConfigReader, method: Any) -> PackedRows | None:
-    if method == "fp8":  # in blocks (rows, columns), or with one scale for each tensor, repeated in its rows
-        return FLOAT8._replace(block=(stored.value("weight_block_size") or (0, 0))[1])
-    if method == "mxfp4":
-        return MXFP4
-    if method == "bitsandbytes":
-        return INT8 if stored.value("load_in_8bit") else NF4
-    if method == "compressed-tensors":
-        groups: Any = stored.value("config_groups") or {"": None}
-        group: Any = next(iter(groups.values()))
-        weights = ConfigReader(group, stored.where).section("weights")
-        if (weights.value("type"), weights.value("num_bits")) == ("float", 8):
-            return FLOAT8._replace(block=(weights.value("block_structure") or (0, 0))[1])
-    return None
 
 
 def packed_weights_of_layer(
