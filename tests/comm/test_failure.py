@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from longspan.comm import flight_recorder, rendezvous, watch as answering
+from longspan.comm import failure_reports, rendezvous, watch as answering
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.comm.world import World
@@ -361,12 +361,12 @@ def test_a_hang_is_named_once_with_what_torch_recorded(where: str, tmp_path: Pat
 
 
 def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "_entries", lambda function: [])
-    assert flight_recorder.last_collective_text() == "", "nothing was recorded in this process"
-    monkeypatch.setattr(flight_recorder, "RECORDER_SECONDS", 0.01)
+    monkeypatch.setattr(failure_reports, "_recorded_entries", lambda function: [])
+    assert failure_reports.last_collective_text() == "", "nothing was recorded in this process"
+    monkeypatch.setattr(failure_reports, "RECORDER_SECONDS", 0.01)
     release = threading.Event()
-    monkeypatch.setattr(flight_recorder, "_entries", lambda function: release.wait(30) and [])
-    assert flight_recorder.last_collective_text() == ""
+    monkeypatch.setattr(failure_reports, "_recorded_entries", lambda function: release.wait(30) and [])
+    assert failure_reports.last_collective_text() == ""
     release.set()
 
 

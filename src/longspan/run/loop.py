@@ -294,7 +294,7 @@ class _Loop:
                     save_plan(run, plan, f"step-{saves.done:06d}")
                 if stopped or agreed.save_on or saves.is_checkpoint_due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
-                    stop.forget_save_request()  # also what other ranks received meanwhile
+                    stop.save_asked = ""  # also what other ranks received meanwhile
                 saves.reserve_memory()
                 if agreed.save_on and not stopped:
                     self.display.log(
