@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longspan import Layout, World, attend, bind
 from longspan.attention import KERNELS, AttendCall, all_to_all, choose_kernel
-from longspan.attention.blocks import add_block, block_gradients, sum_addends
+from longspan.attention.blocks import Partial, RowSum, add_block, block_gradients, sum_addends
 from longspan.attention.call import Saved
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash, triton_flash, triton_gathered
 from longspan.attention.kernels.table import find_kernel
@@ -24,7 +24,6 @@ from longspan.attention.kernels.triton_flash import BlockSizes
 from longspan.attention.masks import Mask, tiles_between
 from longspan.attention.members import Members
 from longspan.attention.rows import accumulation_dtype, launch_deltas
-from longspan.attention.sums import Partial, RowSum
 from longspan.attention.tiles import Launch, Tile, Tiling, visible_keys
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError

@@ -176,7 +176,7 @@ OF_MODULES = {  # what stands in a module of ssm once, and what takes its place
     "conv": {
         "gradients_of_part[0].index_add_(0, cached_halo(part.chains, width).rows, handle.wait())": "handle.wait()",
         "kernel.write_first_outputs(y, x_part, arrived_rows, convolution, halo.first)": "pass",
-        "np.minimum(lengths[readers], self._width)": "np.minimum(lengths[readers], 1)",
+        "np.minimum(chains.lengths[readers], width)": "np.minimum(chains.lengths[readers], 1)",
         "kernel.arrived_gradients(": "0 * kernel.arrived_gradients(",
     },
     "kernels.convolutions": {"rows = torch.cat([x, arrived, ": "rows = torch.cat([x, 0 * arrived, "},

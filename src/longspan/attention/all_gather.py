@@ -12,6 +12,8 @@ from torch import Tensor
 
 from longspan.attention.blocks import (
     HeadSlice,
+    Partial,
+    RowSum,
     add_block,
     backward_head_groups,
     block_gradients,
@@ -21,7 +23,6 @@ from longspan.attention.blocks import (
 from longspan.attention.call import AttendCall, Gradients, Saved
 from longspan.attention.members import Members
 from longspan.attention.rows import accumulation_dtype, concat_heads, join_columns, sum_rows
-from longspan.attention.sums import Partial, RowSum
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.messages import GATHER_SLICE_BYTES as SLICE_BYTES, GATHER_SLICES as SLICES
 

@@ -22,6 +22,7 @@ from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing, check_is_shard, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, ScanKernel, scan_kernel
+from longspan.ssm.kernels.fla import fla_function, fla_unsupported_call_reason
 from longspan.ssm.kernels.interface import SavedScan, ScanForward, map_states, state_dtype
 from longspan.ssm.kernels.local_runs import index_on_device, pick_rows, put_rows
 
@@ -328,3 +329,14 @@ def join_part_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts)) if parts else torch.zeros_like(like)
+
+
+def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
+    """Compute x / √(Σ x² + epsilon) over the last dimension: vectors of length 1, as delta rules want queries and keys.
+
+    fla's kernel, where it can be used, leaves half precision as it is; torch's operations make it float32.
+    """
+    if not fla_unsupported_call_reason(x.dtype, x.device):
+        return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
+    x = x if x.dtype == torch.float64 else x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
