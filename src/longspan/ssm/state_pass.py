@@ -213,25 +213,6 @@ def linear_scan(
     of a group that has a part here makes the same call, and enters backward. Raises LayoutError for tensors that do not
     fit the shard or each other, before any communication.
     """
-    _check_scan_inputs(q, k, v, g, beta, shard)
-    kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1)
-    wide_dtype = state_dtype(v.dtype)
-    row_dtype = v.dtype if kernel.half else wide_dtype
-    dtypes = (row_dtype, row_dtype, row_dtype, wide_dtype, wide_dtype)
-    tensors = [
-        None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
-    ]
-    return _StatePass.apply(shard_chains(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def _check_scan_inputs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard
-) -> None:
-    """Raise LayoutError for tensors whose shapes, dtypes or devices do not fit each other and the shard.
-
-    With T rows, G heads of keys that divide H heads of values: q and k (T, G, K), v (T, H, V), beta (T, H). Decays g
-    are (T, H, 1), or with beta also (T, H, K).
-    """
     check_is_shard("linear_scan", shard)
     for name, x in (("k", k), ("v", v), ("g", g)):
         if x.ndim != 3:
@@ -261,6 +242,14 @@ def _check_scan_inputs(
         raise LayoutError(
             f"linear_scan got {g.shape[-1]} decays a head; give 1, or {size}, one for each key number"
         )
+    kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1)
+    wide_dtype = state_dtype(v.dtype)
+    row_dtype = v.dtype if kernel.half else wide_dtype
+    dtypes = (row_dtype, row_dtype, row_dtype, wide_dtype, wide_dtype)
+    tensors = [
+        None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
+    ]
+    return _StatePass.apply(shard_chains(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 class _StatePass(torch.autograd.Function):
