@@ -32,7 +32,7 @@ def _three(rank: int) -> tuple[dict[tuple[str, ...], float], tuple[bool, bool]]:
     return measure(rank, 3, ("ragged", "shorter than the convolution")), _changed(rank)
 
 
-def test_outputs_and_gradients_are_those_of_the_recurrence_and_other_documents_keep_their_bits() -> None:
+def test_outputs_gradients_and_the_bits_of_other_documents() -> None:
     errors, kept = zip(*run_ranks(_three, 3), strict=True)
     for worst in (*errors, *run_ranks(_one, 1)):
         assert len(worst) >= 15 and max(worst.values()) <= 1e-11, max(worst.items(), key=lambda item: item[1])
