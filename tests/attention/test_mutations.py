@@ -51,7 +51,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "(0, window_rows.received_places, handle": "(0, window_rows.received_places.flip(0), handle",
     },
     "all_gather": {
-        "(self._members.degree, -1)).sum(0)": "(self._members.degree, -1))[0]",
+        "(members.degree, -1)).sum(0)": "(members.degree, -1))[0]",
         "(started.pop().wait(),), order)": "(started.pop().wait(),), order.flip(0))",
     },
     "all_to_all": {  # rows and heads where they belong, and what a recomputed layer exchanges once more

@@ -20,10 +20,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from longspan.attention.blocks import Partial, add_block, sum_addends
+from longspan.attention.blocks import Partial, RowSum, add_block, sum_addends
 from longspan.attention.call import AttendCall, Gradients, Saved
 from longspan.attention.members import Members
-from longspan.attention.ring import Queries, RingGradients, key_blocks, make_queries, ring_backward, ring_forward
+from longspan.attention.ring import Queries, RingGradients, key_blocks, ring_backward, ring_forward
 from longspan.attention.rows import (
     ALIGNED_BYTES,
     accumulation_dtype,
@@ -409,7 +409,7 @@ class _SlicedBackward:
         else:
             (dout,) = arrived
             saved = swap.saved_of_slice(self._saved, slice_index)
-        return make_queries(dout, saved, swap.slice_call(self._call, slice_index))
+        return Queries(dout, saved, swap.slice_call(self._call, slice_index), RowSum(saved.q))
 
     def _send_query_gradients(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
         """Finish the gradients of these slices of queries, send them back, and keep those of their sinks."""

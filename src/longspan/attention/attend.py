@@ -140,13 +140,7 @@ def is_positive_integer(value: object) -> bool:
 
 
 LevelSizes = tuple[int, int]
-
-
-class CommChoice(NamedTuple):
-    """How a group communicates, and how many neighbours exchange heads for rows (1: none)."""
-
-    cp_comm_type: str
-    inner: int = 1
+CommChoice = tuple[str, int]  # how a group communicates, and how many neighbours exchange heads for rows (1: none)
 
 
 def choose_communication(shard: SequenceShard, arguments: Arguments, call: AttendCall) -> list[CommChoice]:
@@ -188,7 +182,7 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
     if comm_type != "auto":
         find_comm_pattern(comm_type, owner)  # raises for an unknown one
     if group.degree == 1:  # nobody to communicate with
-        return CommChoice("p2p")
+        return "p2p", 1
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
     if comm_type == "auto" and call.indexed:
         comm_type = "all_gather"  # queries and their indices stay where they are
@@ -208,7 +202,7 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
             f"{', '.join(map(str, fit))} (a2a+p2p with hierarchical_context_parallel_sizes {level}), or use p2p or "
             "all_gather"
         )
-    return CommChoice(comm_type, inner)
+    return comm_type, inner
 
 
 def _hierarchical_sizes(sizes: LevelSizes | None, degree: int, where: str) -> LevelSizes:
@@ -315,9 +309,9 @@ def pack_call(
     kernel = choose_kernel(call, arguments.kernel)
     parts = list[CallPart]()
     for part in shard.parts:
-        choice = choices[part.index] if part.index >= 0 else CommChoice("p2p")
-        members = cached_members(part, shard, mask, choice.inner)
-        parts.append(CallPart(slice(part.start, part.stop), choice.cp_comm_type, members))
+        comm_type, inner = choices[part.index] if part.index >= 0 else ("p2p", 1)
+        members = cached_members(part, shard, mask, inner)
+        parts.append(CallPart(slice(part.start, part.stop), comm_type, members))
     replays = None
     if kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS:
         size = world_of(shard.world_key).node_size

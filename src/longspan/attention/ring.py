@@ -35,7 +35,7 @@ KeyBlock = tuple[tuple[Launch, ...], Tensor, Tensor]
 
 
 class Queries(NamedTuple):
-    """Query heads in backward, and the sum of what their gradient gets from the blocks."""
+    """Query heads in backward, and the sum of what their gradient gets from the blocks, empty at first."""
 
     dout: Tensor
     saved: Saved
@@ -45,11 +45,6 @@ class Queries(NamedTuple):
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """Return dq and the gradient of these heads' sinks (None: there are none), once every block was added."""
         return self.dq.result(), sink_gradient(self.dout, self.saved, self.call.sinks)
-
-
-def make_queries(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
-    """Begin the backward pass of some query heads: the sum of their gradient is still empty."""
-    return Queries(dout, saved, call, RowSum(saved.q))
 
 
 def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
@@ -111,7 +106,7 @@ def _backward_of_head_slice(dout: Tensor, saved: Saved, members: Members, call: 
 
     Around the ring, computing the own block, which waits for no one, hides the first and the last message.
     """
-    queries = make_queries(dout, saved, call)
+    queries = Queries(dout, saved, call, RowSum(saved.q))
     if members.has_narrow_window:
         k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
         block = saved._replace(k=k, v=v)
