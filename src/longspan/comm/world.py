@@ -160,8 +160,8 @@ class World:
                 self.rank, self.home.ranks, clone_store_connection(store), f"{prefix}/watch", place.store_server
             )
         self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
-        self.watch.open_watches = _watches_of_open_worlds
-        self.watch.step = max((watch.step for watch in _watches_of_open_worlds()), default=0)
+        self.watch.open_watches = lambda: [world.watch for world in open_worlds()]
+        self.watch.step = max((world.step for world in open_worlds()), default=0)
         self.process_groups: ProcessGroups = ProcessGroups(
             backend=self.backend, timeout=self.timeout, watch=self.watch
         )
@@ -297,18 +297,14 @@ class World:
 
     @step.setter
     def step(self, step: int) -> None:
-        for watch in (self.watch, *_watches_of_open_worlds()):
-            watch.step = step
+        self.check_open()
+        for world in open_worlds():
+            world.watch.step = step
 
 
 def open_worlds() -> list[World]:
     """Return the worlds that are open on this rank, the outermost first."""
     return [world for world in list(_worlds.values()) if "watch" in vars(world)]
-
-
-def _watches_of_open_worlds() -> list[Watch]:
-    """Return the watches of the open worlds, the outermost first."""
-    return [world.watch for world in open_worlds()]
 
 
 @atexit.register

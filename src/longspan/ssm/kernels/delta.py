@@ -39,10 +39,13 @@ class Pieces:
 
     def __init__(self, runs: LocalRuns, heads: int) -> None:
         most_pieces = -(-_AT_ONCE // heads)
-        sizes = [
-            _piece_sizes(int(rows), most_pieces) if is_shared else [int(rows)]
-            for rows, is_shared in zip(runs.lengths, runs.shared, strict=True)
-        ]
+        sizes = list[list[int]]()
+        for rows, is_shared in zip(runs.lengths.tolist(), runs.shared, strict=True):
+            # nearly equal, whole chunks but for the last, and so few that none is much shorter than _SHORTEST
+            count = max(1, min(most_pieces, rows // _SHORTEST)) if is_shared else 1
+            chunks = -(-rows // CHUNK)
+            ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
+            sizes.append(np.diff([0, *ends]).tolist())
         counts = np.array([len(cut) for cut in sizes])
         self.runs: LocalRuns = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
         self._starts = np.cumsum(counts) - counts
@@ -142,16 +145,6 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
     x = x.clone()
     put_rows(x, rows, values)
     return x
-
-
-def _piece_sizes(rows: int, most: int) -> list[int]:
-    """Return the rows of each piece of a run: nearly equal, whole chunks but for the last, and so few that none is much
-    shorter than _SHORTEST.
-    """
-    chunks = -(-rows // CHUNK)
-    count = max(1, min(most, rows // _SHORTEST))
-    ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
-    return np.diff([0, *ends]).tolist()
 
 
 def cut_into_pieces(runs: LocalRuns, heads: int) -> Pieces:
