@@ -136,7 +136,7 @@ def traffic() -> Traffic:
 def _measured(_: int, ranks: int, repeats: int, idle_seconds: float) -> dict[str, float]:
     before = traffic()
     of_parents = list[Traffic]()
-    with mock.patch.object(Channels, "make_parent_groups", _counting(Channels.make_parent_groups, of_parents)):
+    with mock.patch.object(Channels, "__init__", _counting(Channels.__init__, of_parents)):
         world = World(Layout(ranks=ranks), backend="gloo")
         world.__enter__()
     with ExitStack() as open_world:
@@ -163,10 +163,10 @@ def _measured(_: int, ranks: int, repeats: int, idle_seconds: float) -> dict[str
     return figures
 
 
-def _counting(make: Callable[[Channels], None], counts: list[Traffic]) -> Callable[[Channels], None]:
-    def make_and_count(channels: Channels) -> None:
+def _counting(make: Callable[..., None], counts: list[Traffic]) -> Callable[..., None]:
+    def make_and_count(channels: Channels, *arguments: Any) -> None:
         before = traffic()
-        make(channels)
+        make(channels, *arguments)
         counts.append(traffic() - before)
 
     return make_and_count

@@ -167,7 +167,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 AXES: dict[str, Sequence[Any]] = {
     "slots": DRAWN_DEGREES,
     "feature": tuple(FEATURES),
-    "layout": tuple(layouts(1)),
+    # without two whose groups are among those of other layouts
+    "layout": tuple(name for name in layouts(1) if name not in ("degree 1", "halves")),
     "heads": HEADS,
     "dtype": ("float64", "float32", "bfloat16"),
     "way": (
@@ -285,37 +286,25 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     indices = chosen_positions(question, shard.micro_batch.lengths)
     indices = None if indices is None else shard.scatter(indices.to(shard.device))
 
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, shard, sinks=sink_leaf, indices=indices, **question.options, **options_of(case))
+    options: dict[str, Any] = {"cp_comm_type": way.kind, "latents": question.heads == "latents", "kernel": way.kernel}
+    options |= {"dropout": question.dropout, "dropout_seed": question.seed, "layer": question.seed % 2}
+
+    def layer(*qkv: Tensor) -> Tensor:
+        q, k, v = (x * 1 if way.recomputed else x for x in qkv)
+        return attend(q, k, v, shard, sinks=sink_leaf, indices=indices, **question.options, **options)
 
     with ExitStack() as patched:
         for module, name, value in LARGE[way.large]:
             patched.enter_context(patch.object(module, name, value))
-        out = _recomputed(layer, *leaves[:3]) if way.recomputed else layer(*leaves[:3])
+        if way.recomputed:
+            out = cast(Tensor, checkpoint(layer, *leaves[:3], use_reentrant=False, context_fn=Recording().contexts))
+        else:
+            out = layer(*leaves[:3])
         out.backward(shard.scatter(dout))
     assert question.sinks == (leaves[3].grad is not None)
     for name, x in zip("qkv", leaves, strict=False):
         assert x.grad is not None, f"no gradient of {name} at {len(x)} rows"
     return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
-
-
-def _recomputed(layer: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
-    def whole(*qkv: Tensor) -> Tensor:
-        return layer(*(x * 1 for x in qkv))
-
-    return cast(Tensor, checkpoint(whole, *qkv, use_reentrant=False, context_fn=Recording().contexts))
-
-
-def options_of(case: Case) -> dict[str, Any]:
-    question, way = case
-    return {
-        "cp_comm_type": way.kind,
-        "latents": question.heads == "latents",
-        "kernel": way.kernel,
-        "layer": question.seed % 2,
-        "dropout": question.dropout,
-        "dropout_seed": question.seed,
-    }
 
 
 def squares_of(case: Case, slots: int, shard: SequenceShard) -> list[float]:

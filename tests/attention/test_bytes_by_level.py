@@ -21,11 +21,10 @@ from longspan.attention import all_to_all
 from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.saved_outputs import Recording
 from longspan.comm import channel
-from longspan.plan import AttentionCall, plan_fixed
+from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from tests.attention.test_attend import needs
 
-Sent = Counter[tuple[int, int]]  # bytes by (sender, receiver)
 Sizes = tuple[int, int] | None
 HEAD, VALUE = 12, 8
 
@@ -55,14 +54,7 @@ def cases() -> list[Case]:
     exchanging = [call for call in own if "a2a" in call.kind]
     sliced = [call._replace(sliced=True) for call in exchanging]
     again = [call._replace(recomputed=True, kernel=kernel) for call in exchanging for kernel in (None, "reference")]
-    return [*calls, *(call._replace(dtype="float32") for call in calls[::2]), *own, *sliced, *again]
-
-
-def call_of(case: Case) -> AttentionCall:
-    number = getattr(torch, case.dtype).itemsize
-    return AttentionCall(
-        heads=case.heads, kv_heads=case.kv_heads, head_dim=HEAD, value_dim=VALUE, bytes_per_number=number
-    )
+    return [*calls, *(call._replace(dtype="float32") for call in calls[::4]), *own, *sliced, *again]
 
 
 def group_of(case: Case) -> Group:
@@ -122,24 +114,14 @@ def count_sent(rank: int) -> list[Counter[int]]:
     return counted
 
 
-def by_level(sent: Sent) -> dict[str, float]:
-    levels = {"inside": 0.0, "across": 0.0}
-    for (sender, receiver), size in sent.items():
-        levels["inside" if sender // NODE_SIZE == receiver // NODE_SIZE else "across"] += size
-    return levels
-
-
-def width(call: AttentionCall) -> int:
-    return call.head_dim + (call.value_dim or call.head_dim)
-
-
 def expected_bytes(case: Case) -> dict[str, float]:
     """What a call sends around rings and in exchanges; in a recomputed layer, with what is exchanged once more."""
-    call, tokens, nodes = call_of(case), sum(group_of(case).lengths), [s // NODE_SIZE for s in range(SLOTS)]
+    tokens, nodes = sum(group_of(case).lengths), [s // NODE_SIZE for s in range(SLOTS)]
     inner, around = case.sizes or ((SLOTS, 1) if case.kind == "a2a" else (1, SLOTS))
-    number, wide = call.bytes_per_number, max(4, call.bytes_per_number)
+    number = getattr(torch, case.dtype).itemsize
+    wide = max(4, number)
     copies = HeadSplit(case.heads, case.kv_heads, inner).kv_copies  # whose gradients are summed
-    keys, queries = tokens * call.kv_heads * width(call) * copies, tokens * call.heads * width(call)
+    keys, queries = tokens * case.kv_heads * (HEAD + VALUE) * copies, tokens * case.heads * (HEAD + VALUE)
     blocks, gradients = 2 * number * keys * (around - 1), wide * keys * (around - 1)
     exchanged = (2 * number * queries + (number + (wide if copies > 1 else number)) * keys) * (inner - 1) / inner
     rings = [nodes[i::inner] for i in range(inner)]
@@ -169,5 +151,8 @@ def test_what_is_sent() -> None:
     needs(SLOTS)
     ranks = run_ranks(count_sent, SLOTS)
     for i, case in enumerate(sorted(cases(), key=lambda case: case.own)):
-        sent = Counter({(rank, peer): size for rank, of in enumerate(ranks) for peer, size in of[i].items()})
-        assert by_level(sent) == pytest.approx(expected_bytes(case), rel=1e-9), case
+        levels = {"inside": 0.0, "across": 0.0}
+        for rank, counted in enumerate(ranks):
+            for peer, size in counted[i].items():
+                levels["inside" if rank // NODE_SIZE == peer // NODE_SIZE else "across"] += size
+        assert levels == pytest.approx(expected_bytes(case), rel=1e-9), case

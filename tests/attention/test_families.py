@@ -129,15 +129,13 @@ OPTIONS = ({}, {"window": 5}, {"window": 30}, {"softcap": 1.5, "window": 12}, {"
 
 @cache
 def cases_of(slots, every_way):
-    """Forests by types and partitions: every one, or of each forest every second type, on two ranks the others than on
-    four.
-    """
-    ways = list(itertools.product(TYPES, ("zigzag", "contiguous")))
-    ways = [(kind, p) for kind, p in ways if kind == "p2p" or slots > 1]
+    """Forests by types and partitions: every one, or of each type every third forest, on two ranks others than four."""
+    # one rank has all rows under every type and partition
+    ways = list(itertools.product(TYPES, ("zigzag", "contiguous")))[: None if slots > 1 else 1]
     every = [
         (name, *way, HEADS[(i + j) % 3] if slots in (1, 2, 4) else (12, 4, 8, 8), OPTIONS[(i + j) % len(OPTIONS)])
         for (i, name), (j, way) in itertools.product(enumerate(FORESTS), enumerate(ways))
-        if every_way or slots == 1 or (i + j // 2 + slots // 2) % 2 == 0
+        if every_way or slots == 1 or (i + j + slots // 2) % 3 == 0
     ]
     return every if slots > 1 else [(*case[:4], options) for case in every for options in OPTIONS]
 

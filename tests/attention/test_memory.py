@@ -294,20 +294,18 @@ def test_slices_that_are_sent_one_by_one_take_less_memory(results) -> None:
         assert peaks[True, True] < peaks[True, False] - 0.7 and peaks[False, True] <= peaks[False, False], peaks
 
 
-def make_park(storages: dict[int, int]) -> Callable[[Tensor], Callable[[], Tensor]]:
+def keep(shard: SequenceShard) -> dict[tuple[str, bool, bool], float]:
+    """By type, whether what is exchanged is kept, and in slices: bytes of a row that stay for a layer's backward."""
+    kept, usual = dict[tuple[str, bool, bool], float](), all_to_all.SLICE_BYTES
+    storages = dict[int, int]()
+
     def park(x: Tensor) -> Callable[[], Tensor]:
         storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x.detach
 
-    return park
-
-
-def keep(shard: SequenceShard) -> dict[tuple[str, bool, bool], float]:
-    """By type, whether what is exchanged is kept, and in slices: bytes of a row that stay for a layer's backward."""
-    kept, usual = dict[tuple[str, bool, bool], float](), all_to_all.SLICE_BYTES
     for kind, keep_exchanged, sliced in product(TYPES, (False, True), (False, True)):
-        storages = dict[int, int]()
-        recording = OutputRecording(make_park(storages), keep_exchanged=keep_exchanged)
+        storages.clear()
+        recording = OutputRecording(park, keep_exchanged=keep_exchanged)
         with patch.object(all_to_all, "SLICE_BYTES", 0 if sliced else usual), recording.record_outputs():
             levels = {"hierarchical_context_parallel_sizes": (2, 2)} if "+" in kind else {}
             out = attend(*of_qwen(shard), shard, cp_comm_type=kind, **levels)

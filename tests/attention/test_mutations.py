@@ -32,11 +32,6 @@ CASES = cases_of(
 )
 
 OF_MODULES = {  # what stands in a module of attention once, and what takes its place
-    "sums": {  # sums of gradients over blocks, and what a sink takes
-        "add_rows([(x, self._full_sum())], rows)": "self._full_sum()",
-        "add_rows([(x, self._full_sum()[:, heads])], all_rows)": "self._full_sum()[:, heads] = x",
-        "out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks": "out, lse_with_sinks",
-    },
     "rows": {  # merging blocks, and adding rows
         "step = torch.sigmoid(lse - rows_lse)": "step = torch.full_like(lse, 0.5)",
         "rows_lse = torch.logaddexp(rows_lse, lse)": "rows_lse = torch.maximum(rows_lse, lse)",
@@ -56,7 +51,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "(0, window_rows.received_places, handle": "(0, window_rows.received_places.flip(0), handle",
     },
     "all_gather": {
-        "(self._members.degree, -1)).sum(0)": "(self._members.degree, -1))[0]",
+        "(members.degree, -1)).sum(0)": "(members.degree, -1))[0]",
         "(started.pop().wait(),), order)": "(started.pop().wait(),), order.flip(0))",
     },
     "all_to_all": {  # rows and heads where they belong, and what a recomputed layer exchanges once more
@@ -80,7 +75,12 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "sign=(scale > 0) - (scale < 0)": "sign=1",
     },
     "call": {"self.sinks[start:stop]": "self.sinks[: stop - start]"},
-    "blocks": {"return -weight.mul_(": "return weight.mul_("},
+    "blocks": {  # sums of gradients over blocks, and what a sink takes
+        "add_rows([(x, self._full_sum())], rows)": "self._full_sum()",
+        "add_rows([(x, self._full_sum()[:, heads])], all_rows)": "self._full_sum()[:, heads] = x",
+        "out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks": "out, lse_with_sinks",
+        "return -weight.mul_(": "return weight.mul_(",
+    },
     "dropout": {
         "self.first_head, self.first_head + heads": "0, heads",
         "document[rows]), q_position[rows]": "document[rows]), 0 * q_position[rows]",

@@ -3,7 +3,6 @@
 And launches of those kernels: what is asked of Triton, and what of a compiled kernel at hand.
 """
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -30,12 +29,6 @@ def some_rows(count: int, picked: bool) -> Rows:
         return slice(count // 3, count)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     return order[: (count + 1) // 2].to(DEVICE)
-
-
-def of_host(fn: Callable[..., None], *tensors: Tensor) -> list[Tensor]:
-    copies = [x.cpu().clone() for x in tensors]
-    fn(*copies)
-    return copies
 
 
 @pytest.mark.parametrize("fresh", (False, True))
@@ -75,9 +68,10 @@ def test_copies_and_merges_are_those_of_the_host(picked: bool) -> None:
     count = len(sources[0][rows])
     total, part = (drawn(20, 4, 16), drawn(20, 4)), (drawn(count, 4, 16, seed=1), drawn(count, 4, seed=2))
     on_host = rows.cpu() if isinstance(rows, Tensor) else rows
-    expected = of_host(lambda a, b, c, d: merge_rows_(a, b, on_host, c, d), *total, *part)
+    expected = [x.cpu().clone() for x in total]
+    merge_rows_(*expected, on_host, *(x.cpu() for x in part))
     merge_rows_(*total, rows, *part)
-    for x, y in zip(total, expected, strict=False):
+    for x, y in zip(total, expected, strict=True):
         torch.testing.assert_close(x.cpu(), y, rtol=1e-5, atol=1e-5)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan import Bridge, Layout, Partition, World
-from longspan.bridge.row_exchange import RowGradient
+from longspan.bridge.bridge import RowGradient
 from longspan.comm.channel import Channel, Handle
 from longspan.testing import backend, run_ranks
 from tests.layout.strategies import lacking, random_gradients, summed

@@ -25,31 +25,31 @@ NAMES = [  # in which rows are used by several slots, several times, in every or
 OF_SLOTS = '"partial_over_slots": [tuple(members) for members in slots]'
 MUTATIONS = [
     # the sum over uses of a row: by several slots, by one rank, one slot's twice
-    ("bridge.row_exchange", "total.index_add_(0, target, widen_half_precision(pool[source]))", "pass"),
-    ("bridge.row_exchange", "x.index_add_(0, target, x[source])", "pass"),
+    ("bridge.bridge", "total.index_add_(0, target, widen_half_precision(pool[source]))", "pass"),
+    ("bridge.bridge", "x.index_add_(0, target, x[source])", "pass"),
     (
-        "bridge.row_exchange",
+        "bridge.bridge",
         "widen_half_precision(pool[source])",
-        "widen_half_precision(result[moves.summed_rows[target]])",
+        "widen_half_precision(rows[moves.summed_rows[target]])",
     ),
     ("layout.exchange", "for group in groups for member", "for group in reversed(groups) for member"),
     # conventions
-    ("bridge.row_exchange", OF_SLOTS, '"partial_over_slots": None'),
-    ("bridge.row_exchange", OF_SLOTS, '"partial_over_slots": [[member] for member in range(channel.degree)]'),
-    ("bridge.row_exchange", '"identical": None', '"identical": [[member] for member in range(channel.degree)]'),
+    ("bridge.bridge", OF_SLOTS, '"partial_over_slots": None'),
+    ("bridge.bridge", OF_SLOTS, '"partial_over_slots": [[member] for member in range(channel.degree)]'),
+    ("bridge.bridge", '"identical": None', '"identical": [[member] for member in range(channel.degree)]'),
     # axes and order of the home
     ("bridge.bridge", "world.home.tp_groups()", "zip(*world.home.tp_groups())"),
     ("bridge.bridge", "everyone.ranks.index(rank)", "rank"),
     # rows where they belong
     ("layout.exchange", "blocks[np.argsort(order[blocks])]", "np.sort(blocks)"),
     ("layout.exchange", "pool_begins[me] = pool_rows.sum()", "pool_begins[me] = 0"),
-    ("bridge.row_exchange", "pool[moves.places]", "pool[moves.places.flip(0)]"),
-    ("bridge.row_exchange", "(x, [moves.stays],", "(x, [moves.stays.flip(0)],"),
-    ("bridge.row_exchange", "pool[-1:].zero_()", "pool[-1:].fill_(1)"),
+    ("bridge.bridge", "pool[moves.places]", "pool[moves.places.flip(0)]"),
+    ("bridge.bridge", "(x, [moves.stays],", "(x, [moves.stays.flip(0)],"),
+    ("bridge.bridge", "pool[-1:].zero_()", "pool[-1:].fill_(1)"),
     (
-        "bridge.row_exchange",
+        "bridge.bridge",
         "rows.index_copy_(0, moves.summed_rows,",
-        "result.index_copy_(0, moves.summed_rows.flip(0),",
+        "rows.index_copy_(0, moves.summed_rows.flip(0),",
     ),
 ]
 

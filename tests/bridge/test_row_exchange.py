@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from longspan.bridge.row_exchange import RowExchange
+from longspan.bridge.bridge import RowExchange
 from longspan.comm import Channel
 from longspan.comm.routed_rows import send_routed_rows
 from longspan.comm.world import World

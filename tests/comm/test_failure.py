@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from longspan.comm import flight_recorder, rendezvous, watch as answering
+from longspan.comm import failure_reports, rendezvous, watch as answering
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.comm.world import World
@@ -38,9 +38,10 @@ FAILURES = {  # what rank 2 does instead of entering -> what the launcher raises
 
 
 def walk(rank: int, how: str) -> None:
-    with World(Layout(ranks=4), backend=backend(), timeout=2 if how == "hang" else 60) as world:
+    with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
         world.step = 7
         world.control.barrier()
+        world.watch.timeout = 1.5 if how == "hang" else 60
         if rank == 2:
             time.sleep(0.2)  # the others are in the exchange by now
             if how == "kill":
@@ -61,7 +62,7 @@ def test_the_others_stop_and_say_which(how: str) -> None:
     kind, launcher, survivors = FAILURES[how]
     before = time.monotonic()
     with pytest.raises(kind, match=launcher) as raised:
-        run_local(walk, 4, (how,), timeout=100, grace=2.5 if how == "hang" else 6, threads=1)
+        run_local(walk, 4, (how,), timeout=100, grace=1.5 if how == "hang" else 6, threads=1)
     assert time.monotonic() - before < 50
     notes = getattr(raised.value, "__notes__", [])
     said = [note for note in notes if re.search(f"{RING} {survivors}", note)]
@@ -83,7 +84,7 @@ def wait_in_vain(rank: int, folder: Path) -> None:
                 raise ValueError("not today")
             if rank == 0:
                 world.control.barrier()
-            time.sleep(2)
+            time.sleep(1.4)  # longer than LEFT_SECONDS and two looks
             (folder / "at work").touch()
             raise ValueError("over")
     except ValueError:
@@ -94,7 +95,7 @@ def wait_in_vain(rank: int, folder: Path) -> None:
 def test_a_rank_that_waits_for_one_that_left_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = time.monotonic()
     with pytest.raises(CommError, match="rank 0 of 3 was killed by signal 6"):
-        run_local(wait_in_vain, 3, (tmp_path,), grace=2.5, threads=1)
+        run_local(wait_in_vain, 3, (tmp_path,), grace=1.5, threads=1)
     assert time.monotonic() - before < 50 and (tmp_path / "at work").exists()
     assert re.search(
         r"longspan: 'barrier' of step 0 between ranks \(0, 1, 2\) failed on rank 0 .*rank 1 left with ValueError: not",
@@ -207,8 +208,7 @@ def test_memory_that_is_short_is_no_failed_collective(error: Exception) -> None:
 
 def serve_the_store() -> None:
     """Rank 0 serves the store itself, as where ranks are started one by one (srun)."""
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    os.environ["MASTER_PORT"] = os.environ["TEST_PORT"]
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": os.environ["TEST_PORT"]}
 
 
 @pytest.fixture
@@ -361,12 +361,12 @@ def test_a_hang_is_named_once_with_what_torch_recorded(where: str, tmp_path: Pat
 
 
 def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "_entries", lambda function: [])
-    assert flight_recorder.last_collective_text() == "", "nothing was recorded in this process"
-    monkeypatch.setattr(flight_recorder, "RECORDER_SECONDS", 0.01)
+    monkeypatch.setattr(failure_reports, "_recorded_entries", lambda function: [])
+    assert failure_reports.last_collective_text() == "", "nothing was recorded in this process"
+    monkeypatch.setattr(failure_reports, "RECORDER_SECONDS", 0.01)
     release = threading.Event()
-    monkeypatch.setattr(flight_recorder, "_entries", lambda function: release.wait(30) and [])
-    assert flight_recorder.last_collective_text() == ""
+    monkeypatch.setattr(failure_reports, "_recorded_entries", lambda function: release.wait(30) and [])
+    assert failure_reports.last_collective_text() == ""
     release.set()
 
 

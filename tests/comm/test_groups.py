@@ -1,7 +1,6 @@
 """Channels move exactly what is given, with and without communicators of their own, whose number is bounded."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -48,26 +47,21 @@ def talk_all(rank: int) -> list[list[GroupRecord]]:
 def talk(rank: int, max_groups: int) -> list[GroupRecord]:
     with World(Layout(ranks=4), backend=backend(), timeout=60, max_groups=max_groups) as world:
         for slots, _ in GATHERS:
-            world.prepare(one_group(slots))
+            world.prepare(Plan(4, (8,), (MicroBatch((Group(slots, (0,), (8,)),)),), targets=7))
         for dtype in DTYPES:
             for slots, counts in GATHERS:
                 if rank in slots:
                     channel = world.channels.find_channel(slots)
                     assert channel.ranks == slots and channel.index == slots.index(rank) and repr(channel)
-                    with only_its_communicator(world, channel):
+                    has_own = world.process_groups.communicator(slots) is not None
+                    only = mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("point to point"))
+                    with only if has_own else nullcontext():
                         for check in (check_gather, check_sum, check_rows, check_shift):
                             check(channel, counts, dtype)
-        communicators = [record.ranks for record in world.process_groups.made if record.kind == "communicator"]
-        assert all(world.process_groups.communicator(ranks) is not None for ranks in communicators), (
-            "made, and not used"
-        )
-        return world.process_groups.made
-
-
-def only_its_communicator(world: World, channel: Channel) -> AbstractContextManager[object]:
-    if world.process_groups.communicator(channel.ranks) is None:
-        return nullcontext()
-    return mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("point to point"))
+        made = world.process_groups.made
+        communicators = [world.process_groups.communicator(x.ranks) for x in made if x.kind == "communicator"]
+        assert None not in communicators, "made, and not used"
+        return made
 
 
 def check_gather(channel: Channel, counts: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -111,10 +105,6 @@ def check_shift(channel: Channel, counts: tuple[int, ...], dtype: torch.dtype) -
     assert torch.equal(into, rows(left, counts[left], dtype, channel.device))
 
 
-def one_group(slots: tuple[int, ...]) -> Plan:
-    return Plan(4, (8,), (MicroBatch((Group(slots, (0,), (8,)),)),), targets=7)
-
-
 MAX_GROUPS = (0, 1, 9)
 
 
@@ -128,30 +118,12 @@ def test_channels_with_and_without_communicators() -> None:
                 assert len(communicators) == min(max_groups, 3)
 
 
-class Noted:
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.current, self.named_operation, self.last_label, self.timeout = None, None, "", 60.0
-
-    def watch_works(self, operation: Operation, works: Sequence[Any]) -> None:
-        self.seen.append("works")
-
-    def watch_stream(self, operation: Operation) -> None:
-        self.seen.append("event")
-
-
-class Done:
-    def wait(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("work_bytes", "seen"), [(EVENT_BYTES - 1, "works"), (EVENT_BYTES, "event")])
+@pytest.mark.parametrize(("work_bytes", "seen"), [(EVENT_BYTES - 1, "watch_works"), (EVENT_BYTES, "watch_stream")])
 def test_works_that_hold_much_are_not_kept_to_be_watched(work_bytes: int, seen: str) -> None:
-    watch: Any = Noted()
-    works: Any = (Done(),)
+    watch, works = mock.Mock(current=None, named_operation=None, timeout=60.0), (mock.Mock(),)
     handle = Handle(Operation(watch, "gather", (0, 1)), works, finish=lambda: "rows", work_bytes=work_bytes)
     assert handle.wait() == handle.wait() == "rows"
-    assert watch.seen == [seen] and watch.last_label == "gather"
+    assert [name for name, *_ in watch.method_calls] == [seen] and watch.last_label == "gather"
 
 
 def check_pairs(channel: Channel) -> None:

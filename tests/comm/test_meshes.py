@@ -31,24 +31,20 @@ def _members(mesh: DeviceMesh) -> Members:
 
 
 def _visit_all(rank: int, homes: tuple[Layout, ...]) -> list[tuple[dict[str, Members], list[str]]]:
-    return [_visit(home) for home in homes]
-
-
-def _visit(home: Layout) -> tuple[dict[str, Members], list[str]]:
-    with World(home, backend=backend(), timeout=60) as world:
-        meshes = {"fsdp": world.meshes.fsdp, "expert": world.meshes.expert}
-        if home.tp > 1:
-            meshes["tp"] = world.meshes.tp
-        if home.ep > 1:
-            meshes["ep"] = world.meshes.ep
-        assert world.meshes.fsdp is meshes["fsdp"] and world.meshes.expert is meshes["expert"]
-        for names, over in (("fsdp", "tp"), ("expert", "ep")):
-            if over in meshes:
-                _shard_twice(world, meshes[names], meshes[over])
-        slots = world.meshes.fsdp.get_group("slots")
-        assert slots is not world.process_groups.parent("plane"), "point-to-point never runs on FSDP's group"
-        kinds = [record.kind for record in world.process_groups.made]
-        return {name: _members(mesh) for name, mesh in meshes.items()}, kinds
+    visited = list[tuple[dict[str, Members], list[str]]]()
+    for home in homes:
+        with World(home, backend=backend(), timeout=60) as world:
+            meshes = {"fsdp": world.meshes.fsdp, "expert": world.meshes.expert}
+            meshes |= {name: getattr(world.meshes, name) for name in ("tp", "ep") if getattr(home, name) > 1}
+            assert world.meshes.fsdp is meshes["fsdp"] and world.meshes.expert is meshes["expert"]
+            for names, over in (("fsdp", "tp"), ("expert", "ep")):
+                if over in meshes:
+                    _shard_twice(world, meshes[names], meshes[over])
+            slots = world.meshes.fsdp.get_group("slots")
+            assert slots is not world.process_groups.parent("plane"), "point-to-point never runs on FSDP's group"
+            kinds = [record.kind for record in world.process_groups.made]
+            visited.append(({name: _members(mesh) for name, mesh in meshes.items()}, kinds))
+    return visited
 
 
 def _shard_twice(world: World, outer: DeviceMesh, inner: DeviceMesh) -> None:
@@ -112,21 +108,17 @@ REFUSED = [
 
 
 def _refused(rank: int) -> None:
-    _shuffled()
+    with World(Layout(ranks=(2, 0, 3, 1), dp_replicate=2), backend=backend(), timeout=60) as world:
+        layer = nn.Linear(8, 16, bias=False, device=world.device)
+        weight = layer.weight.detach().fill_(0).add_(torch.arange(128.0, device=world.device).view(16, 8)).clone()
+        fully_shard(layer, mesh=world.meshes.fsdp)
+        assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), weight)
     for home, name, says in REFUSED:
         with World(home, backend=backend(), timeout=60) as world:
             before = len(world.process_groups.made)
             with pytest.raises(CommError, match=says):
                 getattr(world.meshes, name)
             assert len(world.process_groups.made) == before
-
-
-def _shuffled() -> None:
-    with World(Layout(ranks=(2, 0, 3, 1), dp_replicate=2), backend=backend(), timeout=60) as world:
-        layer = nn.Linear(8, 16, bias=False, device=world.device)
-        weight = layer.weight.detach().fill_(0).add_(torch.arange(128.0, device=world.device).view(16, 8)).clone()
-        fully_shard(layer, mesh=world.meshes.fsdp)
-        assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), weight)
 
 
 def test_slots_in_any_order_of_ranks_and_homes_without_such_a_mesh() -> None:

@@ -77,7 +77,7 @@ def differences(rank: int) -> list[str]:
 
 def in_other_calls(rank: int) -> str:
     with pytest.raises(CommError) as raised, World(Layout(ranks=2), backend="gloo", timeout=60) as world:
-        world.watch.timeout = 1.0
+        world.watch.timeout = 0.5
         world.control.any_ranks(False, False) if rank else world.control.any_ranks(False)
     return str(raised.value)
 

@@ -42,12 +42,6 @@ def _apply(fn: Through, world: World, part: Tensor, weight: Tensor) -> tuple[Ten
     return out.detach().cpu(), x.grad.cpu()
 
 
-def _check_all(rank: int) -> None:
-    for home in HOMES:
-        with World(home, backend=backend(), timeout=60) as world:
-            _check(home, world)
-
-
 def _check(home: Layout, world: World) -> None:
     (me, tp), slot = tp_index_and_degree(world.key), world.slot + 10 * world.coordinates.pp
     assert (me, tp) == (world.coordinates.tp, home.tp)
@@ -80,6 +74,12 @@ def _check(home: Layout, world: World) -> None:
     (tp_copy_parameter(x, world.key) * low.to(world.device)).sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
     assert x.grad.tolist() == [256.0 if tp == 2 else 258.0] * tp
+
+
+def _check_all(rank: int) -> None:
+    for home in HOMES:
+        with World(home, backend=backend(), timeout=60) as world:
+            _check(home, world)
 
 
 def test_sums_slices_and_their_gradients() -> None:

@@ -21,8 +21,6 @@ from tests.train.small import small_config, train_rank
 
 on_gloo = pytest.mark.skipif(backend() != "gloo", reason="backward passes on GPUs run in threads the mode does not see")
 PACKAGE = f"{Path(longspan.__file__).parent}/"
-SPACES = ("c10d", "_c10d_functional")
-NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class WatchedCollectives(TorchDispatchMode):
@@ -33,7 +31,8 @@ class WatchedCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if func.namespace in SPACES and func._opname not in NO_COLLECTIVES:
+        is_collective = func._opname not in ("wait_tensor", "_wrap_tensor_autograd")
+        if func.namespace in ("c10d", "_c10d_functional") and is_collective:
             self.seen.add(name)
             watches = [world.watch for world in open_worlds()]
             if not any(watch.current or watch.named_operation for watch in watches):

@@ -1,17 +1,26 @@
-"""Our Triton kernels of norms, experts and losses beside float64, on a GPU: errors of results and of every gradient."""
+"""Our kernels on a GPU: of norms, experts and losses beside float64, of weights in 4 bits beside the CPU."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.model.experts.expert_products import apply_silu_gate_kernel
+from longspan.model.experts import expert_products
+from longspan.model.experts.expert_products import ExpertLoads, apply_silu_gate_kernel, run_experts
+from longspan.model.experts.moe import connect_experts
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
+from longspan.model.frozen.four_bit import NF4
+from longspan.model.kinds import expert_modules
 from longspan.model.seams.norms import NormFormula
 from longspan.train.log_probs import kernel_distributions, target_log_probs_and_gradient
+from tests.model.experts.moe_models import moe_config
+from tests.model.lora.adapted import drawn
+from tests.model.stock import random_model
 from tests.reference import relative_error
 
 Errors = dict[str, float]
@@ -168,3 +177,44 @@ def test_results_and_gradients_are_those_of_float64(errors, case, dtype: torch.d
 def test_many_rows_of_few_features() -> None:
     found = norm_errors("of heads", "cuda", torch.float32, rows=100_003)
     assert max(found.values()) <= BOUNDS[torch.float32], found
+
+
+PACKED = ((1, 64), (37, 192), (130, 2048), (3, 12288), (700, 9216))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", PACKED, ids=str)
+def test_bytes_and_values_are_those_of_the_host(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Frozen weights in 4 bits: bytes that are made on a GPU, and the kernel's values, are those of the CPU."""
+    weight = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight[0, :64] = 0.0
+    packed = NF4.pack(weight)
+    assert torch.equal(NF4.pack(weight.cuda()).cpu(), packed)
+    values, on_gpu = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype, device="cuda")
+    NF4.unpack(packed, values)
+    NF4.unpack(packed.cuda(), on_gpu)
+    assert torch.equal(on_gpu.cpu(), values)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])  # the second one's matrices are transposed
+def test_grouped_products_are_those_of_each_expert(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters of experts: one product of all groups gives what one product for each expert gives."""
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], target_parameters=names)
+    peft_model: Any = drawn(peft.get_peft_model(random_model(moe_config(family), torch.bfloat16), lora))
+    model = peft_model.get_base_model().to("cuda", torch.bfloat16)
+    connect_experts(model)
+    experts = next(iter(expert_modules(model).values()))
+    counts = [0, 3, 17, 1, 40, 8, 0, 11]
+    rows = 0.5 * torch.randn((sum(counts), model.config.hidden_size), generator=torch.Generator().manual_seed(0))
+    found = dict[str, list[torch.Tensor]]()
+    trained = [p for n, p in model.named_parameters() if ".layers.0.mlp.experts." in n and p.requires_grad]
+    assert len(trained) == 4
+    for kind in ("grouped_mm", "loop"):
+        monkeypatch.setattr(expert_products, "expert_product_kind", lambda *_, kind=kind, **__: kind)
+        x = rows.to("cuda", torch.bfloat16).requires_grad_()
+        y = run_experts(experts, x, ExpertLoads(torch.tensor(counts, device="cuda")))
+        found[kind] = [y, *torch.autograd.grad(y.float().square().sum(), [x, *trained])]
+    for grouped, looped in zip(found["grouped_mm"], found["loop"], strict=True):
+        assert looped.abs().max() > 0
+        assert (grouped - looped).float().norm() <= 2e-2 * looped.float().norm()

@@ -130,8 +130,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "rotary positions of packed documents": KnownError(
             checks.step("LlamaConfig", (8, 16, 4, 12)),
             "comm.shard",
-            "return rows, positions, np.asarray",
-            "return rows, positions - np.repeat(segments.start, sizes), np.asarray",
+            "columns.append((row, position, ids",
+            "columns.append((row, position - np.repeat(segments.start, counts), ids",
         ),
     },
     "Layers": {

@@ -7,11 +7,12 @@ go in slices: the next is gathered while the current one is computed.
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from longspan.attention.blocks import (
     HeadSlice,
+    Partial,
+    RowSum,
     add_block,
     backward_head_groups,
     block_gradients,
@@ -21,7 +22,6 @@ from longspan.attention.blocks import (
 from longspan.attention.call import AttendCall, Gradients, Saved
 from longspan.attention.members import Members
 from longspan.attention.rows import accumulation_dtype, concat_heads, join_columns, sum_rows
-from longspan.attention.sums import Partial, RowSum
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.messages import GATHER_SLICE_BYTES as SLICE_BYTES, GATHER_SLICES as SLICES
 
@@ -62,17 +62,21 @@ def all_gather_backward(
     # the finer cut: it keeps within the memory for float32 sums
     slices = max(slices, backward_head_groups(max(members.counts), q, k.shape[1]), key=len)
     dq_parts = list[Tensor]()
-    sums = _GradientSums(members)
+    own_pairs = list[_Pair]()  # dk and dv of this member's rows
+    travelling: Handle | None = None  # those of the slice before
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         saved_slice = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
         dq = RowSum(saved_slice.q)
         slice_call = call.for_heads(heads.q.start, heads.q.stop)
-        sums.send_gradients(
-            block_gradients(dq, dout[:, heads.q], saved_slice, members.launches(None), slice_call), all_k, all_v
-        )
+        addends = block_gradients(dq, dout[:, heads.q], saved_slice, members.launches(None), slice_call)
+        if travelling is not None:  # one message at a time takes memory
+            own_pairs.append(travelling.wait())
+        travelling = _send_gradients(addends, all_k, all_v, members)
         dq_parts.append(dq.result().to(q.dtype))
         del all_k, all_v, saved_slice
-    dk, dv = sums.own_sums()
+    assert travelling is not None
+    own_pairs.append(travelling.wait())
+    dk, dv = (concat_heads(parts) for parts in zip(*own_pairs, strict=True))
     return Gradients(concat_heads(dq_parts), dk, dv, sink_gradient(dout, saved, call.sinks))
 
 
@@ -102,55 +106,27 @@ def _gather_slices(
         del k, v  # freed before the next slice is laid in order
 
 
-class _GradientSums:
-    """A reduce-scatter of dk and dv, slice of heads by slice: each member gets the sums over members for its own rows.
+def _send_gradients(addends: list[Addend], k: Tensor, v: Tensor, members: Members) -> Handle:
+    """Add up a slice's gradients, which frees them, and start sending each member those of its rows.
 
-    A slice travels while the next one is computed.
+    `wait()` returns (dk, dv) of this member's rows, summed over members. k and v (S, heads, size) give shapes and
+    dtype. On their way dk and dv lie side by side: (S, columns) in the accumulation dtype, rows member after member.
+    Every call of the kernel gave one addend; its index (S,) says for each row which of the addend's rows it is (−1:
+    none).
     """
+    row_shapes = [x.shape[1:] for x in (k, v)]
+    widths = [shape.numel() for shape in row_shapes]
+    packed = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
+    for i, into in enumerate(packed.split(widths, 1)):
+        pairs = zip(addends, members.key_indices_by_launch, strict=True)
+        sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in pairs])
+    addends.clear()
+    receives = [members.counts[members.member]] * members.degree
+    label = "attention all-gather backward, gradients"
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
-        self._channel = members.gather_channel
-        self._started: Handle | None = None  # the message of the slice sent last
-        self._row_shapes: list[torch.Size] = []  # (heads, size) of k and v in that slice
-        self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
-
-    def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
-        """Add up a slice's gradients and send each member those of its rows. k and v (S, heads, size) give shapes and
-        dtype.
-
-        The slice before is collected first, so that one message at a time takes memory. dk and dv lie side by side: (S,
-        columns) in the accumulation dtype, rows member after member. Every call of the kernel gave one addend; its
-        index (S,) says for each row which of the addend's rows it is (−1: none).
-        """
-        self._collect_slice()
-        self._row_shapes = [x.shape[1:] for x in (k, v)]
-        key_indices = self._members.key_indices_by_launch
-        widths = [x.shape[1:].numel() for x in (k, v)]
-        packed = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
-        for i, into in enumerate(packed.split(widths, 1)):
-            sum_rows(
-                into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)]
-            )
-        del addends
-        rows = self._members.counts[self._members.member]
-        degree = self._members.degree
-        label = "attention all-gather backward, gradients"
-        self._started = self._channel.all_to_all_rows(packed, self._members.counts, [rows] * degree, label)
-
-    def own_sums(self) -> _Pair:
-        """Return dk and dv of this member's rows, all slices of heads joined; called once, after the last slice."""
-        self._collect_slice()
-        dk, dv = (concat_heads(parts) for parts in zip(*self._finished_slices, strict=True))
-        return dk, dv
-
-    def _collect_slice(self) -> None:
-        """Wait for the slice that was sent last, if any, and keep the sum over members of this member's rows."""
-        if self._started is None:
-            return
+    def own_sums(arrived: Tensor) -> tuple[Tensor, ...]:
         # Every member's gradients of the own rows, one after another; unflatten refuses a tensor without rows.
-        arrived = self._started.wait()
-        total = arrived.unflatten(0, (self._members.degree, -1)).sum(0) if len(arrived) else arrived
-        dk, dv = split_columns(total, self._row_shapes)
-        self._finished_slices.append((dk, dv))
-        self._started = None
+        total = arrived.unflatten(0, (members.degree, -1)).sum(0) if len(arrived) else arrived
+        return split_columns(total, row_shapes)
+
+    return members.gather_channel.all_to_all_rows(packed, members.counts, receives, label).then(own_sums)

@@ -20,10 +20,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from longspan.attention.blocks import add_block, sum_addends
+from longspan.attention.blocks import Partial, RowSum, add_block, sum_addends
 from longspan.attention.call import AttendCall, Gradients, Saved
 from longspan.attention.members import Members
-from longspan.attention.ring import Queries, RingGradients, key_blocks, make_queries, ring_backward, ring_forward
+from longspan.attention.ring import Queries, RingGradients, key_blocks, ring_backward, ring_forward
 from longspan.attention.rows import (
     ALIGNED_BYTES,
     accumulation_dtype,
@@ -33,7 +33,6 @@ from longspan.attention.rows import (
     join_columns,
     views_by_member,
 )
-from longspan.attention.sums import Partial
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.messages import (
     EXCHANGE_SLICE_BYTES as SLICE_BYTES,
@@ -89,16 +88,6 @@ class HeadSwap:
         """
         first = saved[slice_index - slice_index % self._shared]
         return saved[slice_index]._replace(k=first.k, v=first.v)
-
-    def gradients_by_message(self, slice_index: int) -> list[slice]:
-        """Return the messages that leave once a slice is computed: of each, which of (dq, dk, dv) it carries.
-
-        dk and dv leave with the last slice that shares them. A message has one dtype: where heads have copies, dk and
-        dv, which are in the accumulation dtype then, leave in one of their own.
-        """
-        if not self.closes_run(slice_index):
-            return [slice(0, 1)]
-        return [slice(0, 3)] if self.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
 
     def slice_call(self, call: AttendCall, slice_index: int) -> AttendCall:
         """Return the call for a slice of the query heads that are computed here: sinks and dropout go by head."""
@@ -339,7 +328,10 @@ class _SlicedBackward:
             self._kv_addends.clear()
         if self._in_flight < swap.slices:  # memory is short: those of the slice before have travelled meanwhile
             self.receive_gradients()
-        for gradient_slice in swap.gradients_by_message(slice_index):
+        # dk and dv leave with the last slice that shares them. A message has one dtype: where heads have copies, these
+        # two are in the accumulation dtype, and leave in one of their own.
+        messages = [slice(0, 3)] if swap.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
+        for gradient_slice in messages if swap.closes_run(slice_index) else [slice(0, 1)]:
             self._send_gradients(slice_index, gradient_slice, gradients[gradient_slice])
 
     def ring_turns(self, run: range) -> Iterator[None]:
@@ -417,7 +409,7 @@ class _SlicedBackward:
         else:
             (dout,) = arrived
             saved = swap.saved_of_slice(self._saved, slice_index)
-        return make_queries(dout, saved, swap.slice_call(self._call, slice_index))
+        return Queries(dout, saved, swap.slice_call(self._call, slice_index), RowSum(saved.q))
 
     def _send_query_gradients(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
         """Finish the gradients of these slices of queries, send them back, and keep those of their sinks."""

@@ -139,23 +139,8 @@ def is_positive_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
-def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Raise AttentionError unless sinks is None or (N,) floating numbers on q's device."""
-    if sinks is None:
-        return
-    _check_shape("sinks", sinks, (q.shape[1],), "one logit per query head")
-    if not sinks.is_floating_point() or sinks.device != q.device:
-        raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
-
-
 LevelSizes = tuple[int, int]
-
-
-class CommChoice(NamedTuple):
-    """How a group communicates, and how many neighbours exchange heads for rows (1: none)."""
-
-    cp_comm_type: str
-    inner: int = 1
+CommChoice = tuple[str, int]  # how a group communicates, and how many neighbours exchange heads for rows (1: none)
 
 
 def choose_communication(shard: SequenceShard, arguments: Arguments, call: AttendCall) -> list[CommChoice]:
@@ -185,11 +170,19 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
     group = shard.micro_batch.groups[index]
     where = f" of group {index}"
     types, owner = (group.cp_comm_type, where) if arguments.cp_comm_type is None else (arguments.cp_comm_type, "")
-    comm_type = _layer_comm_type(types, arguments.layer, f"cp_comm_type{owner}")
+    comm_type = types
+    if not isinstance(types, str):
+        layer = arguments.layer
+        if not isinstance(layer, Integral) or not 0 <= layer < len(types):
+            raise AttentionError(
+                f"cp_comm_type{owner} has {len(types)} entries, one per layer; got layer={layer!r}: "
+                f"pass the global layer index, 0 to {len(types) - 1}"
+            )
+        comm_type = types[layer]
     if comm_type != "auto":
         find_comm_pattern(comm_type, owner)  # raises for an unknown one
     if group.degree == 1:  # nobody to communicate with
-        return CommChoice("p2p")
+        return "p2p", 1
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
     if comm_type == "auto" and call.indexed:
         comm_type = "all_gather"  # queries and their indices stay where they are
@@ -209,23 +202,7 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
             f"{', '.join(map(str, fit))} (a2a+p2p with hierarchical_context_parallel_sizes {level}), or use p2p or "
             "all_gather"
         )
-    return CommChoice(comm_type, inner)
-
-
-def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -> str:
-    """Return the type of layer `layer`, its global index, from one type for all layers or a list with one per layer;
-    `name` is for the error.
-
-    Raises AttentionError for a layer that is not in the list.
-    """
-    if isinstance(types, str):
-        return types
-    if not isinstance(layer, Integral) or not 0 <= layer < len(types):
-        raise AttentionError(
-            f"{name} has {len(types)} entries, one per layer; got layer={layer!r}: "
-            f"pass the global layer index, 0 to {len(types) - 1}"
-        )
-    return types[layer]
+    return comm_type, inner
 
 
 def _hierarchical_sizes(sizes: LevelSizes | None, degree: int, where: str) -> LevelSizes:
@@ -299,7 +276,10 @@ def pack_call(
     """
     check_tensors(q, k, v, shard, latents=arguments.latents)
     check_attention_arguments(arguments)
-    check_sinks(sinks, q)
+    if sinks is not None:
+        _check_shape("sinks", sinks, (q.shape[1],), "one logit per query head")
+        if not sinks.is_floating_point() or sinks.device != q.device:
+            raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
     check_indices(indices, q, shard, arguments)
     groups = shard.micro_batch.groups
     scale = q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
@@ -329,9 +309,9 @@ def pack_call(
     kernel = choose_kernel(call, arguments.kernel)
     parts = list[CallPart]()
     for part in shard.parts:
-        choice = choices[part.index] if part.index >= 0 else CommChoice("p2p")
-        members = cached_members(part, shard, mask, choice.inner)
-        parts.append(CallPart(slice(part.start, part.stop), choice.cp_comm_type, members))
+        comm_type, inner = choices[part.index] if part.index >= 0 else ("p2p", 1)
+        members = cached_members(part, shard, mask, inner)
+        parts.append(CallPart(slice(part.start, part.stop), comm_type, members))
     replays = None
     if kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS:
         size = world_of(shard.world_key).node_size
@@ -548,8 +528,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parts go from the last to the first, as on every member: forward saved _SAVED tensors for each slice of each
-        part.
+        """Return the gradients of q, k, v and sinks. Parts go from the last to the first, as on every member.
+
+        Forward saved _SAVED tensors for each slice of each part, where None stands for the output of a part.
         """
         sinks, indices, *saved = ctx.saved_tensors
         call = _with_layer_tensors(ctx.call, sinks, indices)
@@ -559,40 +540,29 @@ class _Attend(torch.autograd.Function):
 
         def run(call: AttendCall, *tensors: Tensor) -> list[Any]:
             present = iter(tensors)
-            filled = [x if x is None else next(present) for x in dout_and_saved]
-            return _gradients_of_parts(filled, call, slices, shapes)
+            dout, out, *saved = [x if x is None else next(present) for x in dout_and_saved]
+            parts: list[Gradients] = []
+            for (rows, cp_comm_type, members), count in zip(reversed(call.parts), reversed(slices), strict=True):
+                part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * count :]]
+                del saved[-_SAVED * count :]
+                saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
+                with _disable_autocast(dout):
+                    compute = find_comm_pattern(cp_comm_type)[1]
+                    part_call = call.for_rows(rows)
+                    parts.insert(0, compute(take_rows(dout, rows), saved_slices, members, part_call))
+            dq, dk, dv = _join_rows_of_parts([part_gradients[:3] for part_gradients in parts], dout, shapes)
+            dsinks = None
+            if call.sinks is not None:
+                dsinks = torch.zeros_like(call.sinks, dtype=accumulation_dtype(call.sinks.dtype))
+                for part_gradients in parts:
+                    assert part_gradients.sinks is not None
+                    dsinks += part_gradients.sinks
+                dsinks = dsinks.to(call.sinks.dtype)
+            return [dq, dk, dv, dsinks]
 
         present = [x for x in dout_and_saved if x is not None]
         key = (*slices, *(x is None for x in dout_and_saved))
         return *_run_or_replay(run, present, call, "backward", key), None, None
-
-
-def _gradients_of_parts(
-    dout_and_saved: Sequence[Any], call: AttendCall, slices: Sequence[int], shapes: Sequence[Sequence[int]]
-) -> list[Tensor | None]:
-    """Return the gradients of q, k, v and sinks from `dout_and_saved`: the output's gradient, the output, and what was
-    saved, where None stands for the output of a part.
-    """
-    dout, out, *saved = dout_and_saved
-    parts: list[Gradients] = []
-    for (rows, cp_comm_type, members), count in zip(reversed(call.parts), reversed(slices), strict=True):
-        part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * count :]]
-        del saved[-_SAVED * count :]
-        saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
-        with _disable_autocast(dout):
-            compute = find_comm_pattern(cp_comm_type)[1]
-            part_call = call.for_rows(rows)
-            parts.insert(0, compute(take_rows(dout, rows), saved_slices, members, part_call))
-    dq, dk, dv = _join_rows_of_parts([part_gradients[:3] for part_gradients in parts], dout, shapes)
-    dsinks = None
-    sinks = call.sinks
-    if sinks is not None:
-        dsinks = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
-        for part_gradients in parts:
-            assert part_gradients.sinks is not None
-            dsinks += part_gradients.sinks
-        dsinks = dsinks.to(sinks.dtype)
-    return [dq, dk, dv, dsinks]
 
 
 def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: object) -> list[Any]:

@@ -137,9 +137,6 @@ class HeadSizes:
     largest: int | None = None
     pairs: tuple[tuple[int, int], ...] = ()
 
-    def accepts(self, query: int, value: int) -> bool:
-        return self.largest is None or max(query, value) <= self.largest or (query, value) in self.pairs
-
     def __str__(self) -> str:
         if self.largest is None:
             return "any"
@@ -177,7 +174,9 @@ class Kernel:
             return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
         if call.dtype not in self.dtypes:
             return f"needs {' or '.join(dtype_name(d) for d in self.dtypes)}, got {dtype_name(call.dtype)}"
-        if not self.head_sizes.accepts(call.head_dim, call.value_dim):
+        sizes = call.head_dim, call.value_dim
+        largest = self.head_sizes.largest
+        if largest is not None and max(sizes) > largest and sizes not in self.head_sizes.pairs:
             got = str(call.head_dim)
             got += "" if call.value_dim == call.head_dim else f" with values of {call.value_dim}"
             return f"needs a head size of {self.head_sizes}, got {got}"

@@ -294,21 +294,15 @@ def split_left_limits(tiles: TileArrays) -> TileArrays:
 def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     """Return the tilings that cover what rows of `q` see of the later rows of their spans among the rows of `k`.
 
-    Whole spans on both sides, however many, are one tiling; a span that is cut between members adds a few. Splitting
-    left limits gives fewer masks for some spans and more for others: the fewest tilings are taken.
+    Rows of a run have a limit on the left only: the last one sees keys from the next position on, each row before it
+    one key more. Whole spans on both sides, however many, are one tiling; a span that is cut between members adds a
+    few. Splitting left limits gives fewer masks for some spans and more for others: the fewest tilings are taken.
     """
     if not len(spans):
         return ()
-    tiles = _later_key_tiles(spans.find_rows(q), spans.find_rows(k))
-    return min((make_tilings(arrays) for arrays in (tiles, split_left_limits(tiles))), key=len)
-
-
-def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Return the tiles of rows of q with the keys of k that come after them; the documents of q and k are spans.
-
-    Rows of a run have a limit on the left only: the last one sees keys from the next position on, each row before it
-    one key more.
-    """
+    # of these the documents are spans
+    q = spans.find_rows(q)
+    k = spans.find_rows(k)
     q_run, k_run, _ = pair_runs(q, k)
     start = q.start[q_run]
     k_stop = k.stop[k_run]
@@ -327,4 +321,5 @@ def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
         left=np.where(hides, left, -1),
         right=np.full_like(left, -1),
     )
-    return tiles.select((start < stop) & (k_start < k_stop))
+    tiles = tiles.select((start < stop) & (k_start < k_stop))
+    return min((make_tilings(arrays) for arrays in (tiles, split_left_limits(tiles))), key=len)

@@ -15,11 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.blocks import add_block, backward_head_groups, block_gradients, sink_gradient, sum_addends
+from longspan.attention.blocks import (
+    Partial,
+    RowSum,
+    add_block,
+    backward_head_groups,
+    block_gradients,
+    sink_gradient,
+    sum_addends,
+)
 from longspan.attention.call import AttendCall, Gradients, Saved
 from longspan.attention.members import Members
 from longspan.attention.rows import accumulation_dtype, add_addends, concat_heads, join_columns
-from longspan.attention.sums import Partial, RowSum
 from longspan.attention.tiles import Launch
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 
@@ -28,7 +35,7 @@ KeyBlock = tuple[tuple[Launch, ...], Tensor, Tensor]
 
 
 class Queries(NamedTuple):
-    """Query heads in backward, and the sum of what their gradient gets from the blocks."""
+    """Query heads in backward, and the sum of what their gradient gets from the blocks, empty at first."""
 
     dout: Tensor
     saved: Saved
@@ -38,11 +45,6 @@ class Queries(NamedTuple):
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """Return dq and the gradient of these heads' sinks (None: there are none), once every block was added."""
         return self.dq.result(), sink_gradient(self.dout, self.saved, self.call.sinks)
-
-
-def make_queries(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
-    """Begin the backward pass of some query heads: the sum of their gradient is still empty."""
-    return Queries(dout, saved, call, RowSum(saved.q))
 
 
 def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
@@ -104,7 +106,7 @@ def _backward_of_head_slice(dout: Tensor, saved: Saved, members: Members, call: 
 
     Around the ring, computing the own block, which waits for no one, hides the first and the last message.
     """
-    queries = make_queries(dout, saved, call)
+    queries = Queries(dout, saved, call, RowSum(saved.q))
     if members.has_narrow_window:
         k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
         block = saved._replace(k=k, v=v)
@@ -115,11 +117,15 @@ def _backward_of_head_slice(dout: Tensor, saved: Saved, members: Members, call: 
         dk, dv = sum_addends(addends, saved.k, saved.v)
     else:
         ring = RingGradients(saved.k, saved.v, members)
-        first_heads, *later_heads = _head_slices_of_own_block(saved)
-        own_pairs = [_own_block_gradients(queries, members, first_heads)]
+        rows, kv_heads, head_dim = saved.k.shape
+        # Where messages are large, the first half hides the first one, the second the last. They are in float32.
+        is_large = rows * kv_heads * (head_dim + saved.v.shape[2]) * 4 >= HALVES_BYTES
+        first_heads = kv_heads // 2 if is_large and kv_heads > 1 else kv_heads
+        own_pairs = [_own_block_gradients(queries, members, slice(0, first_heads))]
         for _ in range(1, members.degree):
             ring.compute_next_block([queries])
-        own_pairs += [_own_block_gradients(queries, members, heads) for heads in later_heads]
+        if first_heads < kv_heads:
+            own_pairs.append(_own_block_gradients(queries, members, slice(first_heads, kv_heads)))
         own_dk, own_dv = zip(*own_pairs, strict=True)
         dk, dv = ring.finish([(concat_heads(own_dk), concat_heads(own_dv))])
     dq, dsinks = queries.gradients()
@@ -162,16 +168,6 @@ class RingGradients:
         """Return this member's dk and dv, summed over all members; the own block's, `own_pairs`, are added last."""
         dk, dv = self._sums.finish([Addend(slice(0, len(pair[0])), pair) for pair in own_pairs])
         return dk, dv
-
-
-def _head_slices_of_own_block(saved: Saved) -> list[slice]:
-    """The own block is computed in one slice of key/value heads, or where messages are large in two: the first hides
-    the first message around the ring, and the second the last. A message has a block's gradients in float32.
-    """
-    rows, kv_heads, head_dim = saved.k.shape
-    message = rows * kv_heads * (head_dim + saved.v.shape[2]) * 4
-    first_heads = kv_heads // 2 if message >= HALVES_BYTES else 0
-    return [slice(0, first_heads), slice(first_heads, kv_heads)] if first_heads else [slice(0, kv_heads)]
 
 
 def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:

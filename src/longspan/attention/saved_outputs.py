@@ -56,7 +56,10 @@ class Recording:
         The result is a tree of tensors; those that share memory with `inputs` are made again from the inputs at hand.
         RuntimeError, on a GPU where it next waits, if `indices` are not those of the forward pass.
         """
-        checksums = None if indices is None else _row_checksums(indices)
+        checksums = None
+        if indices is not None:  # a number (T,) int64 for each row, which depends on its values and their order
+            weights = torch.arange(1, 2 * indices.shape[1], 2, dtype=indices.dtype, device=indices.device)
+            checksums = (indices * weights).sum(1)
         if self._next is None:
             result = compute()
             self._calls.append((tree_map(lambda x: self._keep_output(x, inputs), result), checksums))
@@ -113,12 +116,6 @@ def _activate_recording(recording: Recording, start: int | None) -> Iterator[Non
         yield
     finally:
         active_recording.reset(token)
-
-
-def _row_checksums(indices: Tensor) -> Tensor:
-    """Return a number (T,) int64 for each row of indices (T, k), which depends on their values and order."""
-    weights = torch.arange(1, 2 * indices.shape[1], 2, dtype=indices.dtype, device=indices.device)
-    return (indices * weights).sum(1)
 
 
 def _view_of_input(

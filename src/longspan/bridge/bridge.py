@@ -1,13 +1,199 @@
 """Every row of an encoder straight to the rank that needs it, and its whole gradient straight back.
 
-Row ids identify these rows, never their order.
+Row ids identify these rows, never their order. Who sends what is an Exchange, computed on the host; no sizes are
+exchanged. The way back is planned on its own: a row that several ranks need has several gradients, and a row that
+several ranks have must reach them all.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from typing import Any, Literal, get_args
 
-from longspan.bridge.row_exchange import RowExchange, RowGradient
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.comm.channel import Channel, widen_half_precision
+from longspan.comm.device import to_device
 from longspan.comm.world import World
+from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Partition
+from longspan.layout.exchange import Groups, RowMoves, plan_moves
+
+IndexPair = tuple[Tensor, Tensor]  # source and target rows
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceMoves:
+    """RowMoves with their indices on a device; fields mean what they mean in `longspan.layout.exchange.RowMoves`.
+
+    The pool ends with a row of zeros, to which `places` lead where nobody has the row.
+    """
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    leaves: Tensor
+    stays: Tensor
+    places: Tensor
+    summed_rows: Tensor
+    folds: tuple[IndexPair, ...]
+    further_addends: tuple[IndexPair, ...]
+    widened: bool
+
+
+def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
+    """Return the same moves, ready to be carried out on a device; their indices go there in one copy."""
+    zeros = sum(moves.receives) + len(moves.stays)
+    places = np.where(moves.places < 0, zeros, moves.places)
+    rows = (moves.leaves, moves.stays, places, moves.summed_rows)
+    arrays = [*rows, *chain.from_iterable([*moves.folds, *moves.further_addends])]
+    leaves, stays, places, summed_rows, *pair_indices = to_device(np.concatenate(arrays), device).split(
+        [len(array) for array in arrays]
+    )
+    pairs = tuple(zip(pair_indices[::2], pair_indices[1::2], strict=True))  # source and target of each
+    return DeviceMoves(
+        *(moves.sends, moves.receives, leaves, stays, places, summed_rows),
+        folds=pairs[: len(moves.folds)],
+        further_addends=pairs[len(moves.folds) :],
+        widened=moves.widened,
+    )
+
+
+def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
+    """Return this member's rows of the target, from x (rows of the source here, …); entered by all that send or
+    receive.
+
+    What leaves is packed by one indexing kernel, one message for each pair of members. Rows that stay are copied
+    meanwhile. Several smaller messages, packed and unpacked while others travel, take longer on H200s over NVLink.
+    Nothing waits for the device. `what` names the exchange in errors.
+    """
+    dtype = x.dtype
+    if moves.widened:
+        x = widen_half_precision(x)
+    if moves.folds:
+        x = x.clone()
+        for source, target in moves.folds:
+            x.index_add_(0, target, x[source])
+    packed = x[moves.leaves]
+    arriving = sum(moves.receives)
+    pool = x.new_empty((arriving + len(moves.stays) + 1, *x.shape[1:]))
+    handle = channel.exchange_runs(packed, moves.sends, pool[:arriving], moves.receives, what)
+    torch.ops.aten.index.Tensor_out(x, [moves.stays], out=pool[arriving:-1])
+    pool[-1:].zero_()
+    handle.wait()
+    rows = pool[moves.places]
+    if moves.further_addends:
+        total = widen_half_precision(rows[moves.summed_rows])
+        for source, target in moves.further_addends:
+            total.index_add_(0, target, widen_half_precision(pool[source]))
+        rows.index_copy_(0, moves.summed_rows, total.to(rows.dtype))
+    return rows.to(dtype)
+
+
+RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
+
+
+class RowExchange:
+    """An exchange made ready on a channel: call it with this member's rows of `have` to get its rows of `need`.
+
+    >>> move = RowExchange(Exchange(have, need), world.channels.everyone, gradient="partial")
+    >>> y = move(x)                     # (rows of have here, …) -> (rows of need here, …)
+
+    The exchange's ranks are the channel's members. `gradient` is what the copies of a row on the need side carry:
+    *partial*, each the gradient of its own use, which are summed; *identical*, all the same gradient, of which one is
+    taken; *partial_over_slots*, the same gradient on the members of each of `slots`, of which one is taken, and those
+    of different slots are summed; *none*: nothing flows back, as for a frozen encoder. A member that needs a row
+    several times has a partial gradient for each. In backward every rank that has a row gets its whole gradient; rows
+    that nobody needs get zeros. Sums are taken in the order of members or slots, those of half precision in float32.
+
+    Every member enters forward, and backward too, with no rows if need be; one that neither sends nor receives sends
+    no message. Trailing shape and dtype are the same on all members.
+
+    Raises LayoutError where sizes do not fit, CommError for an unknown gradient.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        channel: Channel,
+        *,
+        gradient: RowGradient = "partial",
+        slots: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Plan both ways for this member, on the host. `slots` are lists of members, for partial_over_slots alone."""
+        if gradient not in get_args(RowGradient):
+            raise CommError(f"gradient {gradient!r} is not known; use one of {', '.join(get_args(RowGradient))}")
+        if exchange.have.degree != channel.degree:
+            raise LayoutError(
+                f"the exchange is among {exchange.have.degree} ranks, the channel has {channel.degree}; give one list "
+                f"of rows, which may be empty, for each rank"
+            )
+        self.exchange: Exchange = exchange
+        self.channel: Channel = channel
+        self._rows = exchange.have.counts[channel.index]
+        groups: dict[str, Groups | None] = {
+            "partial": [[member] for member in range(channel.degree)],
+            "partial_over_slots": [tuple(members) for members in slots],
+            "identical": None,
+        }
+        self._moves_there = moves_on_device(exchange.moves(channel.index), channel.device)
+        self._moves_back: DeviceMoves | None = None
+        if gradient != "none":
+            have, need = exchange.blocks
+            moves_back = plan_moves(need, have, channel.index, groups[gradient])
+            self._moves_back = moves_on_device(moves_back, channel.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Bring this rank's rows of `have`, in order, to its rows of `need`.
+
+        Raises LayoutError for other numbers of rows.
+        """
+        if x.shape[0] != self._rows:
+            raise LayoutError(
+                f"{x.shape[0]} rows were given, this member has {self._rows}; pass them in the order of `have`"
+            )
+        if self._moves_back is None or not x.is_floating_point() or not torch.is_grad_enabled():
+            return carry_rows(x.detach(), self._moves_there, self.channel, "row exchange")
+        # The anchor makes every member enter backward, also one whose own rows need no gradient.
+        anchor = x.new_empty(0, requires_grad=True)
+        return _ExchangeRows.apply(x, anchor, self)  # pyright: ignore[reportReturnType]
+
+    @property
+    def received_rows(self) -> tuple[int, int]:
+        """How many rows arrive at this rank from others, forward and backward (0 where nothing flows back)."""
+        back = () if self._moves_back is None else self._moves_back.receives
+        return sum(self._moves_there.receives), sum(back)
+
+    def carry_back(self, gradient: Tensor) -> Tensor:
+        """Bring the gradient of this rank's rows of `need` back to its rows of `have`; entered by all ranks.
+
+        For a caller who runs backward passes himself, after a call under `torch.no_grad()`.
+        """
+        assert self._moves_back is not None
+        return carry_rows(gradient.detach(), self._moves_back, self.channel, "row gradients")
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """A RowExchange as a node of autograd; `anchor`, empty, requires a gradient where the rows do not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:
+        ctx.move = move
+        ctx.anchor_shape = anchor.shape
+        return carry_rows(x.detach(), move._moves_there, move.channel, "row exchange")
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        """Bring the rows' gradients back; the anchor's is empty."""
+        gradient = ctx.move.carry_back(gradients[0])
+        return gradient, gradient.new_zeros(ctx.anchor_shape), None
+
 
 _planned_exchange = lru_cache(maxsize=32)(Exchange)  # planned once for a layout that comes again
 

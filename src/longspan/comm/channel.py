@@ -343,6 +343,8 @@ class CommunicatorChoice:
 class Channels:
     """The channels of one rank, `world.channels`: between slots of its plane, and along the axes of its home.
 
+    Made by all ranks together, for making it makes the groups on which slots of every plane talk point to point.
+
     >>> world.channels.find_channel((0, 1)).all_gather(x, counts, "gather of x").wait()
     """
 
@@ -360,6 +362,9 @@ class Channels:
         self._by_slots: dict[tuple[int, ...], Channel] = {}
         # What attention has bound so far: the type and the degree of a group, one of its levels, and the ranks of that.
         self.attended = set[tuple[str, int, str, tuple[int, ...]]]()
+        groups.make_parent("plane", home.planes(), "parent")
+        if home.slots > 1:
+            self._warm_up_channel(self.find_channel(range(home.slots)))
 
     def find_channel(self, slots: Sequence[int]) -> Channel:
         """Return the channel of these slots, which is made where it is first asked for; nothing travels.
@@ -429,16 +434,10 @@ class Channels:
         ranks = self._home.ranks
         return Channel(self._groups, ranks, ranks.index(self._rank), torch.device("cpu"), "control")
 
-    def make_parent_groups(self) -> None:
-        """Make the groups on which the slots of every plane talk point to point; entered by all ranks."""
-        self._groups.make_parent("plane", self._home.planes(), "parent")
-        if self._home.slots > 1:
-            self._warm_up_channel(self.find_channel(range(self._home.slots)))
-
     def connect_pairs(self) -> None:
         """Let every two slots of a plane exchange a number: NCCL connects two ranks at their first message, slowly."""
         channel = self.find_channel(range(self._home.slots))
-        other_members = [index for index in range(channel.degree) if index != channel.index]
+        other_members = channel._other_members()
         self._exchange_numbers(channel, other_members, other_members, "connecting pairs")
 
     def make_communicators(self, plan: Plan) -> None:

@@ -1,5 +1,7 @@
 """What ranks post to their store when a collective fails: who left, what the others do, and the report of it.
 
+Each says what it does, and which collective torch's flight recorder has last.
+
 The first rank to notice requests a report, every other rank that lives answers, and all read the one report. Reports
 are numbered: a world in which ranks caught an error and went on has a new one at its next failure.
 """
@@ -8,11 +10,12 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed import PrefixStore, Store
 
 from longspan.comm.rendezvous import LimitedStore, clone_store_connection
@@ -154,9 +157,13 @@ class FailureReports:
             self._store.set(f"{number}/report", json.dumps(asdict(report)))
             return report
         # the rank that collects waits ANSWER_SECONDS for answers, and then posts within 2 s
-        if (posted := self._wait_for_key(f"{number}/report", ANSWER_SECONDS + 2)) is None:
-            return FailureReport(("another rank requested a report, and did not post it",))
-        values = json.loads(posted)
+        deadline = time.monotonic() + ANSWER_SECONDS + 2
+        # a blocking read would hold the connection, which the answering thread shares
+        while not self._store.check([f"{number}/report"]):
+            if time.monotonic() > deadline:
+                return FailureReport(("another rank requested a report, and did not post it",))
+            time.sleep(0.05)
+        values = json.loads(self._store.get(f"{number}/report"))
         lists = {name: tuple(values.pop(name)) for name in ("causes", "activities")}
         return FailureReport(**lists, **values)
 
@@ -178,13 +185,18 @@ class FailureReports:
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
             deaths = self._death_texts(missing)
             if len(deaths) == len(missing) or time.monotonic() > deadline:
-                remaining = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}
-                own_error = any(not entry["echo"] for entry in departures.values())
-                causes = self._cause_lines(departures, missing, deaths) or _outlier_lines(remaining, operation)
-                return FailureReport(
-                    tuple(causes), tuple(_activity_lines(remaining, operation)), own_error, self._rank
-                )
+                break
             time.sleep(0.05)
+        remaining = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}
+        own_errors = [entry for entry in departures.values() if not entry["echo"]]
+        causes = [f"rank {entry['rank']} left with {entry['error']}" for entry in own_errors[:NAMED]]
+        causes += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
+        if silent := [rank for rank in missing if rank not in deaths]:
+            ranks_text = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe_ranks(silent)
+            causes.append(f"{ranks_text} do not answer: killed, cut off or stopped")
+        causes = causes or _outlier_lines(remaining, operation)
+        activities = _activity_lines(remaining, operation)
+        return FailureReport(tuple(causes), tuple(activities), bool(own_errors), self._rank)
 
     def server_text(self) -> str:
         """Return who serves the store, and on which node, rank 0's: the cause where it does not answer."""
@@ -219,30 +231,6 @@ class FailureReports:
         self._store.append(key, json.dumps(entry) + "\n")
         self._store.set("news", "")
 
-    def _wait_for_key(self, key: str, seconds: float) -> str | None:
-        """Return a key's value, or None after these seconds. A blocking read would hold the connection, which the
-        answering thread shares.
-        """
-        deadline = time.monotonic() + seconds
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.05)
-        return self._store.get(key).decode()
-
-    def _cause_lines(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
-        """Return a line for each rank that left with its own error, died or is silent; none where every
-        rank answered.
-        """
-        causes = [entry for entry in departures.values() if not entry["echo"]]
-        lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
-        lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
-        silent = [rank for rank in missing if rank not in deaths]
-        if silent:
-            ranks_text = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe_ranks(silent)
-            lines.append(f"{ranks_text} do not answer: killed, cut off or stopped")
-        return lines
-
 
 def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
     """Return a line for each rank that is in another collective than `operation`, or that all are in it."""
@@ -263,3 +251,53 @@ def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[
             f"rank {rank} is {activities[rank].text}" + (f"; torch recorded last: {recorded}" if recorded else "")
         )
     return [*lines, f"{len(ranks) - NAMED} more ranks answer"] if len(ranks) > NAMED else lines
+
+
+_c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+RECORDER_SECONDS = 2.0  # in which a recorder answers; next to a device that is stuck it may never
+
+
+def last_collective_text() -> str:
+    """Return the first collective that NCCL has not completed, else the last that was started; "" for none.
+
+    torch's flight recorder keeps the last 2,000 of each process (TORCH_FR_BUFFER_SIZE, 0 turns it off; torch 2.11 to
+    2.15 have it on). Nothing is raised here: a report without this is a report still. Behind a stuck device a recorder
+    may never answer, and then only a thread of its own waits for it.
+
+    >>> last_collective_text()
+    'gloo:all_reduce number 4 of the group "control", [8] Float'
+    """
+    results = list[str]()
+
+    def read() -> None:
+        with suppress(Exception):
+            nccl = _recorded_entries("_dump_nccl_trace_json")
+            unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
+            if unfinished is not None:
+                results.append(f"{_collective_text(unfinished)}, {unfinished['state']}")
+                return
+            last_entries = [*nccl[-1:], *_recorded_entries("_dump_fr_trace_json")[-1:]]
+            if last_entries:
+                results.append(_collective_text(max(last_entries, key=lambda entry: entry["time_created_ns"])))
+
+    thread = threading.Thread(target=read, name="longspan recorder", daemon=True)
+    thread.start()
+    thread.join(RECORDER_SECONDS)
+    return results[0] if results else ""
+
+
+def _recorded_entries(function: str) -> list[dict[str, Any]]:
+    """Return what one of torch's recorders holds, the oldest first; nothing where this torch has no such recorder."""
+    dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
+    return [] if dump is None else json.loads(dump()).get("entries", [])
+
+
+def _collective_text(entry: dict[str, Any]) -> str:
+    """Return a recorded collective in words: backend, kind, its number in its group, and sizes."""
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    sizes = ", ".join(
+        f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+    )
+    return f'{entry["profiling_name"]} number {number} of the group "{entry["process_group"][1]}"' + (
+        f", {sizes}" if sizes else ""
+    )

@@ -45,8 +45,15 @@ class FirstRank:
         """
         if self.is_working:
             return work()
-        if not is_first_rank(self.world):
-            return self._answer_calls_of_first()
+        while not is_first_rank(self.world):  # answer the first rank until it sends its result or its error
+            with leave_together(self.world):  # waits until the first rank leaves, too
+                pass
+            name, value = pickle.loads(self.world.control.broadcast_object(b"", label=_MESSAGE))
+            if name == _RESULT:
+                return value
+            if name == _ERROR:
+                raise value
+            self.calls[name](*value)  # what `call_on_others` sent: a name and arguments
         self._tell_others_to_wait()
         try:
             result = work()
@@ -87,20 +94,6 @@ class FirstRank:
         assert waiting is not None
         waiting.close()
         self.world.control.broadcast_object(message, label=_MESSAGE)
-
-    def _answer_calls_of_first(self) -> Any:
-        """On another rank: run the calls that the first rank sends, until it sends its result, returned, or its error,
-        raised.
-        """
-        while True:
-            with leave_together(self.world):  # waits until the first rank leaves, too
-                pass
-            name, value = pickle.loads(self.world.control.broadcast_object(b"", label=_MESSAGE))
-            if name == _RESULT:
-                return value
-            if name == _ERROR:
-                raise value
-            self.calls[name](*value)  # what `call_on_others` sent: a name and arguments
 
 
 def _make_shared_error(error: BaseException, result_name: str) -> LongspanError:

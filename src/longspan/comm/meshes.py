@@ -115,10 +115,21 @@ class Meshes:
         """Return the mesh of this rank's stage, over ranks (stages, *axes); its groups are made where they are missing,
         by all ranks.
 
-        Axes of size 1 are left out, but for those over slots.
+        Axes of size 1 are left out, but for those over slots. torch orders a group's members by rank. Slots alone are
+        sorted: which holds which shard is free. Beside tp or ep their order says who holds what: CommError if it
+        descends. Replicas may.
         """
-        ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
+        if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:
+            ranks = np.sort(ranks, axis=2)
+        else:
+            for i, axis in enumerate(axes):
+                for line in np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i]):
+                    if axis != REPLICATE and (np.diff(line) < 0).any():
+                        raise CommError(
+                            f"the home's ranks {excerpt(line.tolist())} descend along {axis}, but torch orders the "
+                            "members of a group by rank; with tp or ep, give the home its ranks in ascending order"
+                        )
         dims = [
             i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1
         ]
@@ -136,21 +147,6 @@ class Meshes:
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         mesh = torch.from_numpy(ranks[self._stage].reshape([sizes[i] for i in dims])).to(torch.int)
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
-
-    def _sort_for_groups(self, ranks: Integers, axes: Sequence[str]) -> Integers:
-        """Return the ranks with axes ascending, as torch orders a group's members. Slots alone are sorted: which holds
-        which shard is free. Beside tp or ep their order says who holds what: CommError if it descends. Replicas may.
-        """
-        if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:
-            return np.sort(ranks, axis=2)
-        for i, axis in enumerate(axes):
-            for line in np.moveaxis(ranks, i + 1, -1).reshape(-1, ranks.shape[i + 1]):
-                if axis != REPLICATE and (np.diff(line) < 0).any():
-                    raise CommError(
-                        f"the home's ranks {excerpt(line.tolist())} descend along {axis}, but torch orders the members "
-                        "of a group by rank; with tp or ep, give the home its ranks in ascending order"
-                    )
-        return ranks
 
     def _slice_root(self, root: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
         """Return the part of a mesh along those of these axes that it has."""

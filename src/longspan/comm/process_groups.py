@@ -7,7 +7,6 @@ None is never passed to torch, which would take it for the whole world.
 
 import os
 import resource
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -88,35 +87,29 @@ class ProcessGroups:
         candidates = self.shareable.setdefault((tuple(sorted(ranks)), backend, timeout, purpose), [])
         shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
         if shareable is None:
-            shareable = Shareable(self._new_group(ranks, kind, backend, timeout))
+            started = time.monotonic()
+            limit = timedelta(seconds=timeout)
+            options = None
+            if kind in AHEAD and "nccl" in backend:
+                options = dist.ProcessGroupNCCL.Options()
+                options.is_high_priority_stream = True
+                options._timeout = limit  # else torch warns that it differs from the group's
+            # only host values travel over this group's gloo side: its tensors, if it has any, go over NCCL
+            takes_host_values = kind in ("control", "saves") or backend != "gloo"
+            connecting = defer_connections() if takes_host_values else nullcontext()
+            with self.watch.enter_operation(f"making the {kind} group", ranks, is_work=True), connecting:
+                group = dist.new_group(
+                    list(ranks), timeout=limit, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
+                )
+            shareable = Shareable(None)
+            if self.watch.rank in ranks:
+                assert isinstance(group, ProcessGroup)
+                shareable.group = group
+                self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
             candidates.append(shareable)
         shareable.users += 1
         self._used.append(shareable)
         return shareable.group
-
-    def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
-        """Make a group of torch, by all ranks of the world together, and note it in `made`; None where this rank is no
-        member.
-        """
-        started = time.monotonic()
-        timeout = timedelta(seconds=seconds)
-        options = None
-        if kind in AHEAD and "nccl" in backend:
-            options = dist.ProcessGroupNCCL.Options()
-            options.is_high_priority_stream = True
-            options._timeout = timeout  # else torch warns that it differs from the group's
-        # only host values travel over this group's gloo side: its tensors, if it has any, go over NCCL
-        takes_host_values = kind in ("control", "saves") or backend != "gloo"
-        connecting = defer_connections() if takes_host_values else nullcontext()
-        with self.watch.enter_operation(f"making the {kind} group", ranks, is_work=True), connecting:
-            group = dist.new_group(
-                list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
-            )
-        if self.watch.rank not in ranks:
-            return None
-        assert isinstance(group, ProcessGroup)
-        self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
-        return group
 
     def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
         """Return the communicator of these ranks in this order; None where they talk point to point, as those do that
@@ -160,11 +153,7 @@ class ProcessGroups:
 # three for meshes and all planes, and of four that plans gain. In the default and the control group the first rank may
 # come to talk to all others. A process has some 25 other files open in a bare world.
 CONNECTIONS = 10
-
-
 OTHER_FILES = 256
-
-
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -176,9 +165,6 @@ def raise_open_file_limit(size: int) -> None:
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard)
         )
-
-
-_being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds that were left with an error
 
 
 def init_default_group(place: Place, store: Store, backend: str, timeout: float) -> None:
@@ -204,42 +190,3 @@ def defer_connections() -> AbstractContextManager[None]:
     travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.15).
     """
     return temporary_variables({_LAZY: os.environ.get(_LAZY, "1")})
-
-
-def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:
-    """Destroy these groups, or with `default` everything that a world made.
-
-    Without `patient`, as after an error, it waits a second at most, and the rest goes on in a thread: a group with a
-    collective in flight ends only when that does.
-    """
-
-    def destroy() -> None:
-        if default and dist.is_initialized():
-            dist.destroy_process_group()
-        elif not default:
-            for group in groups:
-                dist.destroy_process_group(group)
-
-    if patient:
-        destroy()
-    else:
-        thread = threading.Thread(target=destroy, name="longspan leaving", daemon=True)
-        thread.start()
-        thread.join(1.0)
-        _being_destroyed[:] = [running for running in (*_being_destroyed, thread) if running.is_alive()]
-
-
-def wait_until_destroyed(timeout: float) -> None:
-    """Wait until groups of worlds that were left with an error are gone: torch would take a new world's for theirs.
-
-    Raises CommError where one is still there after `timeout` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    for thread in _being_destroyed:
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            raise CommError(
-                f"the process groups of a world that was left with an error have not ended in {timeout:g} s, as a "
-                "collective of theirs still runs; open the next world in a new process, or give more time"
-            )
-    _being_destroyed.clear()

@@ -24,8 +24,8 @@ class StopSignal:
     ...         work()
 
     These are SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, without those of `save_on`, which ask for a save:
-    `save_asked` is the name of the last one until `forget_save_request`. A second one that stops, more than a second
-    later, raises Interrupted. Open it in the main thread.
+    `save_asked` is the name of the last one until a caller that saves sets it to "". A second one that stops, more than
+    a second later, raises Interrupted. Open it in the main thread.
     """
 
     def __init__(self, save_on: Collection[str] = ()) -> None:
@@ -48,10 +48,6 @@ class StopSignal:
         if not self.received:
             return ""
         return "its launcher is gone" if self.received == LAUNCHER_END else f"{self.received} was received"
-
-    def forget_save_request(self) -> None:
-        """Forget the signals that asked for a save until now, as that save is under way."""
-        self.save_asked = ""
 
     def _remember_signal(self, number: int, _: FrameType | None) -> None:
         """Note a signal, as its handler. One press of Ctrl-C may arrive twice; a second press to stop raises

@@ -117,8 +117,13 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
                 return prefix
             if newest not in seen:
                 seen.add(newest)
+                prefix = ""
+                world_store = PrefixStore(newest, store)
                 # a world that an earlier process of this rank joined is of a former launch: wait for the next
-                prefix = newest if _register_rank(PrefixStore(newest, store), place) else ""
+                if world_store.add(f"joined/{place.rank}", 1) == 1:
+                    world_store.set(f"rank/{place.rank}", place.node)
+                    world_store.add("joined", 1)
+                    prefix = newest
     except BaseException:
         if prefix:
             _leave_unopened_world(PrefixStore(prefix, store), place)
@@ -128,15 +133,6 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
     if _leave_unopened_world(PrefixStore(prefix, store), place):
         raise _absence_error(PrefixStore(prefix, store), place, timeout)
     return prefix
-
-
-def _register_rank(world_store: Store, place: Place) -> bool:
-    """Add this process to a world of the store; False, and nothing is added, if another one of its rank was there."""
-    if world_store.add(f"joined/{place.rank}", 1) != 1:
-        return False
-    world_store.set(f"rank/{place.rank}", place.node)
-    world_store.add("joined", 1)
-    return True
 
 
 def _leave_unopened_world(world_store: Store, place: Place) -> bool:

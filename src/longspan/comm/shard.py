@@ -88,29 +88,6 @@ class ShardPart(Immutable):
         )
 
 
-def _lay_out_part(part: ShardPart, base: int) -> tuple[Integers, Integers, Integers, Integers]:
-    """Return packed row and position of each row of a part, then id and number of rows of each document that has one
-    here.
-
-    `base` is the group's first packed row. Rows that pad documents out, and those of a part without a group, have the
-    packed row −1. Positions are counted behind the rows of the documents that a document continues.
-    """
-    segments = part.segments()
-    sizes = segments.stop - segments.start
-    # within a segment, position − local row is the same for all rows: start − offset
-    positions = np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes)
-    lengths = np.asarray(part.group.lengths, dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
-    document = np.repeat(segments.document, sizes)
-    real = (positions < lengths[document]) & (part.index >= 0)
-    rows = np.where(real, base + starts[document] + positions, -1)
-    if part.group.parents is not None:
-        positions = positions + np.asarray(part.group.bases, dtype=np.int64)[document]
-    rows_of_document = np.bincount(document, minlength=len(lengths))
-    present = np.flatnonzero(rows_of_document)
-    return rows, positions, np.asarray(part.group.documents, dtype=np.int64)[present], rows_of_document[present]
-
-
 def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
     """Return where each packed row (S,) is among the rows of all slots; those of slot s begin at `starts[s]`.
 
@@ -245,11 +222,29 @@ class SequenceShard(Immutable):
         if padding:
             groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))
         parts: list[ShardPart] = []
+        bases = np.cumsum(
+            [0, *(group.tokens for group in micro_batch.groups)]
+        )  # the first packed row of each group
+        # of each part: packed row and position of each row, and id and number of rows of each document that has one
+        columns = [(np.zeros(0, dtype=np.int64),) * 4]
         for index, group in groups:
-            parts.append(ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key))
-        bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])  # that of padding (−1) is not used
-        none = np.zeros(0, dtype=np.int64)  # where there is no part
-        columns = [(none,) * 4, *(_lay_out_part(part, int(bases[part.index])) for part in parts)]
+            part = ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key)
+            parts.append(part)
+            segments = part.segments()
+            counts = segments.stop - segments.start
+            # within a segment, position − local row is the same for all rows: start − offset
+            position = np.arange(int(counts.sum())) + np.repeat(segments.start - segments.offset, counts)
+            lengths = np.asarray(group.lengths, dtype=np.int64)
+            starts = np.cumsum(lengths) - lengths
+            document = np.repeat(segments.document, counts)
+            real = (position < lengths[document]) & (index >= 0)  # not of padding
+            row = np.where(real, bases[index] + starts[document] + position, -1)
+            if group.parents is not None:  # behind the rows of the documents that a document continues
+                position = position + np.asarray(group.bases, dtype=np.int64)[document]
+            rows_of_document = np.bincount(document, minlength=len(lengths))
+            present = np.flatnonzero(rows_of_document)
+            ids = np.asarray(group.documents, dtype=np.int64)[present]
+            columns.append((row, position, ids, rows_of_document[present]))
         rows, positions, documents, sizes = map(np.concatenate, zip(*columns, strict=True))
         cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         self._set(

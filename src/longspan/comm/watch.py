@@ -21,8 +21,13 @@ import torch.distributed as dist
 from torch.distributed import Work
 
 from longspan.comm.device import is_out_of_memory
-from longspan.comm.failure_reports import ANSWER_SECONDS, Activity, FailureReport, FailureReports
-from longspan.comm.flight_recorder import last_collective_text
+from longspan.comm.failure_reports import (
+    ANSWER_SECONDS,
+    Activity,
+    FailureReport,
+    FailureReports,
+    last_collective_text,
+)
 from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.launch.launcher_watch import launcher_is_gone
 from longspan.plain_text import excerpt
@@ -183,7 +188,12 @@ class Watch:
         self.last_failed = operation
         seconds = time.monotonic() - operation.started
         outcome = "timed out" if "timed out" in str(error).lower() else "failed"
-        report = self._failure_report(operation)
+        report = FailureReport(("this process has no store to ask through",))
+        if self.reports is not None:
+            try:
+                report = self.reports.request_report(self.activity(), operation.started)
+            except RuntimeError:
+                report = FailureReport((self.reports.server_text(),))
         text = (
             f"{operation} {outcome} on rank {self.rank} after {seconds:.1f} s (limit {operation.limit:g} s): "
             f"{'; '.join(report.causes)}"
@@ -230,17 +240,6 @@ class Watch:
         with suppress(RuntimeError):  # the store does not answer
             return self.reports is not None and self.reports.has_died(rank)
         return False
-
-    def _failure_report(self, operation: Operation) -> FailureReport:
-        """Ask all ranks for a report of this failure; without a store, or where it does not answer, the report says
-        that.
-        """
-        if self.reports is None:
-            return FailureReport(("this process has no store to ask through",))
-        try:
-            return self.reports.request_report(self.activity(), operation.started)
-        except RuntimeError:
-            return FailureReport((self.reports.server_text(),))
 
 
 def _has_passed(query: Callable[[], bool]) -> bool:
@@ -334,29 +333,27 @@ class AnsweringThread:
         row.
 
         gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
-        tries for five times the limit that their group was made with (torch 2.13). Work is late only where the rank
-        that serves the store does not answer. A process that stood still gets the time until the second look.
+        tries for five times the limit that their group was made with (torch 2.13). An operation with computing or files
+        inside has a limit only where rank 0, which serves the store, is silent. A process that stood still gets the
+        time until the second look.
         """
         operation = self.watch.current
         late = self._late
-        if operation is not None and (operation is self.watch.last_failed or self._may_take_long(operation)):
-            operation = None
-        if operation is not None and time.monotonic() - operation.started < operation.limit + LATE_SECONDS:
-            operation = None
+        self._late = None
+        if operation is None or operation is self.watch.last_failed:
+            return
+        served_by_rank = self.watch.reports is not None and self.watch.reports.server == "rank 0"
+        silent = served_by_rank and time.monotonic() - self._silent_since > operation.limit
+        if operation.is_work and not silent:
+            return
+        if time.monotonic() - operation.started < operation.limit + LATE_SECONDS:
+            return
         self._late = operation
-        if operation is not None and operation is late:  # a process that stood still has had time to go on
+        if operation is late:  # a process that stood still has had time to go on
             self._end_process(
                 operation,
                 f"timed out: rank {self.watch.rank} does not get past it, as at a first message to a rank that is gone",
             )
-
-    def _may_take_long(self, operation: Operation) -> bool:
-        """Whether an operation has computing or files inside, and so no limit; but where rank 0, which serves the
-        store, is silent, it has.
-        """
-        served_by_rank = self.watch.reports is not None and self.watch.reports.server == "rank 0"
-        silent = served_by_rank and time.monotonic() - self._silent_since > operation.limit
-        return operation.is_work and not silent
 
     def _end_waiting_for_lost_rank(self, reports: FailureReports) -> None:
         """End the process where it is still in a collective LEFT_SECONDS after another rank has left with an error.

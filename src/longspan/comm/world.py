@@ -7,6 +7,8 @@ plans; how ranks talk is in what a world has: `control_group`, `channel` and `pr
 import atexit
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -24,14 +26,7 @@ from longspan.comm.control_group import ControlGroup
 from longspan.comm.device import BOTH, choose_device
 from longspan.comm.failure_reports import FailureReports, read_nodes
 from longspan.comm.meshes import Meshes
-from longspan.comm.process_groups import (
-    ByRanks,
-    ProcessGroups,
-    destroy_groups,
-    init_default_group,
-    raise_open_file_limit,
-    wait_until_destroyed,
-)
+from longspan.comm.process_groups import ByRanks, ProcessGroups, init_default_group, raise_open_file_limit
 from longspan.comm.rendezvous import Place, clone_store_connection, join_world_of_all_ranks, shared_store
 from longspan.comm.replays import forget_replays
 from longspan.comm.watch import AnsweringThread, Watch
@@ -48,6 +43,7 @@ KNOWN_WHEN_OPEN.update((*MEMBERS, "machine"))
 _keys = count()
 _worlds: dict[int, "World"] = {}  # those that are open
 _shareable = WeakKeyDictionary[ProcessGroup, ByRanks]()  # of open worlds, by the default group that they end with
+_being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds that were left with an error
 
 
 def world_of(key: int) -> "World":
@@ -120,24 +116,18 @@ class World:
     def __enter__(self) -> "World":
         if self.key in _worlds:
             raise CommError("this world is already open")
-        wait_until_destroyed(self.timeout)
+        # torch would take a new world's groups for those of a world that was left with an error
+        deadline = time.monotonic() + self.timeout
+        for thread in _being_destroyed:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise CommError(
+                    f"the process groups of a world that was left with an error have not ended in {self.timeout:g} s, "
+                    "as a collective of theirs still runs; open the next world in a new process, or give more time"
+                )
+        _being_destroyed.clear()
         self._made_default = not dist.is_initialized()
-        if self._made_default:
-            place = _torchrun_place(self.home)
-        else:  # others made the default group
-            place = _make_place(self.home, dist.get_rank(), dist.get_world_size())
-        self._set_rank_and_device(place)
-        raise_open_file_limit(place.size)
-        store = (
-            shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
-        )
-        self._open_channels(place, store, join_world_of_all_ranks(store, place, self.timeout))
-        return self
-
-    def _set_rank_and_device(self, place: Place) -> None:
-        """Set what this process is in the home, and its device; errors here are this rank's, as nothing was sent. The
-        machine is an H200 for any GPU.
-        """
+        place = _find_place(self.home)  # errors up to the store are this rank's alone, as nothing was sent
         backend, device, max_groups = self._arguments
         self.rank: int = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
@@ -147,7 +137,14 @@ class World:
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         usual_groups = 4 if self.device.type == "cuda" else 0
         self.max_groups: int = usual_groups if max_groups is None else max_groups
+        # an H200 for any GPU
         self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
+        raise_open_file_limit(place.size)
+        store = (
+            shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
+        )
+        self._open_channels(place, store, join_world_of_all_ranks(store, place, self.timeout))
+        return self
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make all that an open world talks through, together with all ranks; where that fails, leave it again.
@@ -163,8 +160,8 @@ class World:
                 self.rank, self.home.ranks, clone_store_connection(store), f"{prefix}/watch", place.store_server
             )
         self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
-        self.watch.open_watches = _watches_of_open_worlds
-        self.watch.step = max((watch.step for watch in _watches_of_open_worlds()), default=0)
+        self.watch.open_watches = lambda: [world.watch for world in open_worlds()]
+        self.watch.step = max((world.step for world in open_worlds()), default=0)
         self.process_groups: ProcessGroups = ProcessGroups(
             backend=self.backend, timeout=self.timeout, watch=self.watch
         )
@@ -183,7 +180,6 @@ class World:
             self.channels: Channels = Channels(
                 self.home, self.rank, self.device, self.process_groups, self.meshes, self.max_groups
             )
-            self.channels.make_parent_groups()
             # As the home's first rank sees them, for every rank must choose alike: slots of a node, and the seed.
             slots = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", len(self.home.ranks))) // self.home.tp)
             reads_nodes = reports is not None and place.rank == self.home.ranks[0]
@@ -211,8 +207,10 @@ class World:
             self._leave_world(error)
 
     def _leave_world(self, error: BaseException | None) -> None:
-        """Take away all that the world talks through, and destroy its groups; without an error it waits for their end,
-        with one it tells the others.
+        """Take away all that the world talks through, and destroy its groups, or all where it made the default one.
+
+        Without an error it waits for their end. With one it tells the others and waits a second at most, and the rest
+        goes on in a thread: a group with a collective in flight ends only when that does.
         """
         if error is not None:
             self.watch.report_leaving(error)
@@ -224,7 +222,21 @@ class World:
         del _worlds[self.key]
         for name in MEMBERS:
             vars(self).pop(name, None)
-        destroy_groups(groups, default=self._made_default, patient=error is None)
+
+        def destroy() -> None:
+            if not self._made_default:
+                for group in groups:
+                    dist.destroy_process_group(group)
+            elif dist.is_initialized():
+                dist.destroy_process_group()
+
+        if error is None:
+            destroy()
+        else:
+            thread = threading.Thread(target=destroy, name="longspan leaving", daemon=True)
+            thread.start()
+            thread.join(1.0)
+            _being_destroyed[:] = [running for running in (*_being_destroyed, thread) if running.is_alive()]
 
     @property
     def ranks_of_host(self) -> int:
@@ -285,18 +297,14 @@ class World:
 
     @step.setter
     def step(self, step: int) -> None:
-        for watch in (self.watch, *_watches_of_open_worlds()):
-            watch.step = step
+        self.check_open()
+        for world in open_worlds():
+            world.watch.step = step
 
 
 def open_worlds() -> list[World]:
     """Return the worlds that are open on this rank, the outermost first."""
     return [world for world in list(_worlds.values()) if "watch" in vars(world)]
-
-
-def _watches_of_open_worlds() -> list[Watch]:
-    """Return the watches of the open worlds, the outermost first."""
-    return [world.watch for world in open_worlds()]
 
 
 @atexit.register
@@ -308,37 +316,39 @@ def _leave_open_worlds() -> None:
             world.__exit__(type(error), error, error.__traceback__)
 
 
-def _torchrun_place(home: Layout) -> Place:
-    """Return this process's place by torchrun's variables. A home of one rank needs none of them.
+def _find_place(home: Layout) -> Place:
+    """Return this process's place by the default group, where others made one, else by torchrun's variables.
 
-    Raises CommError for another home where they are not set.
+    A home of one rank needs none of these. Without LOCAL_RANK, all ranks are on a host. A node has torchrun's number,
+    if torchrun started this process. Raises CommError for another home where variables are not set, and unless the
+    processes that were started are the home's ranks.
     """
-    absent = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
-    if absent and home.ranks == (0,) and os.environ.get("WORLD_SIZE", "1") == "1":
-        return Place(0, 1, 0, "")
-    if absent:
-        raise CommError(
-            f"the home has {plural(len(home.ranks), 'rank')}, but {' and '.join(absent)} "
-            f"{'is' if len(absent) == 1 else 'are'} not set; start the ranks with `torchrun --nproc-per-node "
-            f"{len(home.ranks)}`, which sets {', '.join(TORCHRUN_SETS)} and LOCAL_RANK, or with longspan.comm.run_local"
-        )
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return _make_place(home, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), address)
-
-
-def _make_place(home: Layout, rank: int, size: int, address: str = "") -> Place:
-    """Return the place of a process; raise CommError unless the processes that were started are the home's ranks.
-
-    Without LOCAL_RANK, all ranks are on a host. A node has torchrun's number, if torchrun started this process.
-    """
+    address = ""
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        size = dist.get_world_size()
+    else:
+        absent = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
+        if absent and home.ranks == (0,) and os.environ.get("WORLD_SIZE", "1") == "1":
+            return Place(0, 1, 0, "")
+        if absent:
+            raise CommError(
+                f"the home has {plural(len(home.ranks), 'rank')}, but {' and '.join(absent)} "
+                f"{'is' if len(absent) == 1 else 'are'} not set; start the ranks with `torchrun --nproc-per-node "
+                f"{len(home.ranks)}`, which sets {', '.join(TORCHRUN_SETS)} and LOCAL_RANK, or with "
+                "longspan.comm.run_local"
+            )
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
     if sorted(home.ranks) != list(range(size)):
-        came = (
+        started = (
             "1 process was started, rank 0"
             if size == 1
             else f"{size:,} processes were started, ranks 0 to {size - 1}"
         )
         raise CommError(
-            f"the home has {plural(len(home.ranks), 'rank')} {excerpt(home.ranks)}, but {came}; start "
+            f"the home has {plural(len(home.ranks), 'rank')} {excerpt(home.ranks)}, but {started}; start "
             f"{plural(len(home.ranks), 'process', 'es')}, or make the home of those started: Layout(ranks={size})"
         )
     number = os.environ.get("GROUP_RANK")

@@ -3,7 +3,7 @@
 One rule serves both directions. Members who have a row fall into groups whose copies are the same: of each group one
 member brings the row to a receiver, and what comes from several groups is summed. A forward movement has one group, all
 members; partial gradients have a group for each member. Work is a few array operations over the blocks of all members,
-and indices of rows are made for only one member. `bridge/row_exchange.py` carries it out.
+and indices of rows are made for only one member. `bridge/bridge.py` carries it out.
 """
 
 from collections.abc import Callable, Sequence

@@ -287,7 +287,7 @@ class _Loop:
                     save_plan(run, plan, f"step-{saves.done:06d}")
                 if stopped or save_on or saves.is_checkpoint_due(minutes_over=minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
-                    stop.forget_save_request()  # also what other ranks received meanwhile
+                    stop.save_asked = ""  # also what other ranks received meanwhile
                 saves.reserve_memory()
                 if save_on and not stopped:
                     self.display.log(f"{save_on} was received: step {saves.done} is saved, and the run goes on")

@@ -2,7 +2,6 @@
 
 from longspan.ssm.conv import causal_conv
 from longspan.ssm.kernels import scan_kernel
-from longspan.ssm.state_pass import linear_scan
-from longspan.ssm.unit_vectors import unit_vectors
+from longspan.ssm.state_pass import linear_scan, unit_vectors
 
 __all__ = ["causal_conv", "linear_scan", "scan_kernel", "unit_vectors"]

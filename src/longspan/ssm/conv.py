@@ -59,9 +59,21 @@ class Halo:
         ]
         self.rows: Tensor = to_device(np.concatenate(rows), chains.device)
         self.travels: bool = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
-        arrived = self._arrival_table(chains, owners[me])
+        # Which arriving row lies in each column before a run, (runs, width), −1 for none; rows arrive ordered by owner.
+        # A run near its document's start has fewer rows before it: these take its last columns.
+        number = np.empty(len(owners[me]), dtype=np.int64)
+        number[np.argsort(owners[me], kind="stable")] = np.arange(len(number))
+        arrived = np.full((len(chains.local_indices), width), -1, dtype=np.int64)
+        sizes = np.minimum(self._starts[chains.local_indices], width)
+        arrived[np.arange(width) >= width - sizes[:, None]] = number
         self.before: RowsBefore = self._lay_out_runs(chains.lengths, arrived)
-        self.first: FirstRows = self._index_first_rows(chains.lengths, arrived)
+        readers = np.flatnonzero((arrived >= 0).any(1))
+        start = (np.cumsum(chains.lengths) - chains.lengths)[readers]
+        count = np.minimum(chains.lengths[readers], width)
+        read_rows = np.ascontiguousarray(arrived[readers])
+        first_rows = to_device(expand_runs(start, start + count), chains.device)
+        places = (to_device(x, chains.device) for x in (start, count, read_rows))
+        self.first: FirstRows = FirstRows(first_rows, self._lay_out_runs(count, read_rows), *places)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
         """Return the rows before each run of a member, run after run: the index of the run that has the row, and its
@@ -86,24 +98,9 @@ class Halo:
         )
         return owner_run, position
 
-    def _arrival_table(self, chains: Chains, owners: Integers) -> Integers:
-        """Make the table (runs, width) of which arriving row lies in each column before a run; −1 for none.
-
-        `owners` are the members that send the rows, run by run; rows arrive ordered by owner. A run near its document's
-        start has fewer rows before it: these take its last columns.
-        """
-        local_indices = chains.local_indices
-        width = self._width
-        arrived = np.empty(len(owners), dtype=np.int64)
-        arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
-        table = np.full((len(local_indices), width), -1, dtype=np.int64)
-        sizes = np.minimum(self._starts[local_indices], width)
-        table[np.arange(width) >= width - sizes[:, None]] = arrived
-        return table
-
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> RowsBefore:
-        """Return where runs of these lengths lie with the rows before them, from the table of arriving rows
-        (`_arrival_table`).
+        """Return where runs of these lengths lie with the rows before them, from the table of arriving rows (runs,
+        width), −1 for none.
 
         Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The columns
         of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the first.
@@ -120,18 +117,6 @@ class Halo:
         run, column = np.divmod(filled_cells[np.argsort(arrived.reshape(-1)[filled_cells])], max(self._width, 1))
         indices = source, np.flatnonzero(source < rows), run, column + 1
         return RowsBefore(self._width, *(to_device(x, self._device) for x in indices))
-
-    def _index_first_rows(self, lengths: Integers, arrived: Integers) -> FirstRows:
-        """Return the first rows of the runs that read arriving rows, as `FirstRows`, from the lengths of runs and the
-        table of arrivals.
-        """
-        readers = np.flatnonzero((arrived >= 0).any(1))
-        start = (np.cumsum(lengths) - lengths)[readers]
-        count = np.minimum(lengths[readers], self._width)
-        arrived = np.ascontiguousarray(arrived[readers])
-        rows = to_device(expand_runs(start, start + count), self._device)
-        places = (to_device(x, self._device) for x in (start, count, arrived))
-        return FirstRows(rows, self._lay_out_runs(count, arrived), *places)
 
 
 def cached_halo(chains: Chains, width: int) -> Halo:
@@ -152,31 +137,22 @@ def causal_conv(
     tensors that do not fit the shard or each other, before any communication.
     """
     parameters = (weight,) if bias is None else (weight, bias)
-    _check_conv_inputs(x, parameters, shard)
-    kernel = choose_convolution(x)
-    if kernel.name == "torch" and len({y.dtype for y in (x, *parameters)}) > 1:
-        dtypes = ", ".join(str(y.dtype).removeprefix("torch.") for y in (x, *parameters))
-        raise LayoutError(f"causal_conv got x, weight and bias of {dtypes}; torch's convolution needs one dtype")
-    return _CausalConv.apply(shard_chains(shard), kernel, silu, x, weight, bias)  # pyright: ignore[reportReturnType]
-
-
-def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
-    """Raise LayoutError for inputs that no kernel can take, before rows are on their way: other members would wait for
-    them.
-    """
-    weight, *biases = parameters
     check_is_shard("causal_conv", shard)
     if x.ndim != 2 or x.shape[0] != shard.local_rows:
         raise LayoutError(f"causal_conv got x of {tuple(x.shape)}; the shard holds {shard.local_rows} rows: (T, C)")
     channels = x.shape[1]
     if weight.ndim != 2 or weight.shape[0] != channels or not weight.shape[1]:
         raise LayoutError(f"causal_conv got weight of {tuple(weight.shape)} for {channels} channels: (C, W)")
-    for bias in biases:
-        if tuple(bias.shape) != (channels,):
-            raise LayoutError(f"causal_conv got bias of {tuple(bias.shape)} for {channels} channels: (C,)")
+    if bias is not None and tuple(bias.shape) != (channels,):
+        raise LayoutError(f"causal_conv got bias of {tuple(bias.shape)} for {channels} channels: (C,)")
     if len({y.device for y in (x, *parameters)}) > 1:
         devices = ", ".join(str(y.device) for y in (x, *parameters))
         raise LayoutError(f"causal_conv got x, weight and bias on {devices}; put them on one device")
+    kernel = choose_convolution(x)
+    if kernel.name == "torch" and len({y.dtype for y in (x, *parameters)}) > 1:
+        dtypes = ", ".join(str(y.dtype).removeprefix("torch.") for y in (x, *parameters))
+        raise LayoutError(f"causal_conv got x, weight and bias of {dtypes}; torch's convolution needs one dtype")
+    return _CausalConv.apply(shard_chains(shard), kernel, silu, x, weight, bias)  # pyright: ignore[reportReturnType]
 
 
 class _CausalConv(torch.autograd.Function):

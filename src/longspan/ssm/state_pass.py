@@ -22,6 +22,7 @@ from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing, check_is_shard, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, ScanKernel, scan_kernel
+from longspan.ssm.kernels.fla import fla_function, fla_unsupported_call_reason
 from longspan.ssm.kernels.interface import SavedScan, ScanForward, map_states, state_dtype
 from longspan.ssm.kernels.local_runs import index_on_device, pick_rows, put_rows
 
@@ -212,25 +213,6 @@ def linear_scan(
     of a group that has a part here makes the same call, and enters backward. Raises LayoutError for tensors that do not
     fit the shard or each other, before any communication.
     """
-    _check_scan_inputs(q, k, v, g, beta, shard)
-    kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1)
-    wide_dtype = state_dtype(v.dtype)
-    row_dtype = v.dtype if kernel.half else wide_dtype
-    dtypes = (row_dtype, row_dtype, row_dtype, wide_dtype, wide_dtype)
-    tensors = [
-        None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
-    ]
-    return _StatePass.apply(shard_chains(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def _check_scan_inputs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard
-) -> None:
-    """Raise LayoutError for tensors whose shapes, dtypes or devices do not fit each other and the shard.
-
-    With T rows, G heads of keys that divide H heads of values: q and k (T, G, K), v (T, H, V), beta (T, H). Decays g
-    are (T, H, 1), or with beta also (T, H, K).
-    """
     check_is_shard("linear_scan", shard)
     for name, x in (("k", k), ("v", v), ("g", g)):
         if x.ndim != 3:
@@ -260,6 +242,14 @@ def _check_scan_inputs(
         raise LayoutError(
             f"linear_scan got {g.shape[-1]} decays a head; give 1, or {size}, one for each key number"
         )
+    kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1)
+    wide_dtype = state_dtype(v.dtype)
+    row_dtype = v.dtype if kernel.half else wide_dtype
+    dtypes = (row_dtype, row_dtype, row_dtype, wide_dtype, wide_dtype)
+    tensors = [
+        None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
+    ]
+    return _StatePass.apply(shard_chains(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 class _StatePass(torch.autograd.Function):
@@ -328,3 +318,14 @@ def join_part_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts)) if parts else torch.zeros_like(like)
+
+
+def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
+    """Compute x / √(Σ x² + epsilon) over the last dimension: vectors of length 1, as delta rules want queries and keys.
+
+    fla's kernel, where it can be used, leaves half precision as it is; torch's operations make it float32.
+    """
+    if not fla_unsupported_call_reason(x.dtype, x.device):
+        return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
+    x = x if x.dtype == torch.float64 else x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)

@@ -28,7 +28,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         scores = _scores(_group_heads(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
-        weights, row_lse = _softmax_(_mask_scores_(scores, tile, launch, call))
+        scores = _mask_scores_(scores, tile, launch, call)
+        largest = scores.amax(-1, keepdim=True).clamp_(min=NO_KEY)  # where a row has no key
+        weights = scores.sub_(largest).exp_()
+        total = weights.sum(-1, keepdim=True).clamp_(min=1)  # the largest weight is 1
+        weights.div_(total)
+        row_lse = (largest + total.log()).squeeze(-1)
         if call.dropout is not None:
             weights *= _dropout_factors(call.dropout, launch, tile, weights)
         out[rows] = torch.einsum("kgqs,skh->qkgh", weights, v[keys].to(dtype)).flatten(1, 2)
@@ -128,11 +133,3 @@ def _chosen_key_mask(tile: Tile, launch: Launch, indices: Tensor | None) -> Tens
     size = int(torch.maximum(keys.amax(), rows.amax() if rows.numel() else keys.amax())) + 2
     chosen = torch.zeros((len(rows), size), dtype=torch.bool, device=rows.device).scatter_(1, rows + 1, True)
     return chosen[:, keys + 1]
-
-
-def _softmax_(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn scores into weights, in place; return them and the log-sum-exp (K, G, Tq), NO_KEY where a row has none."""
-    largest = scores.amax(-1, keepdim=True).clamp_(min=NO_KEY)
-    weights = scores.sub_(largest).exp_()
-    total = weights.sum(-1, keepdim=True).clamp_(min=1)  # the largest weight is 1
-    return weights.div_(total), (largest + total.log()).squeeze(-1)

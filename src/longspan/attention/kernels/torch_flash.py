@@ -41,12 +41,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv) of this block, from the lse over the keys of all blocks.
 
-    Heads go through the kernel some at a time where all have more elements than it can count.
+    Heads go through the kernel some at a time where all have more elements than it can count: it indexes those of the
+    sum for dq in 32 bits, in whole blocks of rows and of 64 columns. Past MAX_SUM_ELEMENTS of them it writes to wrong
+    addresses (an illegal address on an H200, torch 2.11).
     """
     q, k, v, out, lse = saved
     size = _padded_head_dim(q, v)
     tensors = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse]
-    at_once = _max_kv_heads(q, k, launch)
+    rows = q.shape[0] + _BLOCK_ROWS * len(launch.tiling)
+    elements_of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
+    at_once = max(1, MAX_SUM_ELEMENTS // elements_of_key_head)
     slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
     parts = [_call_backward(slice_tensors, launch, call) for slice_tensors in slices]
     dq, dk, dv = (concat_heads(gradients) for gradients in zip(*parts, strict=True))
@@ -69,17 +73,6 @@ def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) ->
         scale=call.scale,
         **_mask_arguments(launch),
     )
-
-
-def _max_kv_heads(q: Tensor, k: Tensor, launch: Launch) -> int:
-    """Return how many key heads, with their query heads, the kernel can sum dq for in one call.
-
-    It indexes the elements of that sum in 32 bits, in whole blocks of rows and of 64 columns. Past MAX_SUM_ELEMENTS of
-    them it writes to wrong addresses (an illegal address on an H200, torch 2.11).
-    """
-    rows = q.shape[0] + _BLOCK_ROWS * len(launch.tiling)
-    elements_of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
-    return max(1, MAX_SUM_ELEMENTS // elements_of_key_head)
 
 
 def _is_causal(launch: Launch) -> bool:

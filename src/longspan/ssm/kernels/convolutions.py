@@ -170,15 +170,6 @@ def _launch_arguments(
 _FLA_MODULE = "modules.causal_conv1d.ops"
 
 
-def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: RowsBefore) -> Tensor | None:
-    """Return arrived rows before runs as a state (R, C, W), whose first column is not read; None if none arrived."""
-    if not len(arrived):
-        return None
-    state = x.new_zeros((len(runs.lengths), x.shape[1], before.width + 1))
-    state[before.run, :, before.column] = arrived
-    return state
-
-
 def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | None) -> dict[str, object]:
     """Return the arguments of fla's convolution, forward and backward; `state` are the rows before runs, None for
     zeros.
@@ -205,7 +196,11 @@ def _fla_backward(
     """Convolve backward by fla; arrived rows are the state before runs, whose gradient was computed before and is left
     out.
     """
-    arguments = _fla_arguments(convolution, runs, _initial_state(x, arrived, runs, before))
+    state = None
+    if len(arrived):  # (R, C, W), of which the first column is not read
+        state = x.new_zeros((len(runs.lengths), x.shape[1], before.width + 1))
+        state[before.run, :, before.column] = arrived
+    arguments = _fla_arguments(convolution, runs, state)
     backward = fla_function(_FLA_MODULE, "causal_conv1d_bwd")
     dx, dweight, dbias, *_ = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **arguments)
     return dx.squeeze(0), dweight, dbias

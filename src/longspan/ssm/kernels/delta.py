@@ -39,10 +39,13 @@ class Pieces:
 
     def __init__(self, runs: LocalRuns, heads: int) -> None:
         most_pieces = -(-_AT_ONCE // heads)
-        sizes = [
-            _piece_sizes(int(rows), most_pieces) if is_shared else [int(rows)]
-            for rows, is_shared in zip(runs.lengths, runs.shared, strict=True)
-        ]
+        sizes = list[list[int]]()
+        for rows, is_shared in zip(runs.lengths.tolist(), runs.shared, strict=True):
+            # nearly equal, whole chunks but for the last, and so few that none is much shorter than _SHORTEST
+            count = max(1, min(most_pieces, rows // _SHORTEST)) if is_shared else 1
+            chunks = -(-rows // CHUNK)
+            ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
+            sizes.append(np.diff([0, *ends]).tolist())
         counts = np.array([len(cut) for cut in sizes])
         self.runs: LocalRuns = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
         self._starts = np.cumsum(counts) - counts
@@ -144,16 +147,6 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
     return x
 
 
-def _piece_sizes(rows: int, most: int) -> list[int]:
-    """Return the rows of each piece of a run: nearly equal, whole chunks but for the last, and so few that none is much
-    shorter than _SHORTEST.
-    """
-    chunks = -(-rows // CHUNK)
-    count = max(1, min(most, rows // _SHORTEST))
-    ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
-    return np.diff([0, *ends]).tolist()
-
-
 def cut_into_pieces(runs: LocalRuns, heads: int) -> Pieces:
     """Return the pieces of these runs for so many heads, made once and kept in `runs.pieces` for all layers."""
     if heads not in runs.pieces:
@@ -175,23 +168,6 @@ def compute_run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     if count:  # without runs, as on a single rank, no kernel is compiled
         triton_kernel("maps_kernel")[blocks, heads, count](*arguments, **_kernel_sizes(rows, width))
     return states, transitions
-
-
-def compute_initial_state_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> Tensor:
-    """Compute gradients (R, H, K, V), float32, of the outputs by the states that enter runs, at least one."""
-    heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
-    gradients = _new_state(rows, count, heads, size, width)
-    arguments = [rows[name] for name in ("q", "k", "w")] + [
-        _decay_rows(rows),
-        rows["do"],
-        rows["dv"],
-        gradients,
-        runs.ends,
-        scale,
-    ]
-    shared = {"Q_SHARED": heads // rows["q"].shape[2], **_kernel_sizes(rows, width)}
-    triton_kernel("initial_state_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
-    return gradients
 
 
 def _kernel_sizes(rows: NamedRows, width: int) -> dict[str, Any]:
@@ -286,24 +262,21 @@ class DeltaGradients:
             return leaving
         return self._pieces.leaving_gradients(leaving, self._map_gradients(), self._transitions)
 
-    def chunk_gradients(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients at the states that leave chunks, and at the values that rows add.
-
-        `states` are those that enter pieces, `leaving` the gradients at their final states.
-        """
-        scan_gradients = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu")
-        runs = self._pieces.runs
-        arguments = {**self._rows, "h0": states, "dht": leaving, "scale": self._scale}
-        dh, _, dv = scan_gradients(**arguments, chunk_offsets=runs.chunk_ends, **chunk_arguments(runs))
-        return dh, dv
-
     def _map_gradients(self) -> Tensor:
-        """Return the gradients of outputs by the states that enter the pieces with maps; computed at the first call."""
+        """Return the gradients (pieces, H, K, V), float32, of outputs by the states that enter the pieces with maps, of
+        which there is one at least; computed at the first call.
+        """
         if self._initial_state_gradients is None:
             map_runs, map_rows = self._pieces.pieces_with_maps
-            self._initial_state_gradients = compute_initial_state_gradients(
-                {name: x[:, map_rows] for name, x in self._rows.items()}, map_runs, self._scale
+            rows = {name: x[:, map_rows] for name, x in self._rows.items()}
+            heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(map_runs.lengths)
+            gradients = _new_state(rows, count, heads, size, width)
+            inputs = [rows["q"], rows["k"], rows["w"], _decay_rows(rows), rows["do"], rows["dv"]]
+            shared = {"Q_SHARED": heads // rows["q"].shape[2], **_kernel_sizes(rows, width)}
+            triton_kernel("initial_state_gradients_kernel")[-(-width // _COLUMNS), heads, count](
+                *inputs, gradients, map_runs.ends, self._scale, **shared
             )
+            self._initial_state_gradients = gradients
         return self._initial_state_gradients
 
 
@@ -433,8 +406,9 @@ class DeltaBackward:
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         self._shared_rows = {"q": self._q, "k": self._k, "g": self._g, "do": self._do}
         chunk_kernel = fla_function("ops.common.chunk_o", "chunk_bwd_dv_local")
-        dv = chunk_kernel(**self._shared_rows, scale=scale, **chunk_arguments(self._runs))
-        self._states = DeltaGradients({**self._shared_rows, "w": self._w, "dv": dv}, pieces, transitions, scale)
+        self._dv = chunk_kernel(**self._shared_rows, scale=scale, **chunk_arguments(self._runs))
+        rows = {**self._shared_rows, "w": self._w, "dv": self._dv}
+        self._states = DeltaGradients(rows, pieces, transitions, scale)
         self.initial_state_gradients = self._states.initial_state_gradients
         # results of `compute_chunk_states`, once `prepare_chunks` has run
         self._h = self._new_values = inputs.v[:0]
@@ -446,7 +420,15 @@ class DeltaBackward:
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Those of k and g have two parts: from the outputs, and from the products u and w of each chunk (WY)."""
-        dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
+        # dh: at the states that leave chunks, dv: at the values that rows add.
+        dh, _, dv = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu")(
+            **{**self._shared_rows, "w": self._w, "dv": self._dv},
+            h0=self._entering,
+            dht=self._states.leaving_gradients(leaving),
+            scale=self._scale,
+            chunk_offsets=self._runs.chunk_ends,
+            **chunk_arguments(self._runs),
+        )
         arguments = {**self._shared_rows, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         compute_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk_outputs, dw, dg_outputs = compute_gradients(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from longspan.bridge.row_exchange import carry_rows, moves_on_device
+from longspan.bridge.bridge import carry_rows, moves_on_device
 from longspan.comm import World
 from longspan.comm.all_ranks import on_all_ranks, result_or_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued

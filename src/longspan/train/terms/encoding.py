@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from longspan.bridge import Bridge
-from longspan.bridge.row_exchange import RowGradient
+from longspan.bridge.bridge import RowGradient
 from longspan.comm import SequenceShard, World, bind, raise_first_error, to_device
 from longspan.comm.shard import RowsAt
 from longspan.errors import ModelError
