@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BioGptConfig, GPT2Config, PreTrai
 from longspan.comm import World, bind
 from longspan.errors import ModelError
 from longspan.model import prepare
-from longspan.model.exactness.check_model import refuse_unsupported_model
+from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.experts.moe import connect_experts
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.attention_calls import IMPLEMENTATION
@@ -52,7 +52,7 @@ def test_configurations_refused_by_name(case: str) -> None:
     config_class, values, says = REFUSED[case]
     model = build(config_class, **values)
     with pytest.raises(ModelError, match=says) as caught:
-        refuse_unsupported_model(model)
+        check_model_on_this_rank(model, ())
     assert type(model).__name__ in str(caught.value)
 
 
@@ -62,11 +62,11 @@ OTHER_HEAD = r"its head \(ForSequenceClassification\) is .*; use LlamaForCausalL
 def test_other_kinds_of_model() -> None:
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
     with torch.device("meta"), pytest.raises(ModelError, match="encoder-decoder"):
-        refuse_unsupported_model(transformers.T5ForConditionalGeneration(config))
+        check_model_on_this_rank(transformers.T5ForConditionalGeneration(config), ())
     with torch.device("meta"), pytest.raises(ModelError, match=OTHER_HEAD):
-        refuse_unsupported_model(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)))
+        check_model_on_this_rank(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)), ())
     with pytest.raises(ModelError, match="takes a transformers model"):
-        refuse_unsupported_model(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+        check_model_on_this_rank(nn.Linear(2, 2), ())  # pyright: ignore[reportArgumentType]
 
 
 SHARED = {
@@ -89,7 +89,7 @@ def test_the_probe_sees_every_layer_and_changes_nothing() -> None:
     model = tiny("qwen3")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.set_attn_implementation(IMPLEMENTATION)
-    refuse_unsupported_model(model)
+    check_model_on_this_rank(model, ())
     calls = record_calls_and_draws(model).calls
     assert [call.module for call in calls] == [layer.self_attn for layer in decoder_layers(model).values()]
     assert all(call.causal and call.window is None for call in calls)

@@ -39,7 +39,7 @@ def draw_image(base: Any, merge: int, side: Side, generator: np.random.Generator
     """Draw an image in the form that a model takes, which its class's image function shows.
 
     `side` is height and width: in merged patches (of `merge` patches a side), in halves of a tile's side where the
-    model cuts images, or in tiles; for padded tiles see `_draw_padded_tiles`.
+    model cuts images, or in tiles.
     """
     parameters = image_feature_parameters(base)
     vision = base.config.vision_config
@@ -48,14 +48,30 @@ def draw_image(base: Any, merge: int, side: Side, generator: np.random.Generator
     if GRIDS in parameters:
         return _draw_patches(base, merge, side, channels * patch**2, generator)
     if _SHAPES in parameters:
-        return _draw_padded_tiles(base, side, channels * patch**2, generator)
-    if getattr(base.config, "image_grid_pinpoints", None):
-        return _draw_cut_image(base, side, (channels, image_side, image_side), generator)
+        # LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches. Full tiles have
+        # 3 x 3 rows, the last one `side`, so that the mask hides some; there are as many as `side` is high.
+        factor, (height, row_width) = getattr(base.config, "downsample_factor", 1), side
+        full_side = 3 * factor
+        shapes = torch.tensor([(full_side, full_side)] * (height - 1) + [(factor * height, factor * row_width)])
+        mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
+        pixels = _draw_pixels((height, full_side**2, channels * patch**2), generator) * mask[..., None]
+        return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
+    tile = (channels, image_side, image_side)
+    if grids := getattr(base.config, "image_grid_pinpoints", None):
+        # Some models cut an image only where its document has no other: a first side of 3 says that there are three.
+        size = (image_side * side[0] // 2, image_side * side[1] // 2)
+        count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
+        tiles = count_tiles(image_size=size, grid_pinpoints=grids, patch_size=image_side)
+        if IN_DOCUMENT not in parameters:
+            return ImageInput(_draw_pixels((tiles, *tile), generator), size=size)
+        images = 1 if side[0] < 3 else 3
+        pixels = _draw_pixels((tiles if images == 1 else 1, *tile), generator)
+        return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([images])})
     # patches are merged, without a grid
     if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_draw_pixels((1, channels, height, width), generator), size=(height, width))
-    return _draw_tiles(base, side, (channels, image_side, image_side), generator)
+    return _draw_tiles(base, side, tile, generator)
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
@@ -74,36 +90,6 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, generator: np.r
         patch_shape = (width // patch**2, patch, patch)
     pixels = _draw_pixels((merge**2 * side[0] * side[1], *patch_shape), generator)
     return ImageInput(pixels, (1, merge * side[0], merge * side[1]), fields=fields)
-
-
-def _draw_padded_tiles(base: Any, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
-    """Draw an image of LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches.
-
-    Full tiles have 3 x 3 rows, the last one `side`, so that the mask hides some; there are as many as `side` is high.
-    """
-    factor, (height, row_width) = getattr(base.config, "downsample_factor", 1), side
-    full_side = 3 * factor
-    shapes = torch.tensor([(full_side, full_side)] * (height - 1) + [(factor * height, factor * row_width)])
-    mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
-    pixels = _draw_pixels((height, full_side**2, width), generator) * mask[..., None]
-    return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
-
-
-def _draw_cut_image(
-    base: Any, side: Side, tile: tuple[int, int, int], generator: np.random.Generator
-) -> ImageInput:
-    """Draw an image that the model cuts into tiles of shape `tile` (C, height, width), `side` halves of a tile large.
-
-    Some models cut an image only where its document has no other: a first side of 3 says that there are three.
-    """
-    size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
-    count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
-    tiles = count_tiles(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
-    if IN_DOCUMENT not in image_feature_parameters(base):
-        return ImageInput(_draw_pixels((tiles, *tile), generator), size=size)
-    images = 1 if side[0] < 3 else 3
-    pixels = _draw_pixels((tiles if images == 1 else 1, *tile), generator)
-    return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([images])})
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], generator: np.random.Generator) -> ImageInput:

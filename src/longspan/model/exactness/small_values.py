@@ -393,7 +393,23 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
         return values
     text = next((values[name] for name in _TEXTS if values.get(name)), values)
     result = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
-    result["vision_config"] = _small_tower(vision, text.get("hidden_size") if isinstance(text, Mapping) else None)
+    width = text.get("hidden_size") if isinstance(text, Mapping) else None
+    tower = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
+    tower |= {name: width for name in _OF_TEXT if name in vision and width}
+    for name, side in (("image_size", SIDE), ("patch_size", PATCH)):
+        if isinstance(vision.get(name), list | tuple):
+            tower[name] = [side] * 2
+    if vision.get("deepstack_visual_indexes") is not None or vision.get("fullatt_block_indexes") is not None:
+        tower |= {
+            name: 3 for name in _LAYERS if name in vision
+        }  # three layers, so that some are not named by index
+    if (
+        isinstance(vision.get("embed_dim"), int) and "hidden_size" in vision
+    ):  # Qwen2-VL's names of width and outputs
+        tower |= {"embed_dim": 64, "hidden_size": width}
+    if vision.get("window_size"):  # of pixels where patches are merged, else of patches
+        tower["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
+    result["vision_config"] = tower
     if isinstance(second_tower := values.get("high_res_vision_config"), dict):
         result["high_res_vision_config"] = second_tower | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
     if hasattr(base, "get_rope_index"):
@@ -404,26 +420,6 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
     placeholders = [name for name in tokens if not name.startswith(_TOKENS_OF_TEXT)]
     placeholders.sort(key=lambda name: (not name.startswith("image_token"), name))
     return result | dict(zip(placeholders, range(_SMALL_VOCABULARY - 1, 2, -1), strict=False))
-
-
-def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
-    """Return a tower's values; `width` is the small text model's.
-
-    Towers whose layers are named by index have three, so that some are not named. In Qwen2-VL `embed_dim` is the
-    tower's width and `hidden_size` that of its outputs.
-    """
-    result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
-    result |= {name: width for name in _OF_TEXT if name in vision and width}
-    for name, side in (("image_size", SIDE), ("patch_size", PATCH)):
-        if isinstance(vision.get(name), list | tuple):
-            result[name] = [side] * 2
-    if vision.get("deepstack_visual_indexes") is not None or vision.get("fullatt_block_indexes") is not None:
-        result |= {name: 3 for name in _LAYERS if name in vision}
-    if isinstance(vision.get("embed_dim"), int) and "hidden_size" in vision:
-        result |= {"embed_dim": 64, "hidden_size": width}
-    if vision.get("window_size"):  # of pixels where patches are merged, else of patches
-        result["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
-    return result
 
 
 def _add_mrope_sections(text: dict[str, Any]) -> dict[str, Any]:
