@@ -18,8 +18,8 @@ from longspan.errors import ModelError
 from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.execution import model_execution
 from longspan.model.seams.meta_pass import check_attention_calls
-from longspan.model.seams.probe import RecordedCall
 from longspan.model.seams.rope import replace_rotary_forwards
+from longspan.model.seams.trial_shards import RecordedCall
 from tests import parity
 from tests.model.stock import SIZES, Answer, answer, at_random, texts
 from tests.versions import transformers_before

@@ -30,14 +30,14 @@ from longspan.model.layers import (
     reads_other_modalities,
     text_model,
 )
+from longspan.model.seams.attention_calls import scales_queries_by_row
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
-from longspan.model.seams.prefixes import has_bidirectional_prefix
-from longspan.model.seams.query_scaling import scales_queries_by_row
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
 from longspan.model.seams.set_forwards import is_wrapped_by_others, modules_with_instance_forward
 from longspan.model.weights.hf_folder import DEQUANTIZE
 from longspan.plain_text import items_text
+from longspan.plan.shape.families import find_family
 from longspan.plan.shape.layers import INDEXED
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -86,7 +86,7 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
     several = reads_other_modalities(model)
     head = re.search(r"For(?!CausalLM)[A-Z]\w+$", name)
     if score_columns(model):
-        if several or has_bidirectional_prefix(config):
+        if several or find_family(config.model_type).prefix_rows:
             yield "its head scores, and its text model is a part of it, or sees a prefix whole; use one of text alone"
     elif head and not (several and head.group() == "ForConditionalGeneration"):
         yield f"its head ({head.group()}) is not a language model's; {use}"

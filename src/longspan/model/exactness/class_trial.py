@@ -14,8 +14,8 @@ from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
 from longspan.model.kinds import expert_modules, find_indexers, find_mixers, has_experts
 from longspan.model.layers import innermost_decoder
-from longspan.model.seams.query_scaling import defer_query_scaling
-from longspan.model.seams.separate_rows import attend_separately
+from longspan.model.seams.attention_calls import defer_query_scaling
+from longspan.model.seams.trial_shards import attend_separately
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS = 48

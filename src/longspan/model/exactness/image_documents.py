@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.model.layers import base_model
-from longspan.model.seams.prefixes import has_bidirectional_prefix
 from longspan.model.vision.image_encoder import encode_images
 from longspan.model.vision.image_inputs import (
     IN_DOCUMENT,
@@ -151,7 +150,7 @@ class TrialDocument:
 
     def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
         """Return the kinds of tokens (1, T) that the model gets: 1 at images, 2 at videos; else 1 after a prefix."""
-        if not images or has_bidirectional_prefix(model.config):
+        if not images or find_family(model.config.model_type).prefix_rows:
             return token_kinds(model, len(self.ids), self.prefix)
         # placeholders of videos are in both masks, so that their sum is 2
         kinds = self.at_images.astype(np.int64) + (0 if self.at_videos is None else self.at_videos)
@@ -167,7 +166,7 @@ class TrialVideo(NamedTuple):
 
 def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
     """Return the kinds (1, T) that a model gets for the tokens of a text: 0, and 1 after a prefix if it has one."""
-    kinds = torch.arange(rows) >= (prefix if has_bidirectional_prefix(model.config) else rows)
+    kinds = torch.arange(rows) >= (prefix if find_family(model.config.model_type).prefix_rows else rows)
     return kinds.long()[None]
 
 
@@ -227,7 +226,7 @@ def _make_document(
     rows = tuple(n for _, n in images)
     at_images = np.array(ids) == tokens.placeholder
     prefix = 0
-    if tokens.config is not None and has_bidirectional_prefix(tokens.config):
+    if tokens.config is not None and find_family(tokens.config.model_type).prefix_rows:
         prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
     return TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix)
 

@@ -27,7 +27,7 @@ from longspan.model.marks import IS_COMPILED, is_pipeline
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import restore_attributes_after
-from longspan.model.seams.separate_rows import SeparateRows
+from longspan.model.seams.trial_shards import SeparateRows
 from longspan.plan import Group, MicroBatch
 
 # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many

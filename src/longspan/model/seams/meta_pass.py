@@ -26,7 +26,7 @@ from longspan.errors import AttentionError, ModelError, plural
 from longspan.model.kinds import ROWWISE_LAYER_TYPES, attends_to_chosen_keys, find_mixers
 from longspan.model.layers import architecture_name, decoder_layers, preserve_modes
 from longspan.model.seams.doctor_hint import doctor_hint
-from longspan.model.seams.probe import Probe, RecordedCall
+from longspan.model.seams.trial_shards import Probe, RecordedCall
 from longspan.plain_text import items_text
 
 

@@ -11,10 +11,9 @@ from longspan.model.layers import (
     architecture_name,
     reads_other_modalities,
 )
-from longspan.model.seams.call_rules import call_rules
-from longspan.model.seams.position_tables import refuse_documents_beyond_positions
-from longspan.model.seams.probe import Probe
+from longspan.model.seams.call_rules import call_rules, refuse_documents_beyond_positions
 from longspan.model.seams.randomness import refuse_randomness
+from longspan.model.seams.trial_shards import Probe
 
 
 def require_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:

@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers, expand_runs
-from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
+from longspan.model.seams.trial_shards import Probe
 from longspan.plan.shape.positions import LengthLimit, has_no_positions, position_limit
 
 SCALINGS = ("yarn", "linear")

@@ -20,7 +20,7 @@ from longspan.model.kinds import find_mixers, score_columns
 from longspan.model.layers import architecture_name, base_model, mtp_depths
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.probe import Probe
+from longspan.model.seams.trial_shards import Probe
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
