@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from longspan.model.frozen.four_bit import NF4
+from longspan.model.frozen.packed_format import NF4
 
 pytestmark = [
     pytest.mark.gpu,

@@ -43,8 +43,7 @@ from longspan.model.layers import MTP, mtp_blocks
 from longspan.model.load import find_score_class, torch_dtype
 from longspan.model.mtp.published_names import find_published_naming
 from longspan.model.multimodal.multimodal_model import map_stock_names
-from longspan.model.saving.save_model import write_all_but_weights
-from longspan.model.saving.stock_model import stock_configuration
+from longspan.model.saving.stock_folders import stock_configuration, write_all_but_weights
 from longspan.model.weights.empty_model import empty_model, image_text_class_of_architectures
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles

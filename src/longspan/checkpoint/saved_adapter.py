@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError
 from longspan.model.adapted_modules import belongs_to_adapter
-from longspan.model.adapters.adapted_weights import AdaptedWeight, adapted_weights
-from longspan.model.adapters.adapter import Adapter, find_adapter
+from longspan.model.adapters.adapter import AdaptedWeight, Adapter, adapted_weights, find_adapter
 from longspan.model.adapters.adapter_files import entries_inside_modules, largest_trained_modules
 from longspan.model.kinds import name_without_adapter
 from longspan.model.load import find_score_class

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from longspan import Layout, World, load_model, save_model, weights_by_name
 from longspan.errors import ModelError
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
-from longspan.model.saving.load_weights import load_weights
+from longspan.model.saving.stock_folders import load_weights
 from longspan.model.weights.write import OF_MODEL, make_partial_folder, replace_files
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep

@@ -1,4 +1,4 @@
-"""Triton kernel of `four_bit.py`, the only importer of this module: it needs triton, which CPU builds of torch lack."""
+"""Triton kernel of `packed_format.py`, its only importer: it needs triton, which CPU builds of torch lack."""
 
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter, unwrap_peft_model
-from longspan.model.adapters.adapted_weights import AdaptedWeight, adapted_weights
-from longspan.model.adapters.adapter import entries_trained_with_adapter
+from longspan.model.adapters.adapter import AdaptedWeight, adapted_weights, entries_trained_with_adapter
 from longspan.model.adapters.adapter_files import (
     name_in_peft_files,
 )
