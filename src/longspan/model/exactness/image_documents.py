@@ -23,7 +23,7 @@ from longspan.model.vision.image_inputs import (
     image_arguments,
     image_feature_parameters,
 )
-from longspan.model.vision.image_tokens import GRIDS, SIZES, ImageTokens, image_tokens
+from longspan.model.vision.image_tokens import GRIDS, SIZES, image_tokens
 from longspan.model.vision.videos import Video, VideoTokens
 from longspan.plan.shape.families import find_family
 
@@ -171,7 +171,7 @@ def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
 
 
 def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]]) -> list[TrialDocument]:
-    """Make documents of these numbers of tokens of text and of images, for a whole small model."""
+    """Make documents of these numbers of tokens of text and of images, at random places, for a whole small model."""
     tokens = image_tokens(model.config)
     generator = np.random.default_rng(0)
     words = np.array(ordinary_ids(model.config))
@@ -180,7 +180,24 @@ def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]
     images = [draw_image(base, tokens.merge, side, generator) for side in (_SIDES * most)[:most]]
     with torch.no_grad():
         pool = [(image, len(encode_images(base, [image])[0])) for image in images]
-    return [_make_document(tokens, generator.choice(words, text), pool[:count], generator) for text, count in sizes]
+    documents = list[TrialDocument]()
+    for text, count in sizes:
+        document_words = generator.choice(words, text)
+        places = np.sort(generator.choice(np.arange(1, text), size=count, replace=False))
+        ids = list[int]()
+        for words_between, image in zip(np.split(document_words, places), (*pool[:count], None), strict=True):
+            ids += [*words_between.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
+        grids = np.array([image.grid for image, _ in pool[:count] if image.grid is not None])
+        at_images = np.array(ids) == tokens.placeholder
+        prefix = 0
+        # it ends with the token after the last image, so that it holds text too
+        if tokens.config is not None and find_family(tokens.config.model_type).prefix_rows:
+            prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
+        inputs = tuple(image for image, _ in pool[:count])
+        rows = tuple(n for _, n in pool[:count])
+        positions = tokens.positions(np.array(ids), grids)
+        documents.append(TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix))
+    return documents
 
 
 def ordinary_ids(config: PreTrainedConfig) -> list[int]:
@@ -207,28 +224,6 @@ def make_stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dic
         arguments |= {"pixel_values_videos": image_fields["pixel_values"], "video_grid_thw": grids}
         arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in parameters else {}
     return arguments | {name: document.kinds(model, images=True) for name in TOKEN_KINDS if name in parameters}
-
-
-def _make_document(
-    tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], generator: np.random.Generator
-) -> TrialDocument:
-    """Make a document of these words with images, each with its number of rows, at random places among them.
-
-    A prefix ends with the token after the last image, so that it holds text too.
-    """
-    places = np.sort(generator.choice(np.arange(1, len(words)), size=len(images), replace=False))
-    ids = list[int]()
-    for words_between, image in zip(np.split(words, places), (*images, None), strict=True):
-        ids += [*words_between.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
-    grids = np.array([image.grid for image, _ in images if image.grid is not None])
-    positions = tokens.positions(np.array(ids), grids)
-    inputs = tuple(x for x, _ in images)
-    rows = tuple(n for _, n in images)
-    at_images = np.array(ids) == tokens.placeholder
-    prefix = 0
-    if tokens.config is not None and find_family(tokens.config.model_type).prefix_rows:
-        prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
-    return TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix)
 
 
 def make_video_document(model: PreTrainedModel) -> TrialDocument:

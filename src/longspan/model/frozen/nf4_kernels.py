@@ -4,18 +4,6 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor, float32
-
-_BYTES = 1024  # of codes, which one program reads
-
-
-def unpack_nf4(packed: Tensor, values: Tensor, out: Tensor, block: int) -> None:
-    """Write rows of codes and scales as numbers into `out` (rows, columns), contiguous."""
-    rows, columns = out.shape
-    if out.numel():
-        blocks = rows, triton.cdiv(columns // 2, _BYTES)
-        scales = packed.view(float32)
-        unpack_kernel[blocks](packed, scales, values, out, columns, packed.stride(0), BLOCK=block, BYTES=_BYTES)
 
 
 @triton.jit

@@ -81,6 +81,7 @@ class PackedFormat(ABC):
 # ---- 4 bits
 
 _KERNELS = "longspan.model.frozen.nf4_kernels"
+_KERNEL_BYTES = 1024  # of codes, which one program reads
 _LEAST_SCALE = 1e-38  # of a block of zeros, by which it is divided
 VALUES = {
     "nf4": (
@@ -121,8 +122,14 @@ class FourBit(PackedFormat):
             self.kind == "nf4" and self.rows.block == ROWS.block and self.dtype in (torch.float32, out.dtype)
         )
         if has_kernel and packed.is_cuda and (kernels := import_triton_kernels(_KERNELS)) is not None:
+            rows, columns = out.shape
+            blocks = rows, -(-columns // 2 // _KERNEL_BYTES)
             with torch._C.DisableTorchFunction():
-                kernels.unpack_nf4(packed, value_table(VALUES["nf4"], packed.device), out, ROWS.block)
+                tensors = packed, packed.view(torch.float32), value_table(VALUES["nf4"], packed.device), out
+                if out.numel():
+                    kernels.unpack_kernel[blocks](
+                        *tensors, columns, packed.stride(0), BLOCK=ROWS.block, BYTES=_KERNEL_BYTES
+                    )
         else:
             super().unpack(packed, out)
 

@@ -53,15 +53,6 @@ class CallRules:
         kernel = {} if self.attention_kernel is None else {"attention_kernel": self.attention_kernel}
         return {**kernel, **arguments}
 
-    def check_rows(self, shard: SequenceShard) -> None:
-        """Raise ModelError for a number of rows that sequence parallelism cannot split evenly."""
-        if shard.local_rows % self.row_multiple:
-            raise ModelError(
-                f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp "
-                f"{self.row_multiple}; use shard.with_padding(multiple={self.row_multiple}), and plans with "
-                f"row_multiple={self.row_multiple}"
-            )
-
     def separate_features(self, *, training: bool) -> tuple[str, ...]:
         """Return what the model computes that is not exact where documents share prefixes.
 
@@ -88,8 +79,16 @@ class CallRules:
                         "documents before it"
                     )
 
-    def check_spans(self, shard: SequenceShard) -> None:
-        """Raise ModelError for a shard without spans, if rows of this model may see each other."""
+    def check_shard(self, shard: SequenceShard) -> None:
+        """Raise ModelError for a number of rows that sequence parallelism cannot split evenly, and for a shard without
+        spans, if rows of this model may see each other.
+        """
+        if shard.local_rows % self.row_multiple:
+            raise ModelError(
+                f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp "
+                f"{self.row_multiple}; use shard.with_padding(multiple={self.row_multiple}), and plans with "
+                f"row_multiple={self.row_multiple}"
+            )
         documents = len(shard.micro_batch.documents)
         span_names = ["a prefix"] if self.prefix else self.in_spans
         if span_names and shard.spans is None and documents:

@@ -87,8 +87,7 @@ def complete_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple
         if name in inputs:
             inputs[name] = _make_one_row(name, inputs[name], shard)
     rules = call_rules(model)
-    rules.check_rows(shard)
-    rules.check_spans(shard)
+    rules.check_shard(shard)
     if any(group.parents is not None for group in shard.micro_batch.groups):
         rules.check_shared_prefixes((shard.micro_batch,), training=model.training)
     if rules.position_table is not None:
