@@ -103,9 +103,11 @@ TABLES: dict[str, list[Row]] = {
         ("llama4 experts", {}, {"activation_checkpointing": "selective"}, ("dynamic",)),
         ("llama longrope", {"tp": 2}, {}, ("p2p",)),
         ("llama dynamic", {"pp": 2}, {"activation_checkpointing": "selective"}, ("p2p",)),
-        ("llama4", {"pp": 2}, {}, ("p2p",)),
     ],
-    "others": [("gemma3 longrope", {}, {}, ANY), ("hunyuan alpha", {}, {}, ANY), ("llama4", {"tp": 2}, {}, ("p2p",))],
+    "others": [
+        *((family, {}, {}, ANY) for family in ("gemma3 longrope", "hunyuan alpha")),
+        *(("llama4", axes, {}, ("p2p",)) for axes in ({"tp": 2}, {"pp": 2})),
+    ],
 }
 
 

@@ -149,6 +149,7 @@ there = pytest.mark.skipif(not FAMILIES, reason="this transformers has no such c
 
 
 @there
+@pytest.mark.whole
 def test_a_broken_rule_is_noticed() -> None:
     of_ranks = run_ranks(other_choices, 2, 2, True)
     unnoticed = [name for name in of_ranks[0] if not any(rows[name] for rows in of_ranks)]
