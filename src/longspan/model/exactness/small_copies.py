@@ -26,8 +26,8 @@ from transformers import (
 
 from longspan.errors import ModelError, plural
 from longspan.model.exactness.small_values import (
-    _SMALL_VOCABULARY,
     SCALED_FROM,
+    SMALL_VOCABULARY,
     Sizes,
     choose_layers,
     small_image_values,
@@ -88,9 +88,7 @@ def shrink_configuration(
                 raise ModelError(
                     f"it has {count:,} parameters, more than {limit:,}; the largest, {name}, is {tuple(largest.shape)}"
                 )
-            ids = (
-                torch.arange(1, 2 * SCALED_FROM)[None] % _SMALL_VOCABULARY
-            )  # so many that scaled positions are run
+            ids = torch.arange(1, 2 * SCALED_FROM)[None] % SMALL_VOCABULARY  # so many that scaled positions are run
             with torch.no_grad(), _silence_warnings():
                 make_tiny_model(small, torch.float32, images=images)(input_ids=ids, use_cache=False)
             return small

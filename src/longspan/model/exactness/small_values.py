@@ -16,7 +16,7 @@ WINDOW = 5
 CHUNK = 7
 _SMALL_HEADS = 4
 _SMALL_HEAD_SIZE = 16
-_SMALL_VOCABULARY = 61
+SMALL_VOCABULARY = 61
 SCALED_FROM = 16
 POSITIONS = 512
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim")
@@ -77,7 +77,7 @@ _NETWORK = re.compile(
 _TOKEN = re.compile(r"_token_(id|index)$|^(mask|unk)_index$")
 _FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernels, tables of hashed ids
     **dict.fromkeys(_HEADS, _SMALL_HEADS), **dict.fromkeys(_WINDOWS, WINDOW),
-    **dict.fromkeys(_VOCABULARIES, _SMALL_VOCABULARY),
+    **dict.fromkeys(_VOCABULARIES, SMALL_VOCABULARY),
     "topk_group": 1, "original_max_position_embeddings": SCALED_FROM,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "o_lora_rank": 16, "qk_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6,
@@ -144,7 +144,7 @@ class _SmallAttributes:
         if name == "pad_token_id" and value is None:
             return self.sizes.pad
         if _TOKEN.search(name):
-            fits = isinstance(value, int) and value < _SMALL_VOCABULARY
+            fits = isinstance(value, int) and value < SMALL_VOCABULARY
             return value if fits or not value else 2  # None or an empty list: no such token
         if value is None:
             if name in _HEAD_SIZES and self.hidden and self.heads:
@@ -419,7 +419,7 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
     tokens = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
     placeholders = [name for name in tokens if not name.startswith(_TOKENS_OF_TEXT)]
     placeholders.sort(key=lambda name: (not name.startswith("image_token"), name))
-    return result | dict(zip(placeholders, range(_SMALL_VOCABULARY - 1, 2, -1), strict=False))
+    return result | dict(zip(placeholders, range(SMALL_VOCABULARY - 1, 2, -1), strict=False))
 
 
 def _add_mrope_sections(text: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from longspan.model.load import checked_folder_weights, torch_dtype
 from longspan.model.marks import adapter_of_prepared_model, find_language_model
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.saving.whole_weights import WholeWeights, _find_savable_encoders, _models_of_stages, _whole
+from longspan.model.saving.whole_weights import WholeWeights, find_savable_encoders, gather_whole, models_of_stages
 from longspan.model.seams.call_rules import refuse_unprepared_model
 from longspan.model.weights.empty_model import empty_model, persistent_buffers
 from longspan.model.weights.fill import DeferredWeights
@@ -69,7 +69,7 @@ def save_model(
     what is trained of an encoder as its `modules_to_save`; a vision-language model is written whole. Raises ModelError
     on every rank where writing failed, CommError where a rank is lost.
     """
-    encoders = _find_savable_encoders(model)
+    encoders = find_savable_encoders(model)
     target = Path(folder)
     language_model: Any = find_language_model(model)
     inside: Any = unwrap_peft_model(language_model)
@@ -151,7 +151,7 @@ def _save_adapter(
         states.append(of_adapter | entries_inside_modules(trained_modules, state))
     units = _gathered_units(model, states, world)
     tensors = {name: x.to(dtype=file_dtype) for unit in units for name, x in unit.items()}
-    for stage in _models_of_stages(model):
+    for stage in models_of_stages(model):
         # of one copy that is trained at both ends peft reads both
         for name, first_name in tied_names(stage).items():
             if first_name in tensors and belongs_to_adapter(name):
@@ -171,7 +171,7 @@ def _gathered_units(
     """Yield on the first rank weights of a layer after another, and nothing in them elsewhere; all ranks enter."""
     weights = WholeWeights(model, world, saved=True)
     of_language = ((name, weights.gather_tensor(name, first_only=True)) for name in weights.names)
-    of_encoders = ((name, _whole(x)) for state in encoder_states for name, x in state.items())
+    of_encoders = ((name, gather_whole(x)) for state in encoder_states for name, x in state.items())
     for _, unit in groupby(chain(of_language, of_encoders), lambda entry: weight_unit(entry[0])):
         yield {name: x.cpu() for name, x in unit if is_first_rank(world)}
 
@@ -218,7 +218,7 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
         return
     empty = empty_stock_model(model)
     source = result_or_first_error(world, lambda: checked_folder_weights(folder, empty), as_error)
-    DeferredWeights(empty, source).fill_weights(_models_of_stages(model), world)
+    DeferredWeights(empty, source).fill_weights(models_of_stages(model), world)
 
 
 @torch.no_grad()
