@@ -249,7 +249,7 @@ def draw_adapter_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 @dataclass(eq=False)
 class DrawnAdapter:
-    """A source of an adapter's weights, given by name and shape, drawn from a seed."""
+    """A source of the weights of an adapter that `add_lora` made on the meta device: names and shapes, and a seed."""
 
     _shapes: Mapping[str, Sequence[int]]
     _seed: int
@@ -258,9 +258,3 @@ class DrawnAdapter:
         for name, shape in self._shapes.items():
             if part := parts.get(name):
                 yield name, draw_adapter_values(name, shape, self._seed)[part.block].to(part.dtype)
-
-
-def adapter_is_drawn_by_prepare(model: nn.Module) -> bool:
-    """Return whether `prepare` draws the adapter in a model: `add_lora` made it on the meta device."""
-    weights = find_deferred_weights(model)
-    return weights is not None and isinstance(getattr(weights.source, "added", None), DrawnAdapter)
