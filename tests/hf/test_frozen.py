@@ -13,8 +13,8 @@ from trl import SFTConfig, SFTTrainer
 
 from longspan.hf import LongspanArguments
 from longspan.model.execution import model_execution
-from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.frozen_weights import weights_to_pack
+from longspan.model.frozen.packed_format import NF4
 from tests.hf.stock import CP2, Run, ours_each
 from tests.hf.tiny import completions, model_of, tokenizer
 from tests.model.frozen.test_loaded_models import quantise

@@ -14,7 +14,7 @@ from longspan.model.experts import expert_products
 from longspan.model.experts.expert_products import ExpertLoads, apply_silu_gate_kernel, run_experts
 from longspan.model.experts.moe import connect_experts
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
-from longspan.model.frozen.four_bit import NF4
+from longspan.model.frozen.packed_format import NF4
 from longspan.model.kinds import expert_modules
 from longspan.model.seams.norms import NormFormula
 from longspan.train.log_probs import kernel_distributions, target_log_probs_and_gradient

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import World, prepare
-from longspan.model.exactness import class_trial, row_trial
+from longspan.model.exactness import check_model, class_trial, row_trial
 from longspan.model.seams import row_loss
 from longspan.model.seams.meta_pass import MetaRecord, record_calls_and_draws
 from longspan.testing import backend
@@ -175,7 +175,7 @@ def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tup
 def without_trials() -> Iterator[None]:
     """Models' classes, rows and losses are not tried before their steps: trials take as long as two steps."""
     with (
-        patch.object(class_trial, "try_small_model_of_class", lambda model: class_trial.ClassTrial()),
+        patch.object(check_model, "try_small_model_of_class", lambda model: class_trial.ClassTrial()),
         patch.object(row_loss, "_try_row_loss"),
         patch.object(row_trial, "_tried_modes", lambda model: {False, True}),
     ):

@@ -34,8 +34,7 @@ from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.hub import ADAPTER_CONFIGURATION
 from longspan.model.adapted_modules import belongs_to_adapter
-from longspan.model.adapters.adapted_weights import AdaptedWeight, adapted_weights
-from longspan.model.adapters.adapter import Adapter, find_adapter
+from longspan.model.adapters.adapter import AdaptedWeight, Adapter, adapted_weights, find_adapter
 from longspan.model.adapters.adapter_files import (
     WEIGHTS,
     entries_inside_modules,
@@ -50,8 +49,7 @@ from longspan.model.mtp.published_names import find_published_naming
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.saving.save_model import write_all_but_weights
-from longspan.model.saving.stock_model import stock_configuration
+from longspan.model.saving.stock_folders import stock_configuration, write_all_but_weights
 from longspan.model.weights.empty_model import empty_model, image_text_class_of_architectures
 from longspan.model.weights.fill import pop_deferred_weights, stored_formats
 from longspan.model.weights.hf_folder import read_configuration

@@ -31,9 +31,7 @@ from longspan.hf.one_process import StockTrainer
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_files import write_adapter
-from longspan.model.saving.load_weights import load_weights
-from longspan.model.saving.save_model import write_all_but_weights
-from longspan.model.saving.stock_model import stock_configuration
+from longspan.model.saving.stock_folders import load_weights, stock_configuration, write_all_but_weights
 
 GLOBAL_GENERATORS: tuple[Any, ...] = (
     (random.getstate, random.setstate),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from longspan.model.multimodal.video_tokens import video_tokens as video_tokens
     from longspan.model.prepared import prepare as prepare
     from longspan.model.presets import PRESETS as PRESETS, preset_config as preset_config
-    from longspan.model.saving.save_model import save_model as save_model
+    from longspan.model.saving.stock_folders import save_model as save_model
     from longspan.model.saving.whole_weights import weights_by_name as weights_by_name
     from longspan.model.score_heads import add_score_head as add_score_head, score_class as score_class
     from longspan.model.seams.call_rules import is_prepared as is_prepared

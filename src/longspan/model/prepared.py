@@ -20,8 +20,13 @@ from longspan.model.kinds import score_columns
 from longspan.model.layers import is_tied
 from longspan.model.options import PrepareOptions
 from longspan.model.replaced_parameters import FORMER, name_parameters
-from longspan.model.seams.attention_calls import IMPLEMENTATION, number_layers
-from longspan.model.seams.call_rules import CallRules
+from longspan.model.seams.attention_calls import (
+    IMPLEMENTATION,
+    defer_query_scaling,
+    make_layers_causal,
+    number_layers,
+)
+from longspan.model.seams.call_rules import CallRules, find_position_table
 from longspan.model.seams.guards import guard_prepared_model
 from longspan.model.seams.meta_pass import (
     MetaRecord,
@@ -30,13 +35,11 @@ from longspan.model.seams.meta_pass import (
     record_calls_and_draws,
 )
 from longspan.model.seams.model_calls import complete_model_call
-from longspan.model.seams.position_tables import position_table
-from longspan.model.seams.prefixes import has_bidirectional_prefix, make_layers_causal
-from longspan.model.seams.query_scaling import defer_query_scaling
 from longspan.model.seams.rope import length_limits, replace_rotary_forwards
 from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.seams.running_layer import hook_layer_arguments
 from longspan.model.weights.fill import pop_deferred_weights
+from longspan.plan.shape.families import find_family
 
 if TYPE_CHECKING:
     from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -190,7 +193,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
     table = {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)}
     model.set_attn_implementation(table if names else IMPLEMENTATION)
     number_layers(model)
-    if has_bidirectional_prefix(config):
+    if find_family(config.model_type).prefix_rows:
         make_layers_causal(model)
     replace_rotary_forwards(model)
     defer_query_scaling(model)
@@ -229,11 +232,11 @@ def _make_call_rules(
     return CallRules(
         type(model).__name__,
         options.attention_kernel,
-        position_table(model),
+        find_position_table(model),
         record.draws,
         record.draws_in_evaluation,
         row_multiple=world.home.tp if options.sequence_parallel else 1,
-        prefix=has_bidirectional_prefix(model.config),
+        prefix=find_family(model.config.model_type).prefix_rows,
         prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
         separate=tuple(name for name, has_it in separate.items() if has_it),
         separate_in_training=tuple(name for name, has_it in drops.items() if has_it),

@@ -20,7 +20,7 @@ from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.execution import model_execution
 from longspan.model.layers import decoder_layers
 from longspan.model.marks import find_language_model
-from longspan.model.saving.stock_model import stock_class, stock_configuration
+from longspan.model.saving.stock_folders import stock_class, stock_configuration
 from longspan.model.saving.whole_weights import WholeWeights
 from longspan.model.weights.empty_model import empty_model
 from longspan.model.weights.tied_names import tied_names

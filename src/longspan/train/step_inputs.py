@@ -16,8 +16,7 @@ from longspan.errors import DataError, LossError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
 from longspan.model.kinds import score_columns
 from longspan.model.marks import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
-from longspan.model.seams.call_rules import call_rules, refuse_unprepared_model
-from longspan.model.seams.position_tables import refuse_documents_beyond_positions
+from longspan.model.seams.call_rules import call_rules, refuse_documents_beyond_positions, refuse_unprepared_model
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
 from longspan.train.optim.offload_states import OffloadedStates

@@ -15,12 +15,8 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness import image_trial, trials
-from longspan.model.exactness.class_trial import (
-    ClassTrial,
-    draws_of_exact_class,
-    needs_class_trial,
-    try_small_model_of_class,
-)
+from longspan.model.exactness.check_model import check_model_on_this_rank
+from longspan.model.exactness.class_trial import ClassTrial, try_small_model_of_class
 from longspan.model.exactness.image_trial import reasons_against_images
 from longspan.model.multimodal.video_tokens import video_tokens
 from longspan.plan import plan_fixed
@@ -55,7 +51,10 @@ def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
 
 
 def test_models_without_experts_are_not_tried() -> None:
-    assert not needs_class_trial(tiny("qwen3")) and needs_class_trial(family_model("qwen3_moe"))
+    check_model_on_this_rank(tiny("qwen3"), ())
+    assert not trials._results
+    check_model_on_this_rank(family_model("qwen3_moe"), ())
+    assert len(trials._results) == 1
 
 
 # ---- blocks of experts that are not exact over some of the rows
@@ -153,7 +152,7 @@ def _model_with(monkeypatch: pytest.MonkeyPatch, case: str) -> PreTrainedModel:
 def test_rows_that_are_not_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, says = _model_with(monkeypatch, case), NOT_EXACT[case][1]
     with pytest.raises(ModelError, match=f"Qwen3MoeForCausalLM cannot run exactly .*: .*{says}"):
-        draws_of_exact_class(model)
+        check_model_on_this_rank(model, ())
     if case == "capacity":
         with pytest.raises(ModelError, match=says), World(Layout(ranks=1), backend=backend()) as world:
             prepare(model, world, shard_parameters=False)
@@ -163,7 +162,7 @@ def test_experts_that_are_not_what_we_compute(monkeypatch: pytest.MonkeyPatch) -
     stock = qwen3_moe.Qwen3MoeExperts.forward
     monkeypatch.setattr(qwen3_moe.Qwen3MoeExperts, "forward", lambda *args: 2 * stock(*args))
     with pytest.raises(ModelError, match=r"layers.0.mlp.experts \(Qwen3MoeExperts\) computes something of its own"):
-        draws_of_exact_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
+        check_model_on_this_rank(on_meta(Qwen3MoeConfig(num_hidden_layers=2)), ())
 
 
 def _train(model: PreTrainedModel) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.model.execution import model_execution
-from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.frozen_weights import weights_to_pack
+from longspan.model.frozen.packed_format import NF4
 from longspan.model.marks import packed_weights
 from longspan.plan import plan_fixed
 from longspan.train import run_step

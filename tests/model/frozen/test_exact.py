@@ -61,9 +61,8 @@ MORE_OF_ONE: Mapping[str, Home] = {
     "adapted experts": Home(Layout(ranks=1), "adapted experts"),
     "kept gathered": Home(Layout(ranks=1), options=ONCE, rows=32),
 }
-TWO: Mapping[str, Home] = {
+TWO: Mapping[str, Home] = {  # tensor parallelism is in test_loaded_models.py
     "dynamic, kept gathered": Home(Layout(ranks=2), options={**ONCE, **FULL}, plans="dynamic"),
-    "tp 2, rows split": Home(Layout(ranks=2, tp=2), options={"sequence_parallel": True, **FULL}),
     "ep 2, adapted experts": Home(Layout(ranks=2, ep=2), "adapted experts"),
 }
 MORE_OF_TWO: Mapping[str, Home] = {
@@ -74,6 +73,7 @@ MORE_OF_TWO: Mapping[str, Home] = {
     "kept gathered": Home(Layout(ranks=2), options=ONCE, rows=20),
     "free": Home(Layout(ranks=2), plans="free"),
     "tp 2": Home(Layout(ranks=2, tp=2)),
+    "tp 2, rows split": Home(Layout(ranks=2, tp=2), options={"sequence_parallel": True, **FULL}),
     "experts, tp 2": Home(Layout(ranks=2, tp=2), "moe"),
     "pp 2": Home(Layout(ranks=2, pp=2)),
 }

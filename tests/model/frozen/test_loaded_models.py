@@ -17,8 +17,8 @@ from longspan.layout import Layout
 from longspan.model import prepare, save_model, weights_by_name
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.execution import model_execution
-from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.frozen_weights import weights_to_pack
+from longspan.model.frozen.packed_format import NF4
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from longspan.model.frozen.four_bit import NF4, VALUES
+from longspan.model.frozen.packed_format import NF4, VALUES
 from tests.mutation import Change, mutated
 
-PATH = "model.frozen.four_bit"
+PATH = "model.frozen.packed_format"
 MUTATIONS: dict[str, Change] = {  # noticed beside bitsandbytes
     "the lower half first": (PATH, "codes[:, ::2] << 4 | codes[:, 1::2]", "codes[:, 1::2] << 4 | codes[:, ::2]"),
     "halves swapped": (PATH, "(codes >> 4, codes & 15)", "(codes & 15, codes >> 4)"),

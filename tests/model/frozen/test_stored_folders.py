@@ -1,6 +1,5 @@
 """LoRA over weights as a folder holds them equals LoRA over the folder's dequantised weights, bit for bit."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,47 +31,40 @@ def _lora_over(folder: str) -> Any:
     return add_lora(load_model(folder, sharded=True, quantized=True), NewAdapter(rank=4))
 
 
-def _compare(rank: int, folders: Mapping[str, str], layout: Layout) -> dict[str, Any]:
-    found = dict[str, Any]()
-    for case, folder in folders.items():
+Rows = list[tuple[str, Layout]]  # a kind of folder, and the home of a model over it
+ALONE, CP, TP, PP = Layout(ranks=1), Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, pp=2)
+TABLES: dict[str, Rows] = {
+    "few": [*((case, CP) for case in FEW), ("float8, one scale", TP)],  # with rows that tp cuts
+    "pp 2": [(case, PP) for case in FEW],
+    "every": [(case, ALONE) for case in (*FEW, *EVERY)],
+}
+
+
+def _compare(rank: int, folders: list[str], rows: Rows) -> tuple[list[bool], list[str], str]:
+    """Whether steps are equal, what is said to be frozen, and how a cut of blocks is refused."""
+    equal = list[bool]()
+    texts = list[str]()
+    for folder, (_, layout) in zip(folders, rows, strict=True):
         with World(layout, backend=backend(), timeout=60) as world:
             stored, whole = (two_steps(_lora_over(folder), world, frozen) for frozen in ("stored", "whole"))
-        found[case] = are_equal(stored, whole), stored[2].partition(":")[0]
-    return found
+        equal.append(are_equal(stored, whole))
+        texts.append(stored[2])
+    if rows[-1][1] != TP:
+        return equal, texts, ""
+    with World(TP, backend=backend(), timeout=60) as world, pytest.raises(ModelError) as error:
+        prepare_untried(_lora_over(folders[0]), world, frozen="stored")
+    return equal, texts, str(error.value)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("cases", "layout"),
-    [
-        pytest.param(FEW, Layout(ranks=2), id="few"),
-        pytest.param(("float8, one scale",), Layout(ranks=2, tp=2), id="rows that tp cuts"),
-        pytest.param(FEW, Layout(ranks=2, pp=2), marks=pytest.mark.whole, id="pp 2"),
-        pytest.param((*FEW, *EVERY), Layout(ranks=1), marks=pytest.mark.whole, id="every"),
-    ],
-)
-def test_losses_and_gradients_are_those_over_dequantised_weights(
-    tmp_path: Path, cases: tuple[str, ...], layout: Layout
-) -> None:
-    folders = dict[str, str]()
-    for number, case in enumerate(cases):
-        CASES[case][0](tmp_path / str(number))
-        folders[case] = str(tmp_path / str(number))
-    for found in run_ranks(_compare, len(layout.ranks), folders, layout, timeout=250):
-        assert len(found) == len(folders)
-        names = ("bitsandbytes", "float8", "int8", "mxfp4")
-        assert all(equal and text.startswith(names) for equal, text in found.values()), found
-
-
-def _refused_cut(rank: int, folder: str) -> str:
-    with World(Layout(ranks=2, tp=2), backend=backend(), timeout=60) as world, pytest.raises(ModelError) as error:
-        prepare_untried(_lora_over(folder), world, frozen="stored")
-    return str(error.value)
-
-
-def test_tensor_parallelism_does_not_cut_blocks(tmp_path: Path) -> None:
-    CASES["float8 in blocks"][0](tmp_path)
-    for text in run_ranks(_refused_cut, 2, str(tmp_path)):
-        assert (
-            "down_proj.weight: its rows have 96 numbers, which blocks of 64 do not divide on each of 2 tensor" in text
-        )
+@pytest.mark.parametrize("table", [pytest.param(t, marks=[pytest.mark.whole] * (t != "few")) for t in TABLES])
+def test_losses_and_gradients_are_those_over_dequantised_weights(tmp_path: Path, table: str) -> None:
+    rows = TABLES[table]
+    folders = [str(tmp_path / str(number)) for number in range(len(rows))]
+    for folder, (case, _) in zip(folders, rows, strict=True):
+        CASES[case][0](Path(folder))
+    for equal, texts, refused in run_ranks(_compare, len(rows[0][1].ranks), folders, rows, timeout=250):
+        assert equal == [True] * len(rows)
+        assert all(text.startswith(("bitsandbytes", "float8", "int8", "mxfp4")) for text in texts), texts
+        says = "down_proj.weight: its rows have 96 numbers, which blocks of 64 do not divide on each of 2 tensor"
+        assert table != "few" or says in refused

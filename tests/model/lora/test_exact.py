@@ -98,23 +98,23 @@ def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
 
 
 FEW: Table = {
-    "cp 2": (Home(Layout(ranks=2)), _llama("dora", "modules_to_save")),
+    "cp 2": (Home(Layout(ranks=2)), _llama("dora")),
     "tp 2": (Home(TP), (TIED,)),
     "pp 2, zero bubble": (
         Home(PP, {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"}),
         _llama("the first layer"),
     ),
     "ep 2": (Home(Layout(ranks=2, ep=2)), (("qwen3-moe", "experts"),)),
-    "tp 2, adapted experts": (Home(TP), (("gpt-oss", "experts"),)),
 }
 OF_TWO: Table = {
     "tp 2, sequence parallel": (Home(TP, {**SEQUENCE_PARALLEL, **FULL}), (("biased", "every linear"),)),
     "pp 2": (Home(PP), _llama("embedding and head")),
+    "modules_to_save": (Home(Layout(ranks=2)), _llama("modules_to_save")),
     "ep 2": (Home(Layout(ranks=2, ep=2)), (("qwen3-moe", "attention"),)),
     "dynamic, copies": (Home(Layout(ranks=2), {"shard_parameters": False}, dynamic=True), _llama("every linear")),
     "pp 2, interleaved": (Home(PP, {"virtual_stages": 2}), (("deep", "the last layer"),)),
     "pp 2, interleaved zero bubble": (Home(PP, SPLIT), (("deep", "every linear"),)),
-    "tp 2, experts": (Home(TP), (("qwen3-moe", "attention"), ("qwen3-moe", "experts"))),
+    "tp 2, experts": (Home(TP), (("qwen3-moe", "attention"), ("qwen3-moe", "experts"), ("gpt-oss", "experts"))),
     "experts": (Home(Layout(ranks=2)), (("gpt-oss", "experts"), ("qwen3-moe", "last products of experts"))),
     "experts, pp 2": (Home(PP, FULL), (("gpt-oss", "experts"), ("qwen3-moe", "experts"))),
     "experts, rows split": (Home(TP, SEQUENCE_PARALLEL | FULL), (("gpt-oss", "experts"),)),
@@ -140,10 +140,10 @@ OTHERS = tuple((family, "projections") for family in here(OTHER_HYBRIDS))
 CP_MIXERS, DYNAMIC = Home(Layout(ranks=2), partition="contiguous"), Home(Layout(ranks=2), FULL, dynamic=True)
 TP_MIXERS, PP_MIXERS = Home(TP, partition="contiguous"), Home(PP, partition="contiguous")
 INDEXED = [(family, "projections") for family in indexed_here([f"deepseek-v3.2{MANY_HEADS}"])]
-FEW_MIXERS: Table = {"dynamic": (DYNAMIC, (CASES[3], *INDEXED)), "tp 2": (TP_MIXERS, (CASES[1],))}
+FEW_MIXERS: Table = {"dynamic": (DYNAMIC, CASES[3:4]), "tp 2": (TP_MIXERS, CASES[1:2])}
 MIXERS: Table = {
     "cp 2": (CP_MIXERS, (*CASES, *OTHERS)),
-    "dynamic": (DYNAMIC, CASES),
+    "dynamic": (DYNAMIC, (*CASES, *INDEXED)),
     "tp 2": (TP_MIXERS, (*CASES, *OTHERS)),
     "pp 2": (PP_MIXERS, (*CASES, ("zamba2", "projections"))),
     "pp 2, zero bubble": (

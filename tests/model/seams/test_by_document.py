@@ -15,11 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import Layout, Plan, World, plan_dynamic, plan_fixed, plan_padded, prepare, run_step
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
-from longspan.model.exactness.check_model import refuse_unsupported_model
+from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.execution import model_execution
 from longspan.model.seams.meta_pass import check_attention_calls
-from longspan.model.seams.probe import RecordedCall
 from longspan.model.seams.rope import replace_rotary_forwards
+from longspan.model.seams.trial_shards import RecordedCall
 from tests import parity
 from tests.model.stock import SIZES, Answer, answer, at_random, texts
 from tests.versions import transformers_before
@@ -103,9 +103,11 @@ TABLES: dict[str, list[Row]] = {
         ("llama4 experts", {}, {"activation_checkpointing": "selective"}, ("dynamic",)),
         ("llama longrope", {"tp": 2}, {}, ("p2p",)),
         ("llama dynamic", {"pp": 2}, {"activation_checkpointing": "selective"}, ("p2p",)),
-        ("llama4", {"pp": 2}, {}, ("p2p",)),
     ],
-    "others": [("gemma3 longrope", {}, {}, ANY), ("hunyuan alpha", {}, {}, ANY), ("llama4", {"tp": 2}, {}, ("p2p",))],
+    "others": [
+        *((family, {}, {}, ANY) for family in ("gemma3 longrope", "hunyuan alpha")),
+        *(("llama4", axes, {}, ("p2p",)) for axes in ({"tp": 2}, {"pp": 2})),
+    ],
 }
 
 
@@ -149,7 +151,7 @@ def test_a_type_by_length_that_no_module_names_is_refused() -> None:
     model = _model("llama longrope")
     del model.model.rotary_emb.rope_type
     with pytest.raises(ModelError, match=r"rope type 'longrope' chooses .* no module of the model has a rope_type"):
-        refuse_unsupported_model(model)
+        check_model_on_this_rank(model, ())
 
 
 def test_a_prepared_model_says_its_chunks(world: World) -> None:
@@ -161,7 +163,7 @@ def test_chunked_layers_without_a_size_and_temperature_of_another_formula_are_re
     model = _model("llama4")
     del model.model.layers[1].self_attn.floor_scale
     with pytest.raises(ModelError, match=r"model.layers.1.self_attn scales queries .* without floor_scale"):
-        refuse_unsupported_model(model)
+        check_model_on_this_rank(model, ())
     calls = [RecordedCall(layer.self_attn, True, None, ()) for layer in model.model.layers]
     with pytest.raises(
         ModelError, match=r"layers.0.self_attn is a chunked_attention layer, and its config has no atten"

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import Group, Layout, LongspanError, MicroBatch, Plan, World, bind, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.seams.position_tables import position_table
+from longspan.model.seams.call_rules import find_position_table
 from longspan.model.seams.rope import scale_rope, smallest_scaling_factor
 from longspan.plan.shape.positions import has_no_positions, position_limit
 from longspan.testing import backend, run_ranks
@@ -157,7 +157,7 @@ def test_tables_of_positions(config_class: str) -> None:
     values, name = TABLES[config_class]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**values))
-    table = position_table(model)
+    table = find_position_table(model)
     assert table == (None if name is None else (type(model).__name__, name, 16))
 
 

@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import Document
 from longspan.data.item_documents import items_at_placeholders
 from longspan.doctor.stock import compute_in_float64
-from longspan.model.seams.prefixes import has_bidirectional_prefix
 from longspan.model.vision.image_inputs import ImageInput
 from longspan.model.vision.image_tokens import ImageTokens, image_tokens
 from longspan.model.vision.videos import Video, VideoTokens
 from longspan.multimodal import MediaDocuments
+from longspan.plan.shape.families import find_family
 from tests.model.stock import gradients_of
 from tests.model.vision.models import IMAGE, VIDEO, tiny
 
@@ -132,7 +132,7 @@ def documents_of(tokens: ImageTokens, name: str = "mixed") -> MediaDocuments:
             tokens.positions(ids[d], grids) if videos is None else videos.positions(ids[d], grids, documents[d].clips)
         )
 
-    if tokens.config is not None and has_bidirectional_prefix(tokens.config):
+    if tokens.config is not None and find_family(tokens.config.model_type).prefix_rows:
         return MediaDocuments([Document(d.ids, labels=d.labels(True)) for d in documents], items, inputs, positions)
     return MediaDocuments(ids, items, inputs, positions)
 
@@ -184,7 +184,7 @@ def _loss(model: PreTrainedModel, document: Raw) -> tuple[Tensor, int]:
             images["second_per_grid_ts"] = torch.tensor([video.seconds for video in document.clips]).float()
     if model.config.model_type == "gemma3":  # its mask knows images by them
         images["token_type_ids"] = (ids == IMAGE).int()
-    if prefix := has_bidirectional_prefix(model.config):
+    if prefix := find_family(model.config.model_type).prefix_rows:
         images["token_type_ids"] = (torch.arange(ids.shape[1]) >= document.prefix).int()[None]
     logits = model(input_ids=ids, use_cache=False, **images).logits[0]
     labels = torch.from_numpy(document.labels(prefix))[1:]

@@ -48,4 +48,4 @@ def test_a_prefix_is_what_stands_before_the_first_target() -> None:
     with pytest.raises(DataError, match="document 0 has a prefix of 6 rows, and layers of PaliGemma a window of 5"):
         bind_spans(shard, replace(rules, prefix_window=5), [LONG, SHORT], None)
     with pytest.raises(ModelError, match="PaliGemma: rows of a prefix see each other, and the shard of 2 documents"):
-        rules.check_spans(shard)
+        rules.check_shard(shard)

@@ -1,4 +1,4 @@
-"""The LoRA adapter that peft has put into a model, and which of the model's parameters belong to it.
+"""The LoRA adapter that peft has put into a model: its parameters, and what it adds to each weight.
 
 peft is not imported: its layers are recognised by attributes. They stand in place of the linears that they adapt, so
 that a prepared model's names are those of the model inside a PeftModel.
@@ -6,12 +6,18 @@ that a prepared model's names are those of the model inside a PeftModel.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.model.adapted_modules import adapter_dropout, belongs_to_adapter, peft_modules
+from longspan.model.adapted_modules import (
+    adapter_dropout,
+    belongs_to_adapter,
+    is_adapted,
+    is_expert_adapter,
+    peft_modules,
+)
 from longspan.model.marks import adapter_of_prepared_model
 
 Value = TypeVar("Value")
@@ -54,3 +60,41 @@ def entries_trained_with_adapter(model: nn.Module, entries: Mapping[str, Value])
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapter's parameters by name."""
     return ((name, p) for name, p in model.named_parameters() if belongs_to_adapter(name))
+
+
+class AdaptedWeight(NamedTuple):
+    """What peft adds to a weight: s B A of its `module`, or to each of so many `experts`, if there are any."""
+
+    module: str
+    scaling: float
+    experts: int = 0
+    transposed: bool = False  # an expert's matrix is (inputs, outputs)
+
+    def added_matrix(self, matrix_a: Tensor, matrix_b: Tensor) -> Tensor:
+        """Return s B A, for experts (E, …): rows of A are sorted by expert, columns of B by rank, then by expert."""
+        if not self.experts:
+            return self.scaling * (matrix_b @ matrix_a)
+        of_experts = matrix_b.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+        products = self.scaling * (of_experts @ matrix_a.unflatten(0, (self.experts, -1)))
+        return products.mT if self.transposed else products
+
+
+def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
+    """Return what peft adds to the weights of an adapted model that is not prepared or is, by qualified name."""
+    adapted_by_name = dict[str, AdaptedWeight]()
+    for name, module in peft_modules(model).items():
+        if not is_adapted(module):
+            continue
+        wrapper: Any = module
+        (scaling,) = wrapper.scaling.values()
+        if not is_expert_adapter(module):
+            adapted_by_name[f"{name}.base_layer.weight"] = AdaptedWeight(name, scaling)
+            continue
+        path = name
+        while hasattr(model.get_submodule(path), "base_layer"):  # a matrix is adapted around another's adapter
+            path += ".base_layer"
+        transposed = not wrapper._did_swap_in_out_features
+        adapted_by_name[f"{path}.{wrapper.parameter_name}"] = AdaptedWeight(
+            name, scaling, wrapper.num_experts, transposed
+        )
+    return adapted_by_name

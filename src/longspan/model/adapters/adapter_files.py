@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,13 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
 
     Lists of modules, which peft does not take, are not among them. ModelError for a module trained in part.
     """
-    modules = tuple(
-        _iterate_trained_modules(model.get_submodule(inside), f"{inside}." if inside else "", set(trained))
-    )
+    modules = list[str]()
+    for name, module in model.get_submodule(inside).named_modules(prefix=inside, remove_duplicate=False):
+        parameters = {f"{name}.{parameter}" for parameter, _ in module.named_parameters()}
+        is_container = name == inside or isinstance(module, nn.ModuleList | nn.ModuleDict)
+        is_inside_larger = f"{name}.".startswith(tuple(f"{larger}." for larger in modules))
+        if parameters and parameters <= set(trained) and not (is_container or is_inside_larger):
+            modules.append(name)
     if outside := sorted(
         name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))
     ):
@@ -32,19 +36,7 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
             f"{', '.join(outside[:3])}: peft saves whole modules beside an adapter, and not all of this one is "
             "trained; train all of it or nothing, or keep it by save_checkpoint(folder, model, …)"
         )
-    return modules
-
-
-def _iterate_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
-    """Yield the outermost modules in which all parameters are `trained`; names begin with `prefix`."""
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        parameters = dict(child.named_parameters())
-        is_trained = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)
-        if is_trained and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield path
-        else:
-            yield from _iterate_trained_modules(child, f"{path}.", trained)
+    return tuple(modules)
 
 
 def entries_inside_modules(modules: Collection[str], entries: Any) -> dict[str, Any]:

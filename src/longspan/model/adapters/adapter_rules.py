@@ -24,7 +24,7 @@ from longspan.model.adapted_modules import (
 )
 from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_adapter
 from longspan.model.adapters.disable_adapter import redirect_peft_model
-from longspan.model.adapters.new_adapter import adapter_is_drawn_by_prepare
+from longspan.model.adapters.new_adapter import DrawnAdapter
 from longspan.model.features import Call, Feature
 from longspan.model.kinds import expert_modules, find_indexers
 from longspan.model.layers import is_tied, mtp_depths
@@ -65,8 +65,7 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     reasons = [*_adapter_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
     reasons = reasons or [
         *_adapter_layer_reasons(model),
-        *_missing_value_reasons(model),
-        *_trained_parameter_reasons(model),
+        *_parameter_reasons(model),
     ]
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     if staged and is_tied(model) and any(is_adapted(end) or has_trained_copy(end) for end in ends):
@@ -128,10 +127,10 @@ def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
             return
 
 
-def _missing_value_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield why an adapter begins without values, unless `prepare` draws it."""
-    if find_deferred_weights(model) is not None:
-        if not adapter_is_drawn_by_prepare(model):
+def _parameter_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield why the parameters that require gradients are not those of an adapter, with values and in one type."""
+    if (weights := find_deferred_weights(model)) is not None:
+        if not isinstance(getattr(weights.source, "added", None), DrawnAdapter):
             yield (
                 "prepare reads its base model's weights (sharded=True), before which peft gives an adapter no "
                 "values; load the base with sharded=False: load_model(folder, sharded=False)"
@@ -141,10 +140,6 @@ def _missing_value_reasons(model: nn.Module) -> Iterator[str]:
             f"{len(without_values)} of its parameters have no values ({without_values[0]}); load it without "
             "low_cpu_mem_usage=True, and its base with sharded=False"
         )
-
-
-def _trained_parameter_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield why the parameters that require gradients are not those of an adapter, in one type."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         yield (

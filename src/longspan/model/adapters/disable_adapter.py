@@ -54,16 +54,16 @@ def refuse_adapter_left_out(model: nn.Module) -> None:
 
 
 _CHANGES = (
-    *(
-        "merge_and_unload",
-        "unload",
-        "merge_adapter",
-        "add_adapter",
-        "load_adapter",
-        "delete_adapter",
-        "set_adapter",
-    ),
-    *("save_pretrained", "push_to_hub", "forward"),
+    "merge_and_unload",
+    "unload",
+    "merge_adapter",
+    "add_adapter",
+    "load_adapter",
+    "delete_adapter",
+    "set_adapter",
+    "save_pretrained",
+    "push_to_hub",
+    "forward",
 )
 
 

@@ -1,15 +1,19 @@
-"""A new LoRA adapter in a model, drawn from a seed: the same under every layout, even before weights are loaded.
+"""A new LoRA adapter in a model: what it adapts, and values drawn from a seed, the same under every layout.
 
 peft makes the layers and their configuration. Matrices A are uniform and B zero, as peft draws them by default, but
 each from a seed of its own, `seed` and its name, so that no rank needs another's numbers.
 """
 
 import math
+import re
 import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,15 +22,9 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_adapted
-from longspan.model.adapters.adapted_weights import adapted_weights
-from longspan.model.adapters.adapter import adapter_parameters
-from longspan.model.adapters.target_names import (
-    _checked_target_names,
-    _default_target_names,
-    _linears_outside_towers,
-)
-from longspan.model.kinds import SCORE_HEADS, name_without_adapter
-from longspan.model.layers import architecture_name, decoder_layers
+from longspan.model.adapters.adapter import adapted_weights, adapter_parameters
+from longspan.model.kinds import SCORE_HEADS, expert_modules, find_indexers, name_without_adapter
+from longspan.model.layers import architecture_name, decoder_layers, towers_beside_text_model
 from longspan.model.mtp.trained_depths import unwrap_trained_mtp
 from longspan.model.parts import is_tied
 from longspan.model.weights.empty_model import has_meta_parameters
@@ -56,9 +54,6 @@ def lines_about_adapter(model: PreTrainedModel) -> Iterator[str]:
             "longspan export --merge will refuse this adapter, which stock peft reads over its base model; leave the "
             "head out of lora.target_modules if it is to be merged"
         )
-
-
-# ---- drawing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +127,117 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
     return peft_model
 
 
+# ---- names of targets
+
+
+def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | None]:
+    """Return the linears outside towers and indexers, and a pattern of all modules of towers (None: no towers).
+
+    Towers have linears of like names, which peft must not adapt.
+    """
+    towers = {id(tower) for tower in towers_beside_text_model(model)}
+    names = [name for name, module in model.named_modules() if id(module) in towers]
+    pattern = f"({'|'.join(map(re.escape, names))})(\\..*)?" if names else None
+    untrained = tuple(f"{name}." for name in find_indexers(model))
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [name for name in linears if not name.startswith(untrained)]
+    return [name for name in linears if not (pattern and re.fullmatch(pattern, name))], pattern
+
+
+def _checked_target_names(
+    model: PreTrainedModel, targets: Sequence[str], linears: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the targets, each once and in their order, that name linears, and those that name experts' matrices alone.
+
+    A target names what its name ends with it; `linears` are the model's qualified names. Raises ModelError for a target
+    that names nothing, or that peft refuses.
+    """
+    matrices = [
+        f"{path}.{name}"
+        for path, experts in expert_modules(model).items()
+        for name, parameter in experts.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
+    of_experts = list[str]()
+    for target in dict.fromkeys(targets):
+        if any(f".{name}".endswith(f".{target}") for name in linears):
+            continue
+        if "." in target and any(name.endswith(f".{target}") for name in matrices):
+            of_experts.append(target)
+            continue
+        endings = sorted({name.rpartition(".")[2] for name in linears})
+        endings += sorted({".".join(name.split(".")[-2:]) for name in matrices})
+        matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
+        hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
+        raise ModelError(
+            f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
+            f"indexers; {hint} {', '.join(endings)}"
+        )
+    modules = [target for target in dict.fromkeys(targets) if target not in of_experts]
+    if refused := _names_peft_cannot_adapt(model, modules):
+        instead = "leave them out"
+        if matrices:
+            instead += (
+                f", or name its experts' matrices, {matrices[0].partition('.layers.')[2].partition('.')[2]} say"
+            )
+        raise ModelError(
+            f"lora.target_modules has {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes "
+            f"for its experts; {instead}"
+        )
+    return modules, of_experts
+
+
+def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
+    """Return the last names of all linears in decoder layers, or whole names where these are numbers.
+
+    Names that peft takes for experts, or refuses, are left out with a warning.
+    """
+    layers = tuple(f"{name}." for name in decoder_layers(model))
+    inside = [name for name in linears if name.startswith(layers)]
+    names = sorted({name if (last := name.rpartition(".")[2]).isdigit() else last for name in inside})
+    if refused := _names_peft_cannot_adapt(model, names):
+        warnings.warn(
+            f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes "
+            "for its experts: dense layers and shared experts of these names have no adapter there",
+            stacklevel=3,
+        )
+    if targets := [name for name in names if name not in refused]:
+        return targets
+    raise ModelError(
+        f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.target_modules"
+    )
+
+
+def _names_peft_cannot_adapt(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return those of `names`, in their order, that peft takes for fused experts, or refuses. Each is a target, the
+    ending of names of modules, and is tried alone.
+
+    Fused experts were linears of single experts in transformers 4. Refused are linears of mixers whose weights kernels
+    read directly, past an adapter.
+    """
+    import peft
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # pyright: ignore[reportPrivateUsage]
+
+    # not in peft 0.18, which takes none for experts
+    name_of_conversion = "peft.utils.transformers_weight_conversion"
+    conversion: Any = import_module(name_of_conversion) if find_spec(name_of_conversion) else None
+    refused = list[str]()
+    for name in names:
+        config = peft.LoraConfig(target_modules=[name])
+        try:
+            _check_lora_target_modules_mamba(peft.LoraConfig(), model, name)
+            if conversion is not None:
+                conversion.convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # peft fuses it with another name, which is missing here, or refuses it
+            refused.append(name)
+        else:
+            refused += [name] if name not in (config.target_modules or ()) else []
+    return refused
+
+
+# ---- values
+
+
 def draw_adapter_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """Draw an adapter's initial values, float32, on the CPU, as peft does: A uniform in ±1 / √inputs, B zero."""
     if ".lora_A." not in name:
@@ -143,7 +249,7 @@ def draw_adapter_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 @dataclass(eq=False)
 class DrawnAdapter:
-    """A source of an adapter's weights, given by name and shape, drawn from a seed."""
+    """A source of the weights of an adapter that `add_lora` made on the meta device: names and shapes, and a seed."""
 
     _shapes: Mapping[str, Sequence[int]]
     _seed: int
@@ -152,9 +258,3 @@ class DrawnAdapter:
         for name, shape in self._shapes.items():
             if part := parts.get(name):
                 yield name, draw_adapter_values(name, shape, self._seed)[part.block].to(part.dtype)
-
-
-def adapter_is_drawn_by_prepare(model: nn.Module) -> bool:
-    """Return whether `prepare` draws the adapter in a model: `add_lora` made it on the meta device."""
-    weights = find_deferred_weights(model)
-    return weights is not None and isinstance(getattr(weights.source, "added", None), DrawnAdapter)

@@ -12,25 +12,32 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.exactness.class_trial import draws_of_exact_class, needs_class_trial
+from longspan.model.exactness.class_trial import ClassTrial, try_small_model_of_class
 from longspan.model.features import Feature
 from longspan.model.kinds import (
     ROWWISE_LAYER_TYPES,
     attends_to_chosen_keys,
     find_indexers,
     find_mixers,
+    has_experts,
     is_mixer,
     score_columns,
 )
-from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, text_model
+from longspan.model.layers import (
+    base_model,
+    decoder_layers,
+    innermost_decoder,
+    reads_other_modalities,
+    text_model,
+)
+from longspan.model.seams.attention_calls import scales_queries_by_row
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
-from longspan.model.seams.prefixes import has_bidirectional_prefix
-from longspan.model.seams.query_scaling import scales_queries_by_row
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
 from longspan.model.seams.set_forwards import is_wrapped_by_others, modules_with_instance_forward
 from longspan.model.weights.hf_folder import DEQUANTIZE
 from longspan.plain_text import items_text
+from longspan.plan.shape.families import find_family
 from longspan.plan.shape.layers import INDEXED
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -46,29 +53,6 @@ _CHOSEN_KEYS = {  # what is missing for other layers whose keys are chosen
     "minimax_m3_sparse": "which choose blocks of keys for each key/value head, and not keys for each row",
 }
 _KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions"
-
-
-def refuse_unsupported_model(model: nn.Module) -> None:
-    """Raise ModelError, with every reason, for a model that declares what would not be exact; nothing is run."""
-    if not isinstance(model, PreTrainedModel):
-        raise ModelError(
-            f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
-            "a model of your own calls longspan.attend itself and needs no prepare"
-        )
-    refuse_quantized(model)
-    reasons = [*_architecture_reasons(model)]
-    if model.config.return_dict is False:
-        reasons.append(
-            "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
-        )
-    reasons += _forward_reasons(model)
-    text = text_model(model)
-    reasons += [*_position_reasons(text), *_layer_reasons(text)]
-    if reasons:
-        raise ModelError(
-            f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
-            f"{doctor_hint(model)}"
-        )
 
 
 def refuse_quantized(model: nn.Module) -> None:
@@ -102,7 +86,7 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
     several = reads_other_modalities(model)
     head = re.search(r"For(?!CausalLM)[A-Z]\w+$", name)
     if score_columns(model):
-        if several or has_bidirectional_prefix(config):
+        if several or find_family(config.model_type).prefix_rows:
             yield "its head scores, and its text model is a part of it, or sees a prefix whole; use one of text alone"
     elif head and not (several and head.group() == "ForConditionalGeneration"):
         yield f"its head ({head.group()}) is not a language model's; {use}"
@@ -198,10 +182,31 @@ def check_model(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...
 
 
 def check_model_on_this_rank(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
-    """Return the random draws of a model's class; raise ModelError as `check_model` for what a rank tells alone."""
-    refuse_unsupported_model(model)
-    assert isinstance(model, PreTrainedModel)  # others were refused
-    class_draws = draws_of_exact_class(model) if needs_class_trial(model) else ()
+    """Return the random draws of a model's class; raise ModelError as `check_model` for what a rank tells alone.
+
+    Of what a model declares every reason is named. A small copy is run of a class with experts, or of one's own.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
+            "a model of your own calls longspan.attend itself and needs no prepare"
+        )
+    refuse_quantized(model)
+    inexact = f"{type(model).__name__} cannot run exactly over a sharded sequence"
+    reasons = [*_architecture_reasons(model)]
+    if model.config.return_dict is False:
+        reasons.append(
+            "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
+        )
+    text = text_model(model)
+    reasons += [*_forward_reasons(model), *_position_reasons(text), *_layer_reasons(text)]
+    if reasons:
+        raise ModelError(f"{inexact}: {'; '.join(reasons)}{doctor_hint(model)}")
+    trial = ClassTrial()
+    if has_experts(model) or not type(innermost_decoder(model)).__module__.startswith("transformers."):
+        trial = try_small_model_of_class(model)
+    if trial.reasons:
+        raise ModelError(f"{inexact}: {'; '.join(trial.reasons)}")
     for feature in features:
         feature.refuse(model)
-    return class_draws
+    return trial.draws

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
 from longspan.model.kinds import expert_modules, find_indexers, find_mixers, has_experts
 from longspan.model.layers import innermost_decoder
-from longspan.model.seams.query_scaling import defer_query_scaling
-from longspan.model.seams.separate_rows import attend_separately
+from longspan.model.seams.attention_calls import defer_query_scaling
+from longspan.model.seams.trial_shards import attend_separately
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS = 48
@@ -33,16 +32,6 @@ class ClassTrial:
     draws: tuple[str, ...] = ()
 
 
-def draws_of_exact_class(model: PreTrainedModel) -> tuple[str, ...]:
-    """Raise ModelError, with every reason, for a model of a class that would not be exact; returns its random draws."""
-    trial = try_small_model_of_class(model)
-    if trial.reasons:
-        raise ModelError(
-            f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(trial.reasons)}"
-        )
-    return trial.draws
-
-
 def try_small_model_of_class(model: PreTrainedModel) -> ClassTrial:
     """Try a small model of a model's class, once for each configuration. The model itself is not touched."""
     base = innermost_decoder(model)
@@ -53,11 +42,31 @@ def try_small_model_of_class(model: PreTrainedModel) -> ClassTrial:
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
     """Try a small copy of a class: rows together and in pieces must be the same.
 
-    A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass. That
-    a small model cannot be made or run is a reason only where the trial is `required`, of a class with experts.
+    The copy is in float64, and its rows see only themselves in attention, mixers and indexers. A class that draws at
+    random in training is compared in evaluation mode: draws would differ from pass to pass. That a small model cannot
+    be made or run is a reason only where the trial is `required`, of a class with experts.
     """
     try:
-        model = _make_small_model(kind, config)
+        small = shrink_configuration(config, experts=_EXPERTS)
+        torch.manual_seed(0)
+        settings: Any = {
+            "attn_implementation": _STAND_IN,
+            "experts_implementation": "eager",
+            "dtype": torch.float32,
+        }
+        model = kind._from_config(small, **settings).double()
+        defer_query_scaling(model)  # attention's business: it is not tried here
+        if find_indexers(model):
+            from longspan.model.seams.chosen_keys.indexers import shard_indexers
+
+            shard_indexers(model, alone=True)
+        for mixer in find_mixers(model).values():
+            from longspan.model.seams.mixers import ROWS_ALONE, set_mixer_ops
+
+            set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
+        for parameter in model.parameters():  # biases begin as zeros, which would hide them
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        model.train()
         outs: list[Tensor] = []
         ids = torch.arange(_ROWS)[None]
         positions = torch.full((1, _ROWS), 3)
@@ -73,29 +82,6 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
             return ClassTrial()
         reason = f"it has experts, and a small {kind.__name__} that shows how they route cannot be run on the host "
         return ClassTrial((f"{reason}({trial_error_text(error)})",))
-
-
-def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Make a small float64 copy, in training mode, in which rows see only themselves in attention, mixers and indexers.
-
-    No bias stays zero, which would hide it. It draws from torch's generator, which `run_trial_once` puts back.
-    """
-    small = shrink_configuration(config, experts=_EXPERTS)
-    torch.manual_seed(0)
-    settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
-    model = kind._from_config(small, **settings).double()
-    defer_query_scaling(model)  # attention's business: it is not tried here
-    if find_indexers(model):
-        from longspan.model.seams.chosen_keys.indexers import shard_indexers
-
-        shard_indexers(model, alone=True)
-    for mixer in find_mixers(model).values():
-        from longspan.model.seams.mixers import ROWS_ALONE, set_mixer_ops
-
-        set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
-    for parameter in model.parameters():  # biases begin as zeros, which would hide them
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.train()
 
 
 AttentionInterface.register(
@@ -220,8 +206,3 @@ def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
         if error > _TOLERANCE:
             yield f"{name} ({type(experts).__name__}) computes something of its own: ours differs by {error:.1e}"
             return
-
-
-def needs_class_trial(model: PreTrainedModel) -> bool:
-    """Return whether a small copy of the class is tried: of one with experts, or that is not transformers' own."""
-    return has_experts(model) or not type(innermost_decoder(model)).__module__.startswith("transformers.")

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.model.layers import base_model
-from longspan.model.seams.prefixes import has_bidirectional_prefix
 from longspan.model.vision.image_encoder import encode_images
 from longspan.model.vision.image_inputs import (
     IN_DOCUMENT,
@@ -24,7 +23,7 @@ from longspan.model.vision.image_inputs import (
     image_arguments,
     image_feature_parameters,
 )
-from longspan.model.vision.image_tokens import GRIDS, SIZES, ImageTokens, image_tokens
+from longspan.model.vision.image_tokens import GRIDS, SIZES, image_tokens
 from longspan.model.vision.videos import Video, VideoTokens
 from longspan.plan.shape.families import find_family
 
@@ -39,7 +38,7 @@ def draw_image(base: Any, merge: int, side: Side, generator: np.random.Generator
     """Draw an image in the form that a model takes, which its class's image function shows.
 
     `side` is height and width: in merged patches (of `merge` patches a side), in halves of a tile's side where the
-    model cuts images, or in tiles; for padded tiles see `_draw_padded_tiles`.
+    model cuts images, or in tiles.
     """
     parameters = image_feature_parameters(base)
     vision = base.config.vision_config
@@ -48,14 +47,30 @@ def draw_image(base: Any, merge: int, side: Side, generator: np.random.Generator
     if GRIDS in parameters:
         return _draw_patches(base, merge, side, channels * patch**2, generator)
     if _SHAPES in parameters:
-        return _draw_padded_tiles(base, side, channels * patch**2, generator)
-    if getattr(base.config, "image_grid_pinpoints", None):
-        return _draw_cut_image(base, side, (channels, image_side, image_side), generator)
+        # LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches. Full tiles have
+        # 3 x 3 rows, the last one `side`, so that the mask hides some; there are as many as `side` is high.
+        factor, (height, row_width) = getattr(base.config, "downsample_factor", 1), side
+        full_side = 3 * factor
+        shapes = torch.tensor([(full_side, full_side)] * (height - 1) + [(factor * height, factor * row_width)])
+        mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
+        pixels = _draw_pixels((height, full_side**2, channels * patch**2), generator) * mask[..., None]
+        return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
+    tile = (channels, image_side, image_side)
+    if grids := getattr(base.config, "image_grid_pinpoints", None):
+        # Some models cut an image only where its document has no other: a first side of 3 says that there are three.
+        size = (image_side * side[0] // 2, image_side * side[1] // 2)
+        count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
+        tiles = count_tiles(image_size=size, grid_pinpoints=grids, patch_size=image_side)
+        if IN_DOCUMENT not in parameters:
+            return ImageInput(_draw_pixels((tiles, *tile), generator), size=size)
+        images = 1 if side[0] < 3 else 3
+        pixels = _draw_pixels((tiles if images == 1 else 1, *tile), generator)
+        return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([images])})
     # patches are merged, without a grid
     if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_draw_pixels((1, channels, height, width), generator), size=(height, width))
-    return _draw_tiles(base, side, (channels, image_side, image_side), generator)
+    return _draw_tiles(base, side, tile, generator)
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
@@ -74,36 +89,6 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, generator: np.r
         patch_shape = (width // patch**2, patch, patch)
     pixels = _draw_pixels((merge**2 * side[0] * side[1], *patch_shape), generator)
     return ImageInput(pixels, (1, merge * side[0], merge * side[1]), fields=fields)
-
-
-def _draw_padded_tiles(base: Any, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
-    """Draw an image of LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches.
-
-    Full tiles have 3 x 3 rows, the last one `side`, so that the mask hides some; there are as many as `side` is high.
-    """
-    factor, (height, row_width) = getattr(base.config, "downsample_factor", 1), side
-    full_side = 3 * factor
-    shapes = torch.tensor([(full_side, full_side)] * (height - 1) + [(factor * height, factor * row_width)])
-    mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
-    pixels = _draw_pixels((height, full_side**2, width), generator) * mask[..., None]
-    return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
-
-
-def _draw_cut_image(
-    base: Any, side: Side, tile: tuple[int, int, int], generator: np.random.Generator
-) -> ImageInput:
-    """Draw an image that the model cuts into tiles of shape `tile` (C, height, width), `side` halves of a tile large.
-
-    Some models cut an image only where its document has no other: a first side of 3 says that there are three.
-    """
-    size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
-    count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
-    tiles = count_tiles(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
-    if IN_DOCUMENT not in image_feature_parameters(base):
-        return ImageInput(_draw_pixels((tiles, *tile), generator), size=size)
-    images = 1 if side[0] < 3 else 3
-    pixels = _draw_pixels((tiles if images == 1 else 1, *tile), generator)
-    return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([images])})
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], generator: np.random.Generator) -> ImageInput:
@@ -165,7 +150,7 @@ class TrialDocument:
 
     def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
         """Return the kinds of tokens (1, T) that the model gets: 1 at images, 2 at videos; else 1 after a prefix."""
-        if not images or has_bidirectional_prefix(model.config):
+        if not images or find_family(model.config.model_type).prefix_rows:
             return token_kinds(model, len(self.ids), self.prefix)
         # placeholders of videos are in both masks, so that their sum is 2
         kinds = self.at_images.astype(np.int64) + (0 if self.at_videos is None else self.at_videos)
@@ -181,12 +166,12 @@ class TrialVideo(NamedTuple):
 
 def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
     """Return the kinds (1, T) that a model gets for the tokens of a text: 0, and 1 after a prefix if it has one."""
-    kinds = torch.arange(rows) >= (prefix if has_bidirectional_prefix(model.config) else rows)
+    kinds = torch.arange(rows) >= (prefix if find_family(model.config.model_type).prefix_rows else rows)
     return kinds.long()[None]
 
 
 def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]]) -> list[TrialDocument]:
-    """Make documents of these numbers of tokens of text and of images, for a whole small model."""
+    """Make documents of these numbers of tokens of text and of images, at random places, for a whole small model."""
     tokens = image_tokens(model.config)
     generator = np.random.default_rng(0)
     words = np.array(ordinary_ids(model.config))
@@ -195,7 +180,24 @@ def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]
     images = [draw_image(base, tokens.merge, side, generator) for side in (_SIDES * most)[:most]]
     with torch.no_grad():
         pool = [(image, len(encode_images(base, [image])[0])) for image in images]
-    return [_make_document(tokens, generator.choice(words, text), pool[:count], generator) for text, count in sizes]
+    documents = list[TrialDocument]()
+    for text, count in sizes:
+        document_words = generator.choice(words, text)
+        places = np.sort(generator.choice(np.arange(1, text), size=count, replace=False))
+        ids = list[int]()
+        for words_between, image in zip(np.split(document_words, places), (*pool[:count], None), strict=True):
+            ids += [*words_between.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
+        grids = np.array([image.grid for image, _ in pool[:count] if image.grid is not None])
+        at_images = np.array(ids) == tokens.placeholder
+        prefix = 0
+        # it ends with the token after the last image, so that it holds text too
+        if tokens.config is not None and find_family(tokens.config.model_type).prefix_rows:
+            prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
+        inputs = tuple(image for image, _ in pool[:count])
+        rows = tuple(n for _, n in pool[:count])
+        positions = tokens.positions(np.array(ids), grids)
+        documents.append(TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix))
+    return documents
 
 
 def ordinary_ids(config: PreTrainedConfig) -> list[int]:
@@ -222,28 +224,6 @@ def make_stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dic
         arguments |= {"pixel_values_videos": image_fields["pixel_values"], "video_grid_thw": grids}
         arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in parameters else {}
     return arguments | {name: document.kinds(model, images=True) for name in TOKEN_KINDS if name in parameters}
-
-
-def _make_document(
-    tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], generator: np.random.Generator
-) -> TrialDocument:
-    """Make a document of these words with images, each with its number of rows, at random places among them.
-
-    A prefix ends with the token after the last image, so that it holds text too.
-    """
-    places = np.sort(generator.choice(np.arange(1, len(words)), size=len(images), replace=False))
-    ids = list[int]()
-    for words_between, image in zip(np.split(words, places), (*images, None), strict=True):
-        ids += [*words_between.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
-    grids = np.array([image.grid for image, _ in images if image.grid is not None])
-    positions = tokens.positions(np.array(ids), grids)
-    inputs = tuple(x for x, _ in images)
-    rows = tuple(n for _, n in images)
-    at_images = np.array(ids) == tokens.placeholder
-    prefix = 0
-    if tokens.config is not None and has_bidirectional_prefix(tokens.config):
-        prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
-    return TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix)
 
 
 def make_video_document(model: PreTrainedModel) -> TrialDocument:

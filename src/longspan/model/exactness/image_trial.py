@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,6 @@ def reasons_against_images(config: PreTrainedConfig, *, videos: bool = False) ->
     return run_trial_once(key, lambda: tuple(_image_trial_reasons(config, videos=videos)))
 
 
-class _ImagePass(NamedTuple):
-    """Logits (T, V) of each document, and the gradients of all parameters."""
-
-    logits: list[Tensor]
-    gradients: dict[str, Tensor | None]
-
-
 def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[str]:
     """Yield how a small model with images differs from its encoder and its text model run apart; nothing if equal.
 
@@ -58,11 +51,13 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = [make_video_document(model)] if videos else make_trial_documents(model, _SIZES)
         named = dict(model.named_parameters())
-        whole = _run_documents(named, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0])
+        whole_logits, whole_gradients = _run_documents(
+            named, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0]
+        )
         encoder = split_off_image_encoder(model)
         pack_attention(encoder)
         named = dict(model.named_parameters()) | dict(encoder.named_parameters())
-        apart = _run_documents(named, documents, partial(_logits_from_parts, model, encoder))
+        logits, gradients = _run_documents(named, documents, partial(_logits_from_parts, model, encoder))
     except ModelError as error:
         yield str(error)
         return
@@ -70,16 +65,16 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
         yield f"a small model that shows what it does with images cannot be run on the host ({trial_error_text(error)})"
         return
     evidence = "(found with a small model of its class, whole and in parts)"
-    error = max(relative_error(a, b) for a, b in zip(apart.logits, whole.logits, strict=True))
+    error = max(relative_error(a, b) for a, b in zip(logits, whole_logits, strict=True))
     if error > _TOLERANCE:
         yield (
             "it does more with images than put their rows in the places of their placeholders: logits differ by "
             f"{error:.1e} {evidence}"
         )
         return
-    largest = max(float(g.abs().max()) for g in whole.gradients.values() if g is not None)
-    for name, exact in whole.gradients.items():
-        gradient = apart.gradients.get(name)
+    largest = max(float(g.abs().max()) for g in whole_gradients.values() if g is not None)
+    for name, exact in whole_gradients.items():
+        gradient = gradients.get(name)
         exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))  # None counts as zeros
         if (error := relative_error(gradient, exact, least=_FLOOR * largest)) > _TOLERANCE:
             yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {evidence}"
@@ -88,16 +83,16 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
 
 def _run_documents(
     parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
-) -> _ImagePass:
-    """Run documents one by one, and backward once, from a random weighting of all logits that is the same for each
-    `run`.
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """Return the logits (T, V) of documents, run one by one, and the gradients of all parameters.
+
+    Backward is from a random weighting of all logits that is the same for each `run`.
     """
     logits = [run(document) for document in documents]
     generator = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in logits]
-    return _ImagePass(
-        [x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items())
-    )
+    gradients = parameter_gradients(torch.stack(weighed).sum(), parameters.items())
+    return [x.detach() for x in logits], gradients
 
 
 def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: TrialDocument) -> Tensor:

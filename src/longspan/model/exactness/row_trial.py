@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from longspan.comm import SequenceShard, World, bind, raise_first_error, to_device, world_of
 from longspan.errors import ModelError
@@ -27,7 +27,7 @@ from longspan.model.marks import IS_COMPILED, is_pipeline
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import restore_attributes_after
-from longspan.model.seams.separate_rows import SeparateRows
+from longspan.model.seams.trial_shards import SeparateRows
 from longspan.plan import Group, MicroBatch
 
 # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many
@@ -171,15 +171,15 @@ class _ObservedPass:
         self.observe(name, out, call, added_to=inputs)
         if not is_layer or self.before is None:
             return None
-        leaves = count()
-
-        def replace_rows(value: Any) -> Any:
+        leaves, structure = tree_flatten(out)
+        numbers = count()  # of tensors with a row for each of these rows
+        for index, value in enumerate(leaves):
             if (x := self.rows.as_rows(value)) is None:
-                return value
-            places, earlier = self._compared_rows(_CallKey(name, call, True, next(leaves)), x)
-            return value if places is None else x.index_copy(0, places, earlier.to(x.dtype)).view_as(value)
-
-        return tree_map(replace_rows, out)
+                continue
+            places, earlier = self._compared_rows(_CallKey(name, call, True, next(numbers)), x)
+            if places is not None:
+                leaves[index] = x.index_copy(0, places, earlier.to(x.dtype)).view_as(value)
+        return tree_unflatten(leaves, structure)
 
     def observe(
         self, name: str, values: Any, call: int = 0, *, out: bool = True, added_to: Tensor | None = None
@@ -194,9 +194,22 @@ class _ObservedPass:
             key = _CallKey(name, call, out, leaf)
             x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
             places, earlier = self._compared_rows(key, x)
-            if places is not None:
-                inputs = None if added_to is None or added_to.shape != x.shape else added_to[places]
-                self.errors[key] = self._error_as_share_of_allowed(x[places], earlier, inputs)
+            if places is None:
+                continue
+            a, b = (
+                rows.flatten(1).to(torch.promote_types(rows.dtype, torch.float32)) for rows in (x[places], earlier)
+            )
+            added = b  # by a layer, which adds to its input; by others all
+            if added_to is not None and added_to.shape == x.shape:
+                added = b - added_to[places].flatten(1)
+            epsilon = torch.finfo(x.dtype).eps
+            rounding = self.allowed.epsilons * max(epsilon, torch.finfo(self.allowed.dtype).eps)
+            excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
+            # Rows to which next to nothing is added count as if something were, relative to the largest row.
+            size = added.norm(dim=1).clamp(min=1e-3 * epsilon * b.norm(dim=1).max()).clamp(min=1e-30)
+            # NaN shows nothing, infinity is an error
+            shares = (excess / size).nan_to_num(nan=0.0) / self.allowed.error
+            self.errors[key] = (shares.median() if self.allowed.median else shares.max()).double()
 
     def _compared_rows(self, key: _CallKey, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the indices of compared rows in a tensor, and what they were in the pass before; None without any."""
@@ -211,18 +224,6 @@ class _ObservedPass:
         _, indices, earlier_indices = np.intersect1d(here[compared], there, assume_unique=True, return_indices=True)
         places = to_device(compared[indices], x.device) if len(indices) else None
         return places, earlier[to_device(earlier_indices, x.device)]
-
-    def _error_as_share_of_allowed(self, x: Tensor, earlier: Tensor, inputs: Tensor | None) -> Tensor:
-        """Return what differs beyond rounding over what was added to `inputs`, in norm, as a share of the allowed."""
-        rounding = self.allowed.epsilons * max(torch.finfo(x.dtype).eps, torch.finfo(self.allowed.dtype).eps)
-        a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
-        added = b if inputs is None else b - inputs.flatten(1)
-        excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
-        # Rows to which next to nothing is added count as if something were, relative to the largest row.
-        size = added.norm(dim=1).clamp(min=1e-3 * torch.finfo(x.dtype).eps * b.norm(dim=1).max()).clamp(min=1e-30)
-        # NaN shows nothing, infinity is an error
-        errors = (excess / size).nan_to_num(nan=0.0) / self.allowed.error
-        return (errors.median() if self.allowed.median else errors.max()).double()
 
     def find_module_at_fault(self) -> tuple[str, float] | None:
         """Return the first module whose outputs differ while its inputs do not, or else the first difference; and its
@@ -330,9 +331,24 @@ class _RowTrial:
         Entered by all ranks, as the passes communicate. With `every_module` modules are compared, else decoder layers
         alone.
         """
-        differences = [
-            text for part in self.parts for text in self._difference_texts(*part, every_module=every_module)
-        ]
+        mode = "training" if self.model.training else "evaluation"
+        all_rows = len(self.first.numbers)
+        differences = list[str]()
+        for stage, model in self.parts:
+            first_pass = self._run_stage(stage, model, self.first, None, every_module=every_module)
+            for rows in self.others:
+                observed = self._run_stage(stage, model, rows, first_pass, every_module=every_module)
+                if (culprit := observed.find_module_at_fault()) is None:
+                    continue
+                module = dict(model.named_modules()).get(culprit[0])
+                kind = "" if module is None else type(module).__name__.removeprefix("FSDP")
+                name = f"{culprit[0]} ({kind})" if culprit[0] and kind else culprit[0] or kind
+                n = len(rows.numbers)
+                compared = "the same" if n == all_rows else f"{n} of them in another order"
+                differences.append(
+                    f"{name}: in {mode} mode {all_rows} rows, without attention, and {compared} beside others differ "
+                    f"by {culprit[1]:.1e} of what it makes of them, where {observed.allowed.error:.0e} is allowed"
+                )
         if not differences:
             return None
         return ModelError(
@@ -341,57 +357,38 @@ class _RowTrial:
             f"of that row alone, or leave it out{doctor_hint(self.model)}"
         )
 
-    def _difference_texts(self, stage: Any, model: Any, *, every_module: bool) -> Iterator[str]:
-        """Yield, for each later pass of a stage, which module made compared rows differ from the first pass, and by how
-        much.
-        """
-        mode = "training" if self.model.training else "evaluation"
-        run = partial(self._run_stage, stage, model, every_module=every_module)
-        first_pass = run(self.first, None)
-        for rows in self.others:
-            observed = run(rows, first_pass)
-            if (culprit := observed.find_module_at_fault()) is None:
-                continue
-            module = dict(model.named_modules()).get(culprit[0])
-            kind = "" if module is None else type(module).__name__.removeprefix("FSDP")
-            name = f"{culprit[0]} ({kind})" if culprit[0] and kind else culprit[0] or kind
-            all_rows = len(self.first.numbers)
-            n = len(rows.numbers)
-            compared = "the same" if n == all_rows else f"{n} of them in another order"
-            yield (
-                f"{name}: in {mode} mode {all_rows} rows, without attention, and {compared} beside others differ by "
-                f"{culprit[1]:.1e} of what it makes of them, where {observed.allowed.error:.0e} is allowed"
-            )
-
     def _run_stage(
         self, stage: Any, model: Any, rows: _TrialRows, before: _ObservedPass | None, *, every_module: bool
     ) -> _ObservedPass:
         """Run one pass of a stage, without gradients and dropout, and return what was observed; nothing of the model
         changes.
         """
+        # 1e-4 is for float32, in which norms and routers may be, whatever the model's type. In coarse types least is
+        # allowed where every product has the same shapes, and most where rounding may choose other experts.
         same_shapes = len(rows.numbers) == len(self.first.numbers)
-        observed = _ObservedPass(rows, self._allowed_difference(same_shapes=same_shapes), before)
-        devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with _preserve_state(model), torch.no_grad(), torch.random.fork_rng(devices):
-            torch.manual_seed(0)
-            for module in model.modules():
-                module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
-            with observed.observe_calls(dict(model.named_modules()) if every_module else {}, decoder_layers(model)):
-                self._run_pass(stage, observed)
-        return observed
-
-    def _allowed_difference(self, *, same_shapes: bool) -> _AllowedDifference:
-        """Return how far rows may differ between two passes, of the same shapes or of other ones.
-
-        1e-4 is for float32, in which norms and routers may be, whatever the model's type. In coarse types it is least
-        where every product has the same shapes, and most where rounding may choose other experts.
-        """
-        if same_shapes and not self.experts:
-            return _AllowedDifference(self.dtype, 0.01 if self.coarse else 1e-4, 0, median=False)
-        if not self.coarse:
-            return _AllowedDifference(self.dtype, 1e-4, 16, median=False)
         other_experts = self.experts and not same_shapes
-        return _AllowedDifference(self.dtype, 0.1 if other_experts else 0.05, 2, median=other_experts)
+        if same_shapes and not self.experts:
+            allowed = _AllowedDifference(self.dtype, 0.01 if self.coarse else 1e-4, 0, median=False)
+        elif not self.coarse:
+            allowed = _AllowedDifference(self.dtype, 1e-4, 16, median=False)
+        else:
+            allowed = _AllowedDifference(self.dtype, 0.1 if other_experts else 0.05, 2, median=other_experts)
+        observed = _ObservedPass(rows, allowed, before)
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+        try:
+            with restore_attributes_after(model), torch.no_grad(), torch.random.fork_rng(devices):
+                torch.manual_seed(0)
+                for module in model.modules():
+                    module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
+                modules = dict(model.named_modules()) if every_module else {}
+                with observed.observe_calls(modules, decoder_layers(model)):
+                    self._run_pass(stage, observed)
+        finally:
+            for buffer, version, value in buffers:  # that were written to
+                if buffer._version != version:
+                    buffer.copy_(value)
+        return observed
 
     def _run_pass(self, stage: Any, observed: _ObservedPass) -> None:
         """Call a model or a stage with the pass's rows, and observe the hidden states and logits behind its layers."""
@@ -434,16 +431,3 @@ class _RowTrial:
             values = torch.randn(*self.shape, width, generator=generator).to(self.world.device, self.model.dtype)
             inputs.append(rows.values_of_rows(values).unflatten(0, (rows.parts, -1))[rows.part])
         return torch.cat(inputs)[None]
-
-
-@contextmanager
-def _preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restore attributes of modules, and the values of buffers that were written to inside."""
-    values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with restore_attributes_after(model):
-            yield
-    finally:
-        for buffer, version, value in values:
-            if buffer._version != version:
-                buffer.copy_(value)

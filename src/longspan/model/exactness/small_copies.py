@@ -26,8 +26,8 @@ from transformers import (
 
 from longspan.errors import ModelError, plural
 from longspan.model.exactness.small_values import (
-    _SMALL_VOCABULARY,
     SCALED_FROM,
+    SMALL_VOCABULARY,
     Sizes,
     choose_layers,
     small_image_values,
@@ -79,7 +79,18 @@ def shrink_configuration(
         try:
             values = _small_configuration_values(config, sizes, 4 if deep else 2)
             small = type(config).from_dict(small_image_values(values, base))
-            _check_small_model(small, sizes, images=images)
+            with torch.device("meta"), _silence_warnings():
+                model = _make_model(small, "sdpa", images=images)
+            count = sum(p.numel() for p in model.parameters())
+            limit = MOST_PARAMETERS * (256 if sizes.true_heads else 1)  # heads of 256 instead of 16, squared
+            if count > limit:
+                name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
+                raise ModelError(
+                    f"it has {count:,} parameters, more than {limit:,}; the largest, {name}, is {tuple(largest.shape)}"
+                )
+            ids = torch.arange(1, 2 * SCALED_FROM)[None] % SMALL_VOCABULARY  # so many that scaled positions are run
+            with torch.no_grad(), _silence_warnings():
+                make_tiny_model(small, torch.float32, images=images)(input_ids=ids, use_cache=False)
             return small
         except Exception as error:  # configurations and models raise errors of every kind
             errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
@@ -157,25 +168,6 @@ def _small_configuration_values(config: PreTrainedConfig, sizes: Sizes, least: i
     small |= {name: _small_configuration_values(value, sizes, least) for name, value in inner.items()}
     override = find_family(config.model_type).small
     return small | {name: value(small) if callable(value) else value for name, value in override.items()}
-
-
-def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
-    """Raise whatever the model raises if it cannot be made, is too large, or does not run on a few tokens.
-
-    These are more than the positions at which scalings begin.
-    """
-    with torch.device("meta"), _silence_warnings():
-        model = _make_model(config, "sdpa", images=images)
-    count = sum(p.numel() for p in model.parameters())
-    limit = MOST_PARAMETERS * (256 if sizes.true_heads else 1)  # heads of 256 instead of 16, squared
-    if count > limit:
-        name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
-        raise ModelError(
-            f"it has {count:,} parameters, more than {limit:,}; the largest, {name}, is {tuple(largest.shape)}"
-        )
-    ids = torch.arange(1, 2 * SCALED_FROM)[None] % _SMALL_VOCABULARY  # longer than where scaled positions begin
-    with torch.no_grad(), _silence_warnings():
-        make_tiny_model(config, torch.float32, images=images)(input_ids=ids, use_cache=False)
 
 
 @contextmanager

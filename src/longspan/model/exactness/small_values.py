@@ -16,7 +16,7 @@ WINDOW = 5
 CHUNK = 7
 _SMALL_HEADS = 4
 _SMALL_HEAD_SIZE = 16
-_SMALL_VOCABULARY = 61
+SMALL_VOCABULARY = 61
 SCALED_FROM = 16
 POSITIONS = 512
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim")
@@ -77,7 +77,7 @@ _NETWORK = re.compile(
 _TOKEN = re.compile(r"_token_(id|index)$|^(mask|unk)_index$")
 _FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernels, tables of hashed ids
     **dict.fromkeys(_HEADS, _SMALL_HEADS), **dict.fromkeys(_WINDOWS, WINDOW),
-    **dict.fromkeys(_VOCABULARIES, _SMALL_VOCABULARY),
+    **dict.fromkeys(_VOCABULARIES, SMALL_VOCABULARY),
     "topk_group": 1, "original_max_position_embeddings": SCALED_FROM,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "o_lora_rank": 16, "qk_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6,
@@ -144,7 +144,7 @@ class _SmallAttributes:
         if name == "pad_token_id" and value is None:
             return self.sizes.pad
         if _TOKEN.search(name):
-            fits = isinstance(value, int) and value < _SMALL_VOCABULARY
+            fits = isinstance(value, int) and value < SMALL_VOCABULARY
             return value if fits or not value else 2  # None or an empty list: no such token
         if value is None:
             if name in _HEAD_SIZES and self.hidden and self.heads:
@@ -393,7 +393,23 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
         return values
     text = next((values[name] for name in _TEXTS if values.get(name)), values)
     result = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
-    result["vision_config"] = _small_tower(vision, text.get("hidden_size") if isinstance(text, Mapping) else None)
+    width = text.get("hidden_size") if isinstance(text, Mapping) else None
+    tower = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
+    tower |= {name: width for name in _OF_TEXT if name in vision and width}
+    for name, side in (("image_size", SIDE), ("patch_size", PATCH)):
+        if isinstance(vision.get(name), list | tuple):
+            tower[name] = [side] * 2
+    if vision.get("deepstack_visual_indexes") is not None or vision.get("fullatt_block_indexes") is not None:
+        tower |= {
+            name: 3 for name in _LAYERS if name in vision
+        }  # three layers, so that some are not named by index
+    if (
+        isinstance(vision.get("embed_dim"), int) and "hidden_size" in vision
+    ):  # Qwen2-VL's names of width and outputs
+        tower |= {"embed_dim": 64, "hidden_size": width}
+    if vision.get("window_size"):  # of pixels where patches are merged, else of patches
+        tower["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
+    result["vision_config"] = tower
     if isinstance(second_tower := values.get("high_res_vision_config"), dict):
         result["high_res_vision_config"] = second_tower | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
     if hasattr(base, "get_rope_index"):
@@ -403,27 +419,7 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
     tokens = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
     placeholders = [name for name in tokens if not name.startswith(_TOKENS_OF_TEXT)]
     placeholders.sort(key=lambda name: (not name.startswith("image_token"), name))
-    return result | dict(zip(placeholders, range(_SMALL_VOCABULARY - 1, 2, -1), strict=False))
-
-
-def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
-    """Return a tower's values; `width` is the small text model's.
-
-    Towers whose layers are named by index have three, so that some are not named. In Qwen2-VL `embed_dim` is the
-    tower's width and `hidden_size` that of its outputs.
-    """
-    result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
-    result |= {name: width for name in _OF_TEXT if name in vision and width}
-    for name, side in (("image_size", SIDE), ("patch_size", PATCH)):
-        if isinstance(vision.get(name), list | tuple):
-            result[name] = [side] * 2
-    if vision.get("deepstack_visual_indexes") is not None or vision.get("fullatt_block_indexes") is not None:
-        result |= {name: 3 for name in _LAYERS if name in vision}
-    if isinstance(vision.get("embed_dim"), int) and "hidden_size" in vision:
-        result |= {"embed_dim": 64, "hidden_size": width}
-    if vision.get("window_size"):  # of pixels where patches are merged, else of patches
-        result["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
-    return result
+    return result | dict(zip(placeholders, range(SMALL_VOCABULARY - 1, 2, -1), strict=False))
 
 
 def _add_mrope_sections(text: dict[str, Any]) -> dict[str, Any]:

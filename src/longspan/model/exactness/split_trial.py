@@ -82,7 +82,18 @@ class SplitTrial:
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
         slices = {name: _part_of_this_rank(x, results.get(name), self._key) for name, x in true.items()}
-        wrong = _differences_from_unsplit(slices, results)
+        # Errors are relative to the norm of a result, or to a share of the largest gradient's where that is more.
+        norms = {name: x.double().norm().item() for name, x in slices.items() if x is not None}
+        largest_gradient = max((n for name, n in norms.items() if not name.startswith("output")), default=0.0)
+        wrong = list[str]()
+        for name, norm in norms.items():
+            x = slices[name]
+            result = results[name]
+            assert x is not None
+            off = (local_tensor(result).double() - x.double()).norm().item() if result is not None else norm
+            error = off / max(norm, _FLOOR * largest_gradient, 1e-30)
+            if not error <= _TOLERANCE.get(x.dtype, _LOW_PRECISION):  # true also of an error that is NaN
+                wrong.append(f"{name} differs by {error:.1g} of its norm")
         ranks_that_differ = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
         if ranks_that_differ.item():
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
@@ -137,25 +148,6 @@ def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> 
     (placement,) = result.placements
     world = world_of(key)
     return true.chunk(world.home.tp, placement.dim)[world.coordinates.tp]  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _differences_from_unsplit(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
-    """Return in words which results differ from the true ones by more than rounding.
-
-    Errors are relative to the norm of a result, or to a share of the largest gradient's where that is more.
-    """
-    norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
-    largest_gradient = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
-    wrong = list[str]()
-    for name, norm in norms.items():
-        x = true[name]
-        result = results[name]
-        assert x is not None
-        off = (local_tensor(result).double() - x.double()).norm().item() if result is not None else norm
-        error = off / max(norm, _FLOOR * largest_gradient, 1e-30)
-        if not error <= _TOLERANCE.get(x.dtype, _LOW_PRECISION):  # true also of an error that is NaN
-            wrong.append(f"{name} differs by {error:.1g} of its norm")
-    return wrong
 
 
 _FEATURES = 64  # of a trial: an even number, large enough for some to pass a threshold of the largest twentieth

@@ -31,8 +31,8 @@ from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERT
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.features import Feature
 from longspan.model.kinds import expert_modules, router_modules
-from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
+from longspan.model.seams.trial_shards import Probe
 from longspan.model.weights.empty_model import copy_to_device
 from longspan.plan.shape.model_shape import experts_missing_text
 

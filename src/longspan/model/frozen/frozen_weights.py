@@ -17,8 +17,7 @@ from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy,
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.features import Call, Feature
 from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_codes
-from longspan.model.frozen.four_bit import NF4
-from longspan.model.frozen.packed_format import PackedFormat
+from longspan.model.frozen.packed_format import NF4, PackedFormat
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
 from longspan.model.kinds import expert_modules, find_indexers, find_mixers, router_modules
 from longspan.model.layers import architecture_name, decoder_layers

@@ -1,21 +1,9 @@
-"""Triton kernel of `four_bit.py`, the only importer of this module: it needs triton, which CPU builds of torch lack."""
+"""Triton kernel of `packed_format.py`, its only importer: it needs triton, which CPU builds of torch lack."""
 
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 import triton
 import triton.language as tl
-from torch import Tensor, float32
-
-_BYTES = 1024  # of codes, which one program reads
-
-
-def unpack_nf4(packed: Tensor, values: Tensor, out: Tensor, block: int) -> None:
-    """Write rows of codes and scales as numbers into `out` (rows, columns), contiguous."""
-    rows, columns = out.shape
-    if out.numel():
-        blocks = rows, triton.cdiv(columns // 2, _BYTES)
-        scales = packed.view(float32)
-        unpack_kernel[blocks](packed, scales, values, out, columns, packed.stride(0), BLOCK=block, BYTES=_BYTES)
 
 
 @triton.jit

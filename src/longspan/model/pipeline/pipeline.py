@@ -162,7 +162,7 @@ class PipelineModel(nn.Module):
         spans.
         """
         for stage_input in inputs:
-            call_rules(self).check_spans(stage_input.shard)
+            call_rules(self).check_shard(stage_input.shard)
         world = world_of(self._world_key)
         with self.copies.sum_copied_gradients(world) if backward else nullcontext():
             step, stages = self._cached_schedule(len(inputs), backward, world)

@@ -21,8 +21,8 @@ from longspan.errors import ModelError
 from longspan.model.layers import decoder_model, text_model_name
 from longspan.model.parts import ModelParts, PartCall, copy_for_stage, trace_parts
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.probe import Probe
 from longspan.model.seams.set_forwards import modules_with_instance_forward
+from longspan.model.seams.trial_shards import Probe
 from longspan.model.weights.gradients import set_earlier_gradients_aside
 from longspan.model.weights.local_tensors import local_tensor
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter, unwrap_peft_model
-from longspan.model.adapters.adapted_weights import AdaptedWeight, adapted_weights
-from longspan.model.adapters.adapter import entries_trained_with_adapter
+from longspan.model.adapters.adapter import AdaptedWeight, adapted_weights, entries_trained_with_adapter
 from longspan.model.adapters.adapter_files import (
     name_in_peft_files,
 )
@@ -39,7 +38,7 @@ def weights_by_name(
     under peft's names as well. Weights of encoders come last. Raises ModelError for a model that was not prepared, for
     an adapter in an encoder, and where an adapter cannot be merged.
     """
-    encoders = _find_savable_encoders(model)
+    encoders = find_savable_encoders(model)
     inside: Any = unwrap_peft_model(find_language_model(model))
     refuse_unprepared_model(inside)
     world.check_open()
@@ -52,10 +51,10 @@ def weights_by_name(
         of_language = ((stock, weights.gather_merged(name)) for stock, name in weights.merged_names().items())
     else:
         of_language = weights.iterate_base_and_adapter()
-    return chain(of_language, ((name, _whole(x)) for state in states for name, x in state.items()))
+    return chain(of_language, ((name, gather_whole(x)) for state in states for name, x in state.items()))
 
 
-def _whole(x: Tensor) -> Tensor:
+def gather_whole(x: Tensor) -> Tensor:
     """Return a whole tensor without a graph; of a DTensor all ranks that hold it must enter."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
@@ -84,7 +83,7 @@ class WholeWeights:
         """
         self._world = world
         self._adapter = adapter_of_prepared_model(model)
-        stages = _models_of_stages(model)
+        stages = models_of_stages(model)
         self._local: dict[str, Tensor] = {}
         # of frozen weights in 4 or 8 bits, which are given out as they are computed with
         self._packed = dict[str, Any]()
@@ -179,7 +178,7 @@ class WholeWeights:
         with world.watch.name_collectives(f"gathering of {name}", world.home.ranks):
             if position == entry.stage:
                 value = self._local[name]
-                whole_tensor = _whole(value.to(world.device))  # it may wait on the host
+                whole_tensor = gather_whole(value.to(world.device))  # it may wait on the host
                 if (packed := self._packed.get(name)) is not None:
                     whole_tensor = packed.unpack_whole(whole_tensor)
                 sends = [(stage, whole_tensor.contiguous()) for stage in receivers]
@@ -192,7 +191,7 @@ class WholeWeights:
         return whole_tensor
 
 
-def _find_savable_encoders(model: Any) -> list[Encoder]:
+def find_savable_encoders(model: Any) -> list[Encoder]:
     """Return the encoders of a MultimodalModel; ModelError for one that is no encoder of transformers'."""
     if not isinstance(model, MultimodalModel):
         return []
@@ -207,5 +206,5 @@ def _find_savable_encoders(model: Any) -> list[Encoder]:
     return encoders
 
 
-def _models_of_stages(model: PreTrainedModel | PipelineModel) -> list[PreTrainedModel]:
+def models_of_stages(model: PreTrainedModel | PipelineModel) -> list[PreTrainedModel]:
     return [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]

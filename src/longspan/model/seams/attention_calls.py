@@ -5,6 +5,7 @@ The shard owns masking. Llama 4's chunks are `attend`'s.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -17,10 +18,8 @@ from longspan.model.layers import (
     mtp_blocks,
 )
 from longspan.model.seams.model_calls import require_one_row_shard
-from longspan.model.seams.probe import Probe, RecordedCall
-from longspan.model.seams.query_scaling import SCALES_BY_POSITION, scale_queries
 from longspan.model.seams.running_layer import running_layer
-from longspan.model.seams.separate_rows import SeparateRows, attend_separately
+from longspan.model.seams.trial_shards import Probe, RecordedCall, SeparateRows, attend_separately
 
 
 def number_layers(model: PreTrainedModel) -> None:
@@ -46,7 +45,30 @@ def chunk_size(module: nn.Module) -> int | None:
     return getattr(config, "attention_chunk_size", None) if in_chunks else None
 
 
+def defer_query_scaling(model: nn.Module) -> None:
+    """Turn off attention modules' own scaling of queries by position ("temperature"); `sharded_attention` does it."""
+    for module in model.modules():
+        if scales_queries_by_row(module):
+            attention: Any = module
+            attention.attn_temperature_tuning = False
+            setattr(attention, _SCALES_BY_POSITION, True)
+
+
+def scales_queries_by_row(module: nn.Module) -> bool:
+    """Return whether this attention module scales queries by row numbers that it counts within a call (Llama 4)."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def make_layers_causal(model: nn.Module) -> None:
+    """Set `is_causal`, which transformers sets False in models with prefixes; the shard has their spans."""
+    config: Any = model.config
+    for module in model.modules():
+        if getattr(module, "config", None) is config.get_text_config() and hasattr(module, "is_causal"):
+            module.is_causal = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+
+
 IMPLEMENTATION = "longspan"
+_SCALES_BY_POSITION = "scales_queries_by_position"
 
 
 @break_graphs_around
@@ -92,8 +114,11 @@ def sharded_attention(
         raise ModelError(
             f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"
         )
-    if getattr(module, SCALES_BY_POSITION, False):
-        query = scale_queries(module, query, rows.position_ids)
+    if getattr(module, _SCALES_BY_POSITION, False):  # by Llama 4's formula
+        llama4: Any = module
+        steps = torch.floor((rows.position_ids.float() + 1.0) / llama4.floor_scale)
+        scales = torch.log1p(steps) * llama4.attn_scale + 1.0
+        query = (query * scales[:, None]).to(query.dtype)
     if isinstance(rows, SeparateRows):
         return attend_separately(query, key, value, scaling), None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

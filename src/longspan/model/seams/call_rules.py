@@ -5,16 +5,24 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError, plural
-from longspan.model.seams.position_tables import PositionTable
+from longspan.model.layers import decoder_layers, text_model_name
 from longspan.plan import MicroBatch
 from longspan.plan.shape.positions import LengthLimit, length_class
+
+
+class PositionTable(NamedTuple):
+    """A table of positions: the class of its model, its qualified name there, and how many positions it has."""
+
+    model: str
+    name: str
+    positions: int
 
 
 @dataclass(frozen=True)
@@ -45,15 +53,6 @@ class CallRules:
         kernel = {} if self.attention_kernel is None else {"attention_kernel": self.attention_kernel}
         return {**kernel, **arguments}
 
-    def check_rows(self, shard: SequenceShard) -> None:
-        """Raise ModelError for a number of rows that sequence parallelism cannot split evenly."""
-        if shard.local_rows % self.row_multiple:
-            raise ModelError(
-                f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp "
-                f"{self.row_multiple}; use shard.with_padding(multiple={self.row_multiple}), and plans with "
-                f"row_multiple={self.row_multiple}"
-            )
-
     def separate_features(self, *, training: bool) -> tuple[str, ...]:
         """Return what the model computes that is not exact where documents share prefixes.
 
@@ -80,14 +79,63 @@ class CallRules:
                         "documents before it"
                     )
 
-    def check_spans(self, shard: SequenceShard) -> None:
-        """Raise ModelError for a shard without spans, if rows of this model may see each other."""
+    def check_shard(self, shard: SequenceShard) -> None:
+        """Raise ModelError for a number of rows that sequence parallelism cannot split evenly, and for a shard without
+        spans, if rows of this model may see each other.
+        """
+        if shard.local_rows % self.row_multiple:
+            raise ModelError(
+                f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp "
+                f"{self.row_multiple}; use shard.with_padding(multiple={self.row_multiple}), and plans with "
+                f"row_multiple={self.row_multiple}"
+            )
         documents = len(shard.micro_batch.documents)
         span_names = ["a prefix"] if self.prefix else self.in_spans
         if span_names and shard.spans is None and documents:
             raise ModelError(
                 f"{self.architecture}: rows of {' and '.join(span_names)} see each other, and the shard of "
                 f"{documents} documents says nothing of them; use shard.with_spans(...), with {{}} for text alone"
+            )
+
+
+def find_position_table(model: PreTrainedModel) -> PositionTable | None:
+    """Find the table around the decoder layers with `max_position_embeddings` rows (`offset` ones are none)."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return None
+    layer_prefixes = tuple(f"{layer}." for layer in decoder_layers(model))
+    for name, module in model.get_submodule(text_model_name(model)).named_modules():
+        full_name = f"{text_model_name(model)}.{name}".strip(".")
+        if full_name.startswith(layer_prefixes) or module is model.get_input_embeddings():
+            continue
+        if isinstance(module, nn.Embedding) and module.num_embeddings - getattr(module, "offset", 0) == positions:
+            return PositionTable(type(model).__name__, full_name, positions)
+        for buffer, table in module.named_buffers(recurse=False):
+            if table.ndim == 2 and table.is_floating_point() and len(table) == positions:
+                return PositionTable(type(model).__name__, f"{full_name}.{buffer}", positions)
+    return None
+
+
+def refuse_documents_beyond_positions(
+    table: PositionTable, micro_batches: Iterable[MicroBatch], padding_rows: int = 0
+) -> None:
+    """Raise ModelError if a document, or rows of padding, go beyond a model's table of positions."""
+    rows_of_documents = [
+        (f"document {document} takes {rows} rows" + ("" if rows == length else f" ({length} tokens, padded)"), rows)
+        for micro_batch in micro_batches
+        for group in micro_batch.groups
+        for document, length, rows in zip(
+            group.documents,
+            group.path_lengths,
+            group.laid_out if group.parents is None else group.path_lengths,
+            strict=True,
+        )
+    ]
+    for subject, rows in (*rows_of_documents, (f"the shard has {padding_rows} rows of padding", padding_rows)):
+        if rows > table.positions:
+            raise ModelError(
+                f"{subject}, {table.model} knows {table.positions} positions ({table.name}); use documents of at most "
+                f"{table.positions} tokens, padding included, or a model with a larger table"
             )
 
 

@@ -26,7 +26,7 @@ from longspan.errors import AttentionError, ModelError, plural
 from longspan.model.kinds import ROWWISE_LAYER_TYPES, attends_to_chosen_keys, find_mixers
 from longspan.model.layers import architecture_name, decoder_layers, preserve_modes
 from longspan.model.seams.doctor_hint import doctor_hint
-from longspan.model.seams.probe import Probe, RecordedCall
+from longspan.model.seams.trial_shards import Probe, RecordedCall
 from longspan.plain_text import items_text
 
 
@@ -264,13 +264,6 @@ def attention_dropout(module: nn.Module) -> float:
     return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
-def check_attention_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
-    """Raise ModelError, naming the modules, if the attention calls of a pass show that the model is not exact."""
-    mixers = {id(mixer) for mixer in find_mixers(model).values()}  # they read the shard, and raise without one
-    _refuse_bypassing_layers(model, mixers | {id(call.module) for call in calls})
-    _refuse_unapplied_features(model, calls)
-
-
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
     """Raise ModelError for decoder layers with no module whose `id` is in `reached`, and for attention modules without.
 
@@ -302,11 +295,14 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
         )
 
 
-def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
-    """Raise ModelError for a call that is not causal, not numbered, or that `attend` has no argument for.
+def check_attention_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
+    """Raise ModelError, naming the modules, if the attention calls of a pass show that the model is not exact.
 
-    What the configuration names (a window, a chunk, a soft cap) must reach the calls: else it is applied elsewhere.
+    Refused are layers without a call, and calls that are not causal, not numbered, or for which `attend` has no
+    argument. What the configuration names (window, chunk, soft cap) must reach them: else it is applied elsewhere.
     """
+    mixers = {id(mixer) for mixer in find_mixers(model).values()}  # they read the shard, and raise without one
+    _refuse_bypassing_layers(model, mixers | {id(call.module) for call in calls})
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or []

@@ -20,9 +20,8 @@ from longspan.errors import ModelError
 from longspan.model.features import Feature
 from longspan.model.kinds import CONVOLUTION, SCANS, called_functions, class_forward, find_mixers
 from longspan.model.seams.model_calls import require_one_row_shard
-from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
-from longspan.model.seams.separate_rows import SeparateRows
+from longspan.model.seams.trial_shards import Probe, SeparateRows
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
 from longspan.ssm.kernels.interface import state_dtype
 

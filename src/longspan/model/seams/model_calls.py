@@ -1,6 +1,5 @@
 """Arguments with which a prepared model and its layers are called, checked on the host before any collective."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,10 +11,9 @@ from longspan.model.layers import (
     architecture_name,
     reads_other_modalities,
 )
-from longspan.model.seams.call_rules import call_rules
-from longspan.model.seams.position_tables import refuse_documents_beyond_positions
-from longspan.model.seams.probe import Probe
+from longspan.model.seams.call_rules import call_rules, refuse_documents_beyond_positions
 from longspan.model.seams.randomness import refuse_randomness
+from longspan.model.seams.trial_shards import Probe
 
 
 def require_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
@@ -42,6 +40,15 @@ def require_one_row_shard(name: str, shard: object, batch: int, rows: int) -> Se
 
 # of packed rows
 _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_REFUSED = {  # arguments that a prepared model does not take, with what to give in their place
+    "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
+    "attention_mask": "the shard says which rows see which; leave attention_mask out",
+    "past_key_values": "there is no key/value cache in training; leave past_key_values out",
+    "cache_params": "there is no cache of states in training; leave cache_params out",
+    "output_attentions": "attention weights are never formed; leave output_attentions out",
+    "use_cache": "there is no key/value cache in training; use_cache must be False",
+    **{name: f"the shard says where documents begin; leave {name} out" for name in _BOUNDS},
+}
 PARTS_OF_POSITIONS = (3, 4)  # M-RoPE: time, height and width; of four, the position in the text comes first
 
 
@@ -51,50 +58,20 @@ def complete_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple
     A forward pre-hook of a prepared model: positional ids become a keyword, inputs get a batch dim, and the model's
     kernel is added. Calls with a `Probe` are not checked.
     """
+    architecture = architecture_name(model)
+    call_text = f"{architecture}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"
     if len(args) > 1:
-        raise ModelError(
-            f"call {_correct_call_text(model)} with keyword arguments; got {len(args)} positional ones"
-        )
+        raise ModelError(f"call {call_text} with keyword arguments; got {len(args)} positional ones")
     inputs = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
     if isinstance(inputs.get("shard"), Probe):
         return (), inputs
-    shard = require_shard(architecture_name(model), inputs.get("shard"), _correct_call_text(model))
-    _refuse_arguments(model, inputs)
-    refuse_randomness(model, training=model.training)
-    for name in ("input_ids", "inputs_embeds", "position_ids"):
-        if name in inputs:
-            inputs[name] = _make_one_row(name, inputs[name], shard)
-    rules = call_rules(model)
-    rules.check_rows(shard)
-    rules.check_spans(shard)
-    if any(group.parents is not None for group in shard.micro_batch.groups):
-        rules.check_shared_prefixes((shard.micro_batch,), training=model.training)
-    if rules.position_table is not None:
-        refuse_documents_beyond_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
-    return (), rules.add_kernel_argument(inputs) | {"use_cache": False}
-
-
-def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raise ModelError for arguments that a prepared model does not take, with what to give in their place.
-
-    A model that reads other modalities gets text alone here; flags and other plain values pass.
-    """
-    architecture = architecture_name(model)
-    reasons = {
-        "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
-        "attention_mask": "the shard says which rows see which; leave attention_mask out",
-        "past_key_values": "there is no key/value cache in training; leave past_key_values out",
-        "cache_params": "there is no cache of states in training; leave cache_params out",
-        "output_attentions": "attention weights are never formed; leave output_attentions out",
-        "use_cache": "there is no key/value cache in training; use_cache must be False",
-        **{name: f"the shard says where documents begin; leave {name} out" for name in _BOUNDS},
-    }
-    for name, reason in reasons.items():
+    shard = require_shard(architecture, inputs.get("shard"), call_text)
+    for name, reason in _REFUSED.items():
         if inputs.get(name) is not None and inputs[name] is not False:
             raise ModelError(f"{architecture} got {name}=: {reason}")
     if "position_ids" not in inputs:
         raise ModelError(
-            f"{architecture} got no position_ids; the local rows are not consecutive: call {_correct_call_text(model)}"
+            f"{architecture} got no position_ids; the local rows are not consecutive: call {call_text}"
         )
     if isinstance(model, PreTrainedModel) and reads_other_modalities(model):
         # Values such as flags carry no input. `future_ids` are tokens for depths of multi-token prediction.
@@ -105,6 +82,17 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
                 "exact; for images and the like give its encoder and its language model homes of their own "
                 "(longspan.MultimodalModel, docs/bridge.md)"
             )
+    refuse_randomness(model, training=model.training)
+    for name in ("input_ids", "inputs_embeds", "position_ids"):
+        if name in inputs:
+            inputs[name] = _make_one_row(name, inputs[name], shard)
+    rules = call_rules(model)
+    rules.check_shard(shard)
+    if any(group.parents is not None for group in shard.micro_batch.groups):
+        rules.check_shared_prefixes((shard.micro_batch,), training=model.training)
+    if rules.position_table is not None:
+        refuse_documents_beyond_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
+    return (), rules.add_kernel_argument(inputs) | {"use_cache": False}
 
 
 def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
@@ -126,8 +114,3 @@ def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     if shard.local_rows == 0:
         raise ModelError("the shard holds no rows and transformers models need one; use shard.with_padding()")
     return x
-
-
-def _correct_call_text(model: nn.Module) -> str:
-    """Return how this model is called, for messages."""
-    return f"{architecture_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

@@ -26,32 +26,24 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
         when, allowed_text = (
             (" and in evaluation", "") if evaluation_draws else ("", ", and evaluation draws nothing")
         )
-        remedy = _draw_remedy_text(config, draws, in_evaluation=bool(evaluation_draws))
-        if score_columns(model) and "set " not in remedy:  # transformers' 0.1 of a token classifier
+        values = {} if config is None else config.get_text_config().to_dict()
+        words = ("drop", "jitter", "noise")
+        names = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
+        # Every key of "layerdrop", last, even one that names attention, since whole layers are left out by it.
+        names += [key for key in values if "layerdrop" in key and key not in names]
+        keys = ", ".join(f"{key} ({values[key]:g})" for key in names if _is_positive(values[key]))
+        if keys and not any(f"{function} " in draws for function in _SAMPLE):
+            remedy = f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
+        elif score_columns(model):  # transformers' 0.1 of a token classifier
             remedy = "before the model is built, set classifier_dropout to 0.0 in its configuration (config.json)"
+        else:
+            remedy = "it does so by its code, and no key of its configuration is known to end that"
+            remedy += "" if evaluation_draws else ": it can be evaluated alone"
         raise ModelError(
             f"{rules.architecture} draws at random outside attention in training{when}: {draws}. Each rank would draw "
             f"for its own rows, so that the loss would depend on the layout; {remedy}. Attention "
             f"dropout may stay{allowed_text}"
         )
-
-
-def _draw_remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
-    """Say which keys of the configuration end these draws, or that none does.
-
-    No key ends a draw of one of several (`_SAMPLE`), as of experts by a router.
-    """
-    is_sampled = any(f"{function} " in draws for function in _SAMPLE)
-    values = {} if config is None else config.get_text_config().to_dict()
-    words = ("drop", "jitter", "noise")
-    names = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
-    # Every key of "layerdrop", last, even one that names attention, since whole layers are left out by it.
-    names += [key for key in values if "layerdrop" in key and key not in names]
-    keys = ", ".join(f"{key} ({values[key]:g})" for key in names if _is_positive(values[key]))
-    if is_sampled or not keys:
-        allowed_text = "" if in_evaluation else ": it can be evaluated alone"
-        return f"it does so by its code, and no key of its configuration is known to end that{allowed_text}"
-    return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
 
 
 def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:

@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers, expand_runs
-from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
+from longspan.model.seams.trial_shards import Probe
 from longspan.plan.shape.positions import LengthLimit, has_no_positions, position_limit
 
 SCALINGS = ("yarn", "linear")
@@ -118,11 +118,12 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     """
     shard = running_layer().shard
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
+    layer_type_argument = {} if layer_type is None else {"layer_type": layer_type}
     if isinstance(shard, Probe) or not depends_on_length(kind):
         fresh_rotary: Any = _copy_fresh_rotary(rotary)
         # transformers changes frequencies by the longest position unless the type is "default".
         fresh_rotary.rope_type = "default" if layer_type is None else {layer_type: "default"}
-        return fresh_rotary(x, position_ids, **_layer_type_argument(layer_type))
+        return fresh_rotary(x, position_ids, **layer_type_argument)
     if not isinstance(shard, SequenceShard) or position_ids.shape != (1, shard.local_rows):
         got = "no shard" if not isinstance(shard, SequenceShard) else f"position_ids of {tuple(position_ids.shape)}"
         raise ModelError(
@@ -131,7 +132,15 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
         )
     positions = position_ids.masked_fill(shard.rows < 0, 0)  # rows of padding have no document
     rows_by_length = _rows_by_length(shard, rotary, kind, layer_type)
-    parts = [_document_frequencies(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
+    parts = list[Any]()
+    for length, rows in rows_by_length.items():
+        # All rows are taken without an index, which would have to be sent to the device.
+        is_all = len(rows) == positions.shape[1]
+        positions_here = positions if is_all else positions[:, to_device(rows, positions.device)]
+        # The module takes the largest position plus one for the length: `length` − 1 is appended, then dropped.
+        with_last = torch.cat([positions_here, positions_here.new_full((1, 1), length - 1)], dim=1)
+        frequencies = _copy_fresh_rotary(rotary)(x, with_last, **layer_type_argument)
+        parts.append(tree_map(lambda out: out[:, :-1], frequencies))
     order = np.concatenate(list(rows_by_length.values()))  # the row of each place in the results, one after another
     if len(parts) == 1:
         return parts[0]
@@ -181,23 +190,6 @@ def _limit_of_rope_type(rotary: nn.Module, kind: str, layer_type: str | None) ->
     return LengthLimit(owner.original_max_seq_len, of_each_length=True)
 
 
-def _document_frequencies(
-    rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Integers
-) -> Any:
-    """Return what a fresh copy of the module gives for the `rows` of documents of this length.
-
-    The module takes the largest position plus one for the length: `length` − 1 is appended, then dropped.
-    """
-    # All rows are taken without an index, which would have to be sent to the device.
-    positions_here = (
-        positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
-    )
-    with_last = torch.cat([positions_here, positions_here.new_full((1, 1), length - 1)], dim=1)
-    return tree_map(
-        lambda out: out[:, :-1], _copy_fresh_rotary(rotary)(x, with_last, **_layer_type_argument(layer_type))
-    )
-
-
 def _copy_fresh_rotary(rotary: nn.Module) -> nn.Module:
     """Return a shallow copy of a rotary module with its class's forward, which may be called for any length.
 
@@ -216,8 +208,3 @@ def _copy_fresh_rotary(rotary: nn.Module) -> nn.Module:
         if name.endswith("max_seq_len_cached"):
             setattr(fresh_rotary, name, fresh_rotary.original_max_seq_len)
     return fresh_rotary
-
-
-def _layer_type_argument(layer_type: str | None) -> dict[str, str]:
-    """Return the keyword by which a rotary module is told the type of a layer; {} for one that has no types."""
-    return {} if layer_type is None else {"layer_type": layer_type}

@@ -20,7 +20,7 @@ from longspan.model.kinds import find_mixers, score_columns
 from longspan.model.layers import architecture_name, base_model, mtp_depths
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.probe import Probe
+from longspan.model.seams.trial_shards import Probe
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
@@ -80,7 +80,13 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
     depend on more than hidden states and output embedding, or the forward does more before its base model, unless this
     is a stage of a model that was `tried`.
     """
-    _refuse_other_parameters(model)
+    modules = base_model(model), find_output_embedding(model), *mtp_depths(model)
+    placed = {id(p) for module in modules for p in module.parameters()}
+    if others := [n for n, p in model.named_parameters() if id(p) not in placed]:
+        raise ModelError(
+            f"{type(model).__name__} has parameters beside its base model and its output embedding "
+            f"({', '.join(others[:4])}); its loss cannot be taken from the last hidden states{doctor_hint(model)}"
+        )
     forward = type(model).forward
 
     @wraps(forward)
@@ -118,17 +124,6 @@ def find_output_embedding(model: PreTrainedModel) -> Any:
             f"{type(model).__name__} has no output embedding over a base model; use a causal language model"
         )
     return head
-
-
-def _refuse_other_parameters(model: PreTrainedModel) -> None:
-    """Raise ModelError for parameters that are in none of base model, output embedding and depths."""
-    modules = base_model(model), find_output_embedding(model), *mtp_depths(model)
-    placed = {id(p) for module in modules for p in module.parameters()}
-    if others := [n for n, p in model.named_parameters() if id(p) not in placed]:
-        raise ModelError(
-            f"{type(model).__name__} has parameters beside its base model and its output embedding "
-            f"({', '.join(others[:4])}); its loss cannot be taken from the last hidden states{doctor_hint(model)}"
-        )
 
 
 def _try_row_loss(model: PreTrainedModel) -> None:
@@ -226,16 +221,31 @@ def _refuse_other_forward(
     calls = list[ModelCall]()
     reads = dict[str, str]()
     inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`
-    inputs = {n: _WatchedInput.from_tensor(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            inputs[name] = watched = value.detach().as_subclass(_WatchedInput)
+            watched.input_name = name
+            watched.reads = reads
     rows = hidden[:, :_ROWS].detach().requires_grad_()
+    leaves = set[int]()  # in the graph of the logits
+    failed = None
     try:
         with torch.enable_grad():
             logits = forward(_ModelAfterBase(model, rows, calls), **inputs).logits
-        failed = None
-        names = _parameters_beside_head(model, logits, rows)
+        nodes = [logits.grad_fn]
+        visited = set[Any]()
+        while nodes:
+            node: Any = nodes.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
+            nodes += [below for below, _ in node.next_functions]
     except Exception as error:  # what the forward does by itself is the clearer reason, if there is any
         failed = error
-        names = list[str]()
+        leaves.clear()
+    leaves -= {id(rows), *map(id, find_output_embedding(model).parameters())}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in leaves]
     reasons = [f"reads {n} itself ({by}), which it may only hand on to its base model" for n, by in reads.items()]
     reasons += _reasons_against_base_call(calls, inputs)
     if names:
@@ -260,59 +270,32 @@ def _reasons_against_base_call(calls: Sequence[ModelCall], inputs: Mapping[str, 
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
         base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
         expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
-        if other := [
-            name for name, value in base_arguments.items() if _differs_from_step(name, value, expected[name])
-        ]:
+        other = list[str]()
+        for name, value in base_arguments.items():
+            if value is expected[name] or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
+                continue
+            # Tensors must be the same object. Positions that are left out are no difference, as the base model makes
+            # them; None, False and 0 count as equal.
+            if isinstance(value, Tensor) or isinstance(expected[name], Tensor):
+                differs = value is not None or name not in _MADE_AGAIN
+            else:
+                differs = bool(value or expected[name]) and bool(value != expected[name])
+            other += [name] if differs else []
+        if other:
             yield f"gives its base model {', '.join(other)} of its own making"
         row_inputs = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
         if lost := [name for name in row_inputs if base_arguments.get(name) is None]:
             yield f"keeps {', '.join(lost)} from its base model"
 
 
-def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
-    """Return whether an argument of the base model is another than the one that a step gives.
-
-    Tensors must be the same object. Positions that are left out are no difference, as the base model makes them; None,
-    False and 0 count as equal.
-    """
-    if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
-        return False
-    if isinstance(value, Tensor) or isinstance(expected, Tensor):
-        return value is not None or name not in _MADE_AGAIN
-    return bool(value or expected) and bool(value != expected)
-
-
-def _parameters_beside_head(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> list[str]:
-    """Return the names of parameters, other than the head's, in the graph of the logits behind the hidden `rows`."""
-    leaves = set[int]()
-    nodes = [logits.grad_fn]
-    visited = set[Any]()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
-        nodes += [below for below, _ in node.next_functions]
-    others = leaves - {id(rows), *map(id, find_output_embedding(model).parameters())}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in others]
-
-
 class _WatchedInput(Tensor):
-    """An input of a forward that notes by what function it is read; its shape, type and device are no values."""
+    """An input of a forward that notes in `reads`, which inputs share, by what function it is read.
 
-    _name: str
-    _reads: dict[str, str]
+    Its shape, type and device are no values.
+    """
 
-    @classmethod
-    def from_tensor(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_WatchedInput":
-        """Return a tensor as a watched input of this name; the functions that read it are noted in `reads`, which is
-        shared.
-        """
-        watched = value.detach().as_subclass(cls)
-        watched._name = name
-        watched._reads = reads
-        return watched
+    input_name: str
+    reads: dict[str, str]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -323,7 +306,7 @@ class _WatchedInput(Tensor):
         if func not in _WITHOUT_VALUES:
             for value in (*args, *(kwargs or {}).values()):
                 if isinstance(value, _WatchedInput):
-                    value._reads.setdefault(value._name, getattr(func, "__name__", str(func)))
+                    value.reads.setdefault(value.input_name, getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         return out.as_subclass(Tensor) if isinstance(out, _WatchedInput) else out

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import swap_tensors
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -26,7 +25,12 @@ def empty_model(
     """Make a model of this configuration with parameters on the meta device, and buffers with values on the CPU."""
     with _register_on_meta():
         model = new_model(config, dtype, architecture)
-    other_dtypes = _exception_dtypes(model, dtype)
+    other_dtypes = dict[str, torch.dtype]()  # of parameters that the class keeps in another one than `dtype`
+    if plan := model._get_dtype_plan(dtype):
+        # Each glob of the plan is a group of the pattern, and `globs` has the glob of a group's name.
+        pattern, globs, _ = build_glob_alternation(list(plan))
+        matches = {name: pattern.search(name) for name in model.state_dict()}
+        other_dtypes = {name: plan[globs[str(match.lastgroup)]] for name, match in matches.items() if match}
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         tensor.data = tensor.data.to(other_dtypes.get(name, dtype if tensor.is_floating_point() else tensor.dtype))
     return model
@@ -65,16 +69,6 @@ def image_text_class_of_architectures(config: PreTrainedConfig) -> Any:
     return image_class if getattr(image_class, "__name__", None) in (config.architectures or ()) else None
 
 
-def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of parameters that the class keeps in another one than `dtype`, by name."""
-    if not (plan := model._get_dtype_plan(dtype)):
-        return {}
-    pattern, globs, _ = build_glob_alternation(list(plan))
-    # Each glob of the plan is a group of the pattern, and `globs` has the glob of a group's name.
-    matches = {name: pattern.search(name) for name in model.state_dict()}
-    return {name: plan[globs[str(match.lastgroup)]] for name, match in matches.items() if match}
-
-
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, buffer) of the buffers that a model's `state_dict`, and so its saved folder, holds."""
     for path, module in model.named_modules():
@@ -107,19 +101,6 @@ def _register_on_meta() -> Iterator[None]:
 def has_meta_parameters(model: nn.Module) -> bool:
     """Return whether some parameter of the model is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def allocate_model(model: nn.Module, device: torch.device) -> None:
-    """Give each parameter on the meta device undefined memory on `device`, the same objects as before; move buffers."""
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            for name, value in vars(parameter).items():
-                setattr(memory, name, value)
-            swap_tensors(parameter, memory)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:

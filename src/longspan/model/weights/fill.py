@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import name_without_adapter
 from longspan.model.marks import packed_weights
-from longspan.model.weights.empty_model import allocate_model, persistent_buffers
+from longspan.model.weights.empty_model import persistent_buffers
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.model.weights.tied_names import tied_names
 
@@ -78,7 +79,17 @@ class DeferredWeights:
         tensors = defaultdict[str, list[Tensor]](list)
         packed = dict[str, Any]()  # whose tensors are bytes
         for model in models:
-            allocate_model(model, device)
+            for parameter in model.parameters():
+                if parameter.is_meta:  # the same objects get undefined memory
+                    memory = nn.Parameter(
+                        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                    )
+                    for name, value in vars(parameter).items():
+                        setattr(memory, name, value)
+                    swap_tensors(parameter, memory)
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(device)
             for adapted_name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
                 tensors[self._stock_name(adapted_name)].append(tensor)
             packed |= {self._stock_name(name): record for name, record in packed_weights(model).items()}

@@ -75,7 +75,7 @@ def folder_error_text(error: Exception, instead: str) -> str:
 def weight_files(folder: Path, *, quantized: bool = False) -> list[Path]:
     """List a folder's files of weights, sorted; they may be in 4 or 8 bits if `quantized`.
 
-    ModelError for none, quantized, missing or outside ones, and beside an adapter.
+    ModelError for none, quantized, missing or outside ones, for a damaged index, and beside an adapter.
     """
     if (folder / ADAPTER_CONFIGURATION).is_file():
         raise ModelError(
@@ -93,24 +93,9 @@ def weight_files(folder: Path, *, quantized: bool = False) -> list[Path]:
             f"{folder} is quantized ({method}, by its config.json), and whole weights are trained; train an adapter "
             f"over it (lora.rank, or load_model(…, quantized=True)), or {DEQUANTIZE}"
         )
-    return _index_files(folder, folder / weights) if weights.endswith(".index.json") else [folder / weights]
-
-
-def quantization_settings(folder: Path) -> dict[str, Any]:
-    """Return the `quantization_config` of a folder's config.json, also of one of its parts; empty: whole weights."""
-    try:
-        values: dict[str, Any] = read_json(folder / "config.json")
-        parts = values, *values.values()  # the text configuration, say
-    except (ValueError, AttributeError, OSError):  # whoever reads the configuration says so
-        return {}
-    for part in parts:
-        if isinstance(part, dict) and (settings := part.get(_QUANTIZED)):
-            return settings
-    return {}
-
-
-def _index_files(folder: Path, index: Path) -> list[Path]:
-    """Return the files that an index names; ModelError for a damaged index, and for missing and outside ones."""
+    if not weights.endswith(".index.json"):
+        return [folder / weights]
+    index = folder / weights
     try:
         files: list[str] = sorted({*read_json(index)["weight_map"].values()})
         outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]
@@ -124,6 +109,19 @@ def _index_files(folder: Path, index: Path) -> list[Path]:
     if missing := [name for name in files if not (folder / name).is_file()]:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:4])}")
     return [folder / name for name in files]
+
+
+def quantization_settings(folder: Path) -> dict[str, Any]:
+    """Return the `quantization_config` of a folder's config.json, also of one of its parts; empty: whole weights."""
+    try:
+        values: dict[str, Any] = read_json(folder / "config.json")
+        parts = values, *values.values()  # the text configuration, say
+    except (ValueError, AttributeError, OSError):  # whoever reads the configuration says so
+        return {}
+    for part in parts:
+        if isinstance(part, dict) and (settings := part.get(_QUANTIZED)):
+            return settings
+    return {}
 
 
 def _folder_advice() -> str:

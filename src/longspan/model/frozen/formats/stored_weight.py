@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import ModelError
-from longspan.model.frozen.four_bit import VALUES, FourBit
-from longspan.model.frozen.packed_format import PackedFormat, value_table
+from longspan.model.frozen.packed_format import VALUES, FourBit, PackedFormat, value_table
 from longspan.plan.shape.packed import FLOAT8, INT8, MXFP4 as MXFP4_ROWS, NF4 as NF4_ROWS, PackedRows
 
 # Of the files, by name: each a Tensor, or a slice of safetensors, which is read when it is indexed.

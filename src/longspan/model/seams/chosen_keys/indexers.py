@@ -26,9 +26,8 @@ from longspan.model.kinds import attends_to_chosen_keys, find_indexers
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
 from longspan.model.seams.chosen_keys.latents import latents_text, takes_latents
 from longspan.model.seams.model_calls import require_one_row_shard
-from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
-from longspan.model.seams.separate_rows import SeparateRows
+from longspan.model.seams.trial_shards import Probe, SeparateRows
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
 _ROWS_AT_ONCE = 4096  # of whose queries the indexer's heads are made at a time

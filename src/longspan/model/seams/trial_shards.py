@@ -1,11 +1,36 @@
-"""Rows that see only themselves, for trials: a shard that says so, and an attention for it."""
+"""What stands for a shard in trials: a probe, and rows that see only themselves, with an attention for these."""
+
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.comm import SequenceShard
 
-# ---- rows that see only themselves
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call of attention: its layer, the features it needs, and the tensors for which `attend` has no argument."""
+
+    module: nn.Module
+    causal: bool
+    softcap: float | None
+    unknown: tuple[str, ...]
+    head_dim: int = 0
+    value_dim: int = 0
+    window: int | None = None
+    chunk: int | None = None
+    indexed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Takes the place of a shard in a pass on the meta device: attention appends to `calls`, and does not attend.
+
+    Mixers and experts that get one give outputs of the right shape alone.
+    """
+
+    calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
 
 
 class SeparateRows(SequenceShard):

@@ -1,37 +1,47 @@
-"""A prepared model to a folder that stock transformers loads, or its adapter to one that stock peft loads.
+"""A prepared model to a folder that stock transformers loads, or its adapter to one that stock peft loads; and back.
 
 Training checkpoints, with optimizer state, and encoders of one's own are not saved here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
 from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter, unwrap_peft_model
-from longspan.model.adapters.adapter import Adapter
+from longspan.model.adapters.adapter import Adapter, entries_trained_with_adapter
 from longspan.model.adapters.adapter_files import (
+    WEIGHTS,
     entries_inside_modules,
     largest_trained_modules,
+    name_in_peft_files,
     write_adapter,
 )
-from longspan.model.load import torch_dtype
+from longspan.model.add_depths import add_mtp
+from longspan.model.layers import mtp_depths
+from longspan.model.load import checked_folder_weights, torch_dtype
 from longspan.model.marks import adapter_of_prepared_model, find_language_model
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.saving.stock_model import empty_stock_model
-from longspan.model.saving.whole_weights import WholeWeights, _find_savable_encoders, _models_of_stages, _whole
+from longspan.model.saving.whole_weights import WholeWeights, find_savable_encoders, gather_whole, models_of_stages
 from longspan.model.seams.call_rules import refuse_unprepared_model
-from longspan.model.weights.hf_folder import no_progress_bars
+from longspan.model.weights.empty_model import empty_model, persistent_buffers
+from longspan.model.weights.fill import DeferredWeights
+from longspan.model.weights.folder_weights import refuse_quantized_tensor
+from longspan.model.weights.hf_folder import no_progress_bars, remove_code_and_quantization
+from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.model.weights.tied_names import tied_names
 from longspan.model.weights.write import (
     OF_ADAPTER,
@@ -59,7 +69,7 @@ def save_model(
     what is trained of an encoder as its `modules_to_save`; a vision-language model is written whole. Raises ModelError
     on every rank where writing failed, CommError where a rank is lost.
     """
-    encoders = _find_savable_encoders(model)
+    encoders = find_savable_encoders(model)
     target = Path(folder)
     language_model: Any = find_language_model(model)
     inside: Any = unwrap_peft_model(language_model)
@@ -88,7 +98,15 @@ def _save_weights(
 
     All learn at once if the first cannot write.
     """
-    writer: Any = _on_first_rank(world, target, lambda: _begin_files(model, target, file_dtype))
+
+    def begin_files() -> WeightWriter:
+        unfinished = make_partial_folder(target)
+        empty = empty_stock_model(model, file_dtype)
+        if getattr(model, "generation_config", None) is not None:  # a model that scores has none
+            empty.generation_config = model.generation_config  # pyright: ignore[reportAttributeAccessIssue]
+        return WeightWriter(unfinished, empty, cast=file_dtype is not None)
+
+    writer: Any = _on_first_rank(world, target, begin_files)
     for unit in _gathered_units(model, [encoder.module.state_dict() for encoder in encoders], world):
         _on_first_rank(world, target, partial(WeightWriter.write_unit, writer, unit))
 
@@ -133,7 +151,7 @@ def _save_adapter(
         states.append(of_adapter | entries_inside_modules(trained_modules, state))
     units = _gathered_units(model, states, world)
     tensors = {name: x.to(dtype=file_dtype) for unit in units for name, x in unit.items()}
-    for stage in _models_of_stages(model):
+    for stage in models_of_stages(model):
         # of one copy that is trained at both ends peft reads both
         for name, first_name in tied_names(stage).items():
             if first_name in tensors and belongs_to_adapter(name):
@@ -153,18 +171,9 @@ def _gathered_units(
     """Yield on the first rank weights of a layer after another, and nothing in them elsewhere; all ranks enter."""
     weights = WholeWeights(model, world, saved=True)
     of_language = ((name, weights.gather_tensor(name, first_only=True)) for name in weights.names)
-    of_encoders = ((name, _whole(x)) for state in encoder_states for name, x in state.items())
+    of_encoders = ((name, gather_whole(x)) for state in encoder_states for name, x in state.items())
     for _, unit in groupby(chain(of_language, of_encoders), lambda entry: weight_unit(entry[0])):
         yield {name: x.cpu() for name, x in unit if is_first_rank(world)}
-
-
-def _begin_files(model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None) -> WeightWriter:
-    """Make the folder beside `target`, and a writer of the stock model's weights; on one rank."""
-    unfinished = make_partial_folder(target)
-    empty = empty_stock_model(model, dtype)
-    if getattr(model, "generation_config", None) is not None:  # a model that scores has none
-        empty.generation_config = model.generation_config  # pyright: ignore[reportAttributeAccessIssue]
-    return WeightWriter(unfinished, empty, cast=dtype is not None)
 
 
 def write_all_but_weights(empty: PreTrainedModel, folder: Path, tokenizer: Any) -> None:
@@ -185,3 +194,85 @@ def write_all_but_weights(empty: PreTrainedModel, folder: Path, tokenizer: Any) 
         if generation is not None and not (folder / "generation_config.json").is_file():
             # As it is: `save_pretrained` refuses settings that a folder may have, once a Trainer has set token ids.
             generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+
+
+# ---- weights of a folder into a prepared model
+
+
+def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, world: World) -> None:
+    """Read a folder's weights into a prepared model; all ranks call it together.
+
+    >>> load_weights(model, "best", world)                     # bit for bit, under any layout
+
+    If the model has an adapter, the adapter only is read. Raises ModelError, on every rank, for a folder that lacks
+    weights of the model, has them in other shapes, or cannot be read; the model's weights are then undefined.
+    """
+    folder = Path(folder)
+
+    def as_error(error: Exception) -> ModelError:
+        text = f"the weights in {folder} cannot be read: {type(error).__name__}: {error}"
+        return error if isinstance(error, ModelError) else ModelError(text)
+
+    if (adapter := adapter_of_prepared_model(model)) is not None:
+        result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), as_error)
+        return
+    empty = empty_stock_model(model)
+    source = result_or_first_error(world, lambda: checked_folder_weights(folder, empty), as_error)
+    DeferredWeights(empty, source).fill_weights(models_of_stages(model), world)
+
+
+@torch.no_grad()
+def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, folder: Path) -> None:
+    """Copy an adapter's tensors, and what is trained beside it, from peft's file into this rank's parts.
+
+    The file must have exactly these tensors, in the same shapes. Raises ModelError for another file, or none.
+    """
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise ModelError(f"{folder} has no {WEIGHTS}, and the model has an adapter; give a folder of its adapter")
+    # a tied copy is in the file under each of its names
+    parameters = model.named_parameters(remove_duplicate=False)
+    tensors = entries_trained_with_adapter(model, dict((*parameters, *persistent_buffers(model))))
+    with safe_open(file, framework="pt", device="cpu") as stored:
+        by_name: Mapping[str, Tensor] = {
+            name_in_peft_files(name, adapter.name): tensor for name, tensor in tensors.items()
+        }
+        if by_name.keys() != (names := set(stored.keys())):
+            lacks = sorted(by_name.keys() - names)
+            extra = sorted(names - by_name.keys())
+            raise ModelError(
+                f"{file} is of another adapter: it lacks {len(lacks)} of this one's tensors "
+                f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} others ({', '.join(extra[:2]) or 'none'})"
+            )
+        for name, tensor in by_name.items():
+            values = stored.get_slice(name)
+            if tuple(values.get_shape()) != tuple(tensor.shape):
+                raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
+            refuse_quantized_tensor(name, values, tensor.dtype, folder)
+            local_tensor(tensor).copy_(values[LocalPart.from_parameter(tensor).block])
+
+
+# ---- the stock model: class, configuration, and names without values
+
+
+def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Make the whole stock model from which a model was prepared, with its depths, on the meta device."""
+    dtype = dtype or next(model.parameters()).dtype
+    empty = empty_model(stock_configuration(model.config), dtype, stock_class(model))
+    if depths := model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model)):
+        add_mtp(empty, depths)
+    return empty
+
+
+def stock_class(model: PreTrainedModel | PipelineModel) -> type[PreTrainedModel]:
+    """Return the class of transformers of which a prepared model is."""
+    architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
+    return next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
+
+
+def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a prepared model's configuration with transformers' own attention and cache, to be saved."""
+    config = remove_code_and_quantization(deepcopy(config))
+    config._attn_implementation = "eager"
+    config.use_cache = True
+    return config
