@@ -6,9 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from longspan.model.fsdp_passes import leave_out_idle_hooks, reshard
 from longspan.model.marks import find_float8_weight, find_packed_weight, has_weights_on_host, keep_float8_weights
-from longspan.model.sharding import fsdp_modules, reduction_groups, reshards_after_forward
+from longspan.model.sharding import (
+    fsdp_modules,
+    leave_out_idle_hooks,
+    reduction_groups,
+    reshard,
+    reshards_after_forward,
+)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from longspan.model.execution import Execution
 from longspan.model.features import Call, features_of
 from longspan.model.kinds import score_columns
 from longspan.model.layers import is_tied
+from longspan.model.marks import FORMER, name_parameters
 from longspan.model.options import PrepareOptions
-from longspan.model.replaced_parameters import FORMER, name_parameters
 from longspan.model.seams.attention_calls import IMPLEMENTATION, number_layers
 from longspan.model.seams.call_rules import CallRules
 from longspan.model.seams.guards import guard_prepared_model

@@ -20,13 +20,13 @@ from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_encoder_adapter
 from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.layers import base_model
+from longspan.model.marks import name_parameters
 from longspan.model.multimodal.image_cost import image_cost
 from longspan.model.multimodal.image_modules import refuse_model_without_images
 from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel, check_encoder_home
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.options import PrepareOptions
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.replaced_parameters import name_parameters
 from longspan.model.vision.image_encoder import ImageEncoder, pack_attention, split_off_image_encoder
 from longspan.model.weights.fill import DeferredWeights, find_deferred_weights
 from longspan.plan.cost.cost import Cost
