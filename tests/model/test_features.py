@@ -31,7 +31,7 @@ OFF = (
         "score_heads",
         "seams.chosen_keys",
     ),
-    *("seams.mixers", "seams.norms", "tensor_parallel", "tensor_parallel_feature", "vision"),
+    *("seams.mixers", "seams.norms", "tensor_parallel", "vision"),
 )
 TEXT_ONLY = """
 from longspan.comm import World

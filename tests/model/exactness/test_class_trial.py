@@ -22,7 +22,7 @@ from longspan.model.exactness.class_trial import (
     try_small_model_of_class,
 )
 from longspan.model.exactness.image_trial import reasons_against_images
-from longspan.model.multimodal.video_tokens import video_tokens
+from longspan.model.multimodal.image_modules import video_tokens
 from longspan.plan import plan_fixed
 from longspan.plan.shape.families import Family
 from longspan.testing import backend

@@ -27,7 +27,7 @@ from longspan.model.adapters.target_names import (
 )
 from longspan.model.kinds import SCORE_HEADS, name_without_adapter
 from longspan.model.layers import architecture_name, decoder_layers
-from longspan.model.mtp.trained_depths import unwrap_trained_mtp
+from longspan.model.mtp.depths import unwrap_trained_mtp
 from longspan.model.parts import is_tied
 from longspan.model.weights.empty_model import has_meta_parameters
 from longspan.model.weights.fill import JoinedWeights, find_deferred_weights
