@@ -201,21 +201,14 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
         for bucket in _take_tensors(gradients, SUMMED_NUMBERS * number_bytes):
-            _sum_as_one_buffer(bucket, world)
-
-
-def _sum_as_one_buffer(gradients: Sequence[Tensor], world: World) -> None:
-    """Replace gradients by their sums over the slots, in place: a reduce-scatter and an all-gather of one buffer.
-
-    Half precision is summed in float32.
-    """
-    channel = world.channels.find_channel(tuple(range(world.home.slots)))
-    flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))
-    counts = [len(part) for part in flat.tensor_split(channel.degree)]
-    part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
-    flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())
-    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
+            channel = world.channels.find_channel(tuple(range(world.home.slots)))
+            # a reduce-scatter and an all-gather of one buffer, half precision in float32
+            flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in bucket]))
+            counts = [len(part) for part in flat.tensor_split(channel.degree)]
+            part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
+            flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())
+            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
 
 # ---- the layers of a model
