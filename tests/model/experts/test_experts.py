@@ -54,16 +54,14 @@ PLANS: dict[str, Callable[[Layout], Plan]] = {
 }
 Case = tuple[str, torch.dtype, str]  # family, dtype, and what becomes of parameters and activations
 IN_CI: dict[Layout, dict[Case, tuple[str, ...]]] = {  # DeepSeek-V3's router computes in float32 always
-    Layout(ranks=2): {
-        ("qwen3-moe", torch.float64, "recomputed"): ("idle slots",),
-        ("gpt-oss", torch.float64, "selective"): ("cp 2, a few rows at a time",),
-    },
+    Layout(ranks=2): {("qwen3-moe", torch.float64, "recomputed"): ("idle slots",)},
     Layout(ranks=2, ep=2): {
         ("gpt-oss", torch.float64, "sharded"): ("idle slots",),
         ("deepseek-v3", torch.float32, "recomputed"): ("dynamic",),
     },
 }
 OTHERS: dict[Layout, dict[Case, tuple[str, ...]]] = {  # with make test-all
+    Layout(ranks=2): {("gpt-oss", torch.float64, "selective"): ("cp 2, a few rows at a time",)},
     Layout(ranks=4, ep=2): {("qwen3-moe", torch.float64, "recomputed"): ("idle slots",)},
     Layout(ranks=4, ep=2, dp_replicate=2): {("qwen3-moe", torch.float64, "selective"): ("idle slots", "cp 1")},
     Layout(ranks=4, ep=2, tp=2): {("gpt-oss", torch.float64, "recomputed"): ("idle slots", "dynamic")},
