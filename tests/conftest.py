@@ -38,7 +38,7 @@ PRELOAD = (  # what most test files import, beside what runs of users do
     "tests.reference",
     "longspan.data.shared_prefixes",
     "longspan.model.frozen.frozen_weights",
-    "longspan.model.tensor_parallel_feature",
+    "longspan.model.tensor_parallel.split_model",
     "longspan.train.terms.document_loss",
     "longspan.train.terms.micro_batch_loss",
     "torch.utils.serialization.config",

@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.model.experts.moe import router_modules
 from tests.model import stock
-from tests.model.experts.moe_models import router_losses
+from tests.model.experts.moe_models import losses_of_routers
 from tests.model.stock import REFERENCE, SIZES, VOCABULARY, Answer, random_model
 
 
@@ -56,18 +54,5 @@ def answer(
     """A stock model sees documents one by one; router losses are over all tokens and layers."""
     if not (balance or z):
         return stock.answer(model, documents, device)
-    routed: dict[str, list[Tensor]] = {name: [] for name in router_modules(model)}
-    hooks = [
-        router.register_forward_hook(lambda _, __, out, name=name: routed[name].append(out[0]))
-        for name, router in router_modules(model).items()
-    ]
-
-    def router_loss() -> Tensor:
-        layers = [torch.cat(layer) for layer in routed.values()]
-        extra = router_losses(layers, model.config.num_experts_per_tok)
-        return balance * extra[0] + z * extra[1]
-
-    exact = stock.answer(model, documents, device, router_loss)
-    for hook in hooks:
-        hook.remove()
-    return exact
+    with losses_of_routers(model) as losses:
+        return stock.answer(model, documents, device, lambda: balance * losses()[0] + z * losses()[1])

@@ -21,17 +21,8 @@ from longspan.train import run_step
 
 OFF = (
     *("activations.recompute", "activations.tiles", "adapters", "add_depths", "compiled_layers", "experts", "float8"),
-    *(
-        "float8_layers",
-        "frozen",
-        "host_weights",
-        "mtp",
-        "multimodal",
-        "pipeline",
-        "score_heads",
-        "seams.chosen_keys",
-    ),
-    *("seams.mixers", "seams.norms", "tensor_parallel", "tensor_parallel_feature", "vision"),
+    *("float8_layers", "frozen", "host_weights", "mtp", "multimodal", "pipeline", "score_heads", "seams.chosen_keys"),
+    *("seams.mixers", "seams.norms", "tensor_parallel", "vision"),
 )
 TEXT_ONLY = """
 from longspan.comm import World

@@ -40,11 +40,7 @@ from tests.train.optim.test_offload_states import late as late_method
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 MUTATIONS: dict[str, Change] = {
-    "a micro-batch's gradient is dropped": (
-        "model.host_weights",
-        "tensor.add_(self.staged_sum.wait())",
-        "pass",
-    ),
+    "a micro-batch's gradient is dropped": ("model.host_weights", "tensor.add_(self.staged_sum.wait())", "pass"),
     "the norm without gradients on the host": (
         "train.gradient_norm",
         "[next(others) if norm is None else norm for norm in norms]",
@@ -95,6 +91,9 @@ HOMES: Mapping[int, Mapping[str, Home]] = {
             Layout(ranks=2), dtype="bfloat16", compute=None, keys=BY_CHANCE, options=FULL, plans="dynamic"
         ),
         "experts, ep 2": Home(Layout(ranks=2, ep=2), "qwen3-moe-tiny", rows=20),
+        "experts, ep 2, dynamic, by chance": Home(
+            Layout(ranks=2, ep=2), "qwen3-moe-tiny", "bfloat16", None, BY_CHANCE, FULL, rows=30, plans="dynamic"
+        ),
         "tp 2": Home(Layout(ranks=2, tp=2), compute=None, options={"sequence_parallel": True}),
         "an adapter": Home(Layout(ranks=2), lora=4, rows=20),
     },
@@ -104,7 +103,7 @@ HOMES: Mapping[int, Mapping[str, Home]] = {
         "experts, ep 2": Home(Layout(ranks=4, ep=2), "qwen3-moe-tiny", "bfloat16", None, BY_CHANCE, rows=20),
     },
 }
-DAILY = {2: ("dynamic, by chance", "experts, ep 2")}
+DAILY = {2: ("experts, ep 2, dynamic, by chance",)}
 
 
 def open_run(home: Home, world: World, *, on_host: bool) -> tuple[Any, Any]:
@@ -207,13 +206,13 @@ def test_other_numbers_are_noticed(tmp_path: Path, name: str) -> None:
 ONE = Home(Layout(ranks=1), compute=None)
 
 
-def _order_of_copies(rank: int, rows: int) -> list[tuple[str, int]]:
+def _order_of_copies(world: World, rows: int) -> list[tuple[str, int]]:
     """Gathers ("g") of a step, and copies that begin, of weights ("c") and earlier sums ("s"), by the place of the
     group (root: 0).
     """
     home = replace(ONE, rows=rows)
     noted = list[tuple[str, int]]()
-    with World(ONE.layout, backend=backend()) as world, pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         model, optimizer = open_run(ONE, world, on_host=True)
         groups: list[Any] = [*reduction_groups(fsdp_modules(model))]
         take_steps(home, world, model, optimizer, range(1))
@@ -244,61 +243,46 @@ def _order_of_copies(rank: int, rows: int) -> list[tuple[str, int]]:
     return [*dict.fromkeys(noted[: noted.index(("g", 1))]), *noted[noted.index(("g", 1)) :]]
 
 
-def test_copies_begin_a_group_ahead_forward_and_backward() -> None:
-    one_pass, two_passes = (run_ranks(_order_of_copies, 1, rows)[0] for rows in (80, 40))
-    order = one_pass
-    layers = max(place for _, place in order)
+def test_copies_begin_a_group_ahead_forward_and_backward(world: World) -> None:
+    one_pass, two_passes = (_order_of_copies(world, rows) for rows in (80, 40))
+    layers = max(place for _, place in one_pass)
     forward = [("g", 0), ("c", 0), ("c", 1)]
     forward += [step for i in range(1, layers + 1) for step in (("g", i), ("c", i + 1))][:-1]
     backward = [("c", layers), *(step for i in range(layers, 0, -1) for step in (("g", i), ("c", i - 1)))][:-1]
-    assert order == forward + backward
+    assert one_pass == forward + backward
     # the next pass of a step finds the root's copies, which begin with the last gather, and fetches earlier sums
     again = [x for step in backward for x in (step, *[("s", step[1])] * (step[0] == "g"))]
     assert two_passes == [*forward, *backward, ("c", 0), ("g", 0), *forward[2:], *again, ("s", 0)]
 
 
-def _stale_copies(rank: int) -> list[bool]:
-    same = list[bool]()
-    with World(ONE.layout, backend=backend()) as world:
-        models = [open_run(ONE, world, on_host=on_host)[0] for on_host in (False, True)]
-        run_step(models[1], ONE.plan(), texts(LENGTHS), world, backward=False)
-        for group in reduction_groups(fsdp_modules(models[1])):
-            group.store.fetch(group.waiting)
-        with torch.no_grad():
-            for model in models:
-                for parameter in model.parameters():
-                    parameter.mul_(1.5)
-        losses = [run_step(model, ONE.plan(), texts(LENGTHS), world, backward=False).loss for model in models]
-        same.append(losses[0] == losses[1])
-    return same
-
-
-def test_a_copy_from_before_an_update_is_taken_anew() -> None:
-    assert run_ranks(_stale_copies, 1) == [[True]]
+def test_a_copy_from_before_an_update_is_taken_anew(world: World) -> None:
+    models = [open_run(ONE, world, on_host=on_host)[0] for on_host in (False, True)]
+    run_step(models[1], ONE.plan(), texts(LENGTHS), world, backward=False)
+    for group in reduction_groups(fsdp_modules(models[1])):
+        group.store.fetch(group.waiting)
+    with torch.no_grad():
+        for parameter in (x for model in models for x in model.parameters()):
+            parameter.mul_(1.5)
+    losses = [run_step(model, ONE.plan(), texts(LENGTHS), world, backward=False).loss for model in models]
+    assert losses[0] == losses[1]
 
 
 # ---- gradients between passes
 
 
-def _gradients(rank: int) -> None:
-    with World(ONE.layout, backend=backend()) as world:
-        model, optimizer = open_run(ONE, world, on_host=True)
-        plan, documents = ONE.plan(), texts(LENGTHS)
-        norm = run_step(model, plan, documents, world).grad_norm
-        assert norm == grad_norm(model, world)
-        assert clip_grad_norm(model, 0.25, world) == norm
-        assert grad_norm(model, world) == pytest.approx(0.25, rel=1e-5)  # not the norm that they came with
-        kept = {name: p.grad for name, p in model.named_parameters()}
-        before = {name: local_tensor(g).clone() for name, g in kept.items()}
-        optimizer.zero_grad()
-        run_step(model, plan, texts(LENGTHS, 5), world)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(local_tensor(kept[name]), before[name]), "a caller's gradient was overwritten"
-            assert not torch.equal(local_tensor(parameter.grad), before[name])
-
-
-def test_norms_and_gradients_of_a_caller_stay_his() -> None:
-    run_ranks(_gradients, 1)
+def test_norms_and_gradients_of_a_caller_stay_his(world: World) -> None:
+    model, optimizer = open_run(ONE, world, on_host=True)
+    plan = ONE.plan()
+    norm = run_step(model, plan, texts(LENGTHS), world).grad_norm
+    assert norm == grad_norm(model, world) == clip_grad_norm(model, 0.25, world)
+    assert grad_norm(model, world) == pytest.approx(0.25, rel=1e-5)  # not the norm that they came with
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    before = {name: local_tensor(g).clone() for name, g in kept.items()}
+    optimizer.zero_grad()
+    run_step(model, plan, texts(LENGTHS, 5), world)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(local_tensor(kept[name]), before[name]), "a caller's gradient was overwritten"
+        assert not torch.equal(local_tensor(parameter.grad), before[name])
 
 
 class BrokenError(RuntimeError):
@@ -339,7 +323,7 @@ def test_an_error_in_a_backward_pass_leaves_no_half_gradient() -> None:
 # ---- memory
 
 
-def _memory(rank: int) -> None:
+def test_the_arena_is_of_exact_size_and_given_back() -> None:
     with World(ONE.layout, backend=backend()) as world:
         open_run(ONE, world, on_host=False)  # the record of its pass stays, for models like it
         model, optimizer = open_run(ONE, world, on_host=True)
@@ -349,43 +333,34 @@ def _memory(rank: int) -> None:
         take_steps(ONE, world, model, optimizer, range(2))
         assert store.arena.bytes == expected
         assert "weights of" in model.execution.host and "gradients of" in model.execution.host
+        (part,) = store.arena._parts
+        begin, alive = part.memory.data_ptr(), weakref.ref(part)
         for parameter in model.parameters():
-            (begin,) = {part.memory.data_ptr() for part in store.arena._parts}
             for x in (parameter.detach(), parameter.grad):
                 assert begin <= local_tensor(x).data_ptr() < begin + expected
-        part = weakref.ref(store.arena._parts[0])
-        del store, parameter, x
-    assert part() is not None, "the model's weights are in it"
+        del store, part, parameter, x
+    assert alive() is not None, "the model's weights are in it"
     del model, optimizer
     gc.collect()
-    assert part() is None
-
-
-def test_the_arena_is_of_exact_size_and_given_back() -> None:
-    run_ranks(_memory, 1)
+    assert alive() is None
 
 
 # ---- beside packed weights, and what is refused
 
 
-def _beside_packed(rank: int) -> None:
-    with World(Layout(ranks=1), backend=backend()) as world:
-        results = list[Any]()
-        for options in ({}, {"offload_weights": True}):
-            model = prepare_untried(adapted(), world, compute_dtype=torch.bfloat16, frozen="nf4", **options)
-            losses = [run_step(model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world).loss]
-            gradients = {n: p.grad._local_tensor for n, p in model.named_parameters() if p.requires_grad}
-            results.append((losses, gradients, dict(weights_by_name(model, world))))
-        waiting = {name for name, p in model.named_parameters() if waits_on_host(p)}
-        assert waiting and not waiting & {*packed_weights(model), *gradients}
-        (losses, gradients, weights), (other_losses, other_gradients, other_weights) = results
-        assert losses == other_losses
-        assert all(torch.equal(x, other_gradients[name]) for name, x in gradients.items())
-        assert all(torch.equal(x, other_weights[name]) for name, x in weights.items())
-
-
-def test_packed_weights_stay_and_the_others_wait() -> None:
-    run_ranks(_beside_packed, 1)
+def test_packed_weights_stay_and_the_others_wait(world: World) -> None:
+    results = list[Any]()
+    for options in ({}, {"offload_weights": True}):
+        model = prepare_untried(adapted(), world, compute_dtype=torch.bfloat16, frozen="nf4", **options)
+        loss = run_step(model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world).loss
+        gradients = {n: p.grad._local_tensor for n, p in model.named_parameters() if p.requires_grad}
+        results.append((loss, gradients, dict(weights_by_name(model, world))))
+    waiting = {name for name, p in model.named_parameters() if waits_on_host(p)}
+    assert waiting and not waiting & {*packed_weights(model), *gradients}
+    (loss, *tensors), (other_loss, *other_tensors) = results
+    assert loss == other_loss
+    for some, others in zip(tensors, other_tensors, strict=True):
+        assert all(torch.equal(x, others[name]) for name, x in some.items())
 
 
 REFUSED: Sequence[tuple[Layout, dict[str, Any], str]] = [

@@ -32,8 +32,8 @@ from longspan.comm.device import device_name
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
-from longspan.model.fsdp_passes import drop_unsummed_gradients, keep_parameters_whole
 from longspan.model.presets import preset_config
+from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
 from longspan.plain_text import text_table
 from longspan.plan import Machine, Plan, plan_fixed
 from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire

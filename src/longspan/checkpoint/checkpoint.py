@@ -55,8 +55,7 @@ from longspan.comm import World, leave_together
 from longspan.comm.all_ranks import is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
 from longspan.model.adapters.adapter import entries_trained_with_adapter
-from longspan.model.marks import adapter_of_prepared_model
-from longspan.model.replaced_parameters import refuse_other_parameters
+from longspan.model.marks import adapter_of_prepared_model, refuse_other_parameters
 from longspan.plain_text import LogLine
 from longspan.train.optim.offload_states import OffloadedStates
 

@@ -29,7 +29,7 @@ from longspan.data.corpus_documents import Corpus, CorpusDocuments
 from longspan.data.image_table import ImageTable, PlacedImage, display_paths, split_paths
 from longspan.errors import DataError, ModelError, plural
 from longspan.layout import Partition
-from longspan.model.multimodal.video_tokens import video_tokens
+from longspan.model.multimodal.image_modules import video_tokens
 from longspan.model.vision.image_inputs import ImageInput, check_image_arguments_of_config
 from longspan.model.vision.image_tokens import ImageTokens, image_tokens
 from longspan.model.vision.videos import Video, VideoTokens

@@ -22,8 +22,7 @@ from longspan.model.exactness.image_documents import (
     ordinary_ids,
 )
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.multimodal.image_modules import refuse_model_without_images
-from longspan.model.multimodal.video_tokens import video_tokens
+from longspan.model.multimodal.image_modules import refuse_model_without_images, video_tokens
 from longspan.model.vision.image_tokens import image_tokens
 
 NO_LABEL = -100

@@ -17,10 +17,15 @@ from longspan.comm.device import unused_bytes
 from longspan.errors import EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.row_sums import RowSums, Totals
-from longspan.model.fsdp_passes import leave_out_idle_hooks, reshard
 from longspan.model.kinds import score_columns
 from longspan.model.marks import find_float8_weight, find_packed_weight, has_weights_on_host, keep_float8_weights
-from longspan.model.sharding import fsdp_modules, reduction_groups, reshards_after_forward
+from longspan.model.sharding import (
+    fsdp_modules,
+    leave_out_idle_hooks,
+    reduction_groups,
+    reshard,
+    reshards_after_forward,
+)
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
 from longspan.train.rows.agreed_reading import reading_error

@@ -23,7 +23,7 @@ from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.exactness.check_model import refuse_quantized
 from longspan.model.frozen.formats.loaded_linears import holds_codes
 from longspan.model.kinds import SCORE_HEADS
-from longspan.model.replaced_parameters import refuse_gradient_hooks
+from longspan.model.marks import refuse_gradient_hooks
 from longspan.model.score_heads import find_score_head
 
 TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")

@@ -34,7 +34,7 @@ from longspan.hf.refusals import (
 from longspan.hf.scores import COEFFICIENT, loss_by_coefficients
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.kinds import score_columns
-from longspan.model.replaced_parameters import refuse_other_parameters
+from longspan.model.marks import refuse_other_parameters
 from longspan.model.seams.randomness import refuse_two_pass_dropout
 from longspan.model.weights.gradients import add_gradient, exchange_gradients
 from longspan.model.weights.local_tensors import local_tensor

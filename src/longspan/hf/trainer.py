@@ -36,8 +36,7 @@ from longspan.layout import Layout
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.layers import architecture_name
-from longspan.model.marks import waits_on_host
-from longspan.model.replaced_parameters import refuse_other_parameters
+from longspan.model.marks import refuse_other_parameters, waits_on_host
 from longspan.model.seams.guards import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.train import PlannerConfig, offload_optimizer_states

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from longspan.model.adapters.disable_adapter import disable_adapter as disable_adapter
     from longspan.model.add_depths import add_mtp as add_mtp
     from longspan.model.load import load_model as load_model
+    from longspan.model.multimodal.image_modules import video_tokens as video_tokens
     from longspan.model.multimodal.multimodal_model import Encoder as Encoder, MultimodalModel as MultimodalModel
     from longspan.model.multimodal.prepare_encoder import prepare_encoder as prepare_encoder
     from longspan.model.multimodal.take_apart import EncoderHome as EncoderHome
-    from longspan.model.multimodal.video_tokens import video_tokens as video_tokens
     from longspan.model.prepared import prepare as prepare
     from longspan.model.presets import PRESETS as PRESETS, preset_config as preset_config
     from longspan.model.saving.stock_folders import save_model as save_model

@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import peft_modules
 from longspan.model.layers import MTP, decoder_layers, final_norm, mtp_blocks, mtp_depths
-from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths
-from longspan.model.mtp.layer_inputs import record_layer_inputs
+from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, record_layer_inputs
 from longspan.model.mtp.published_names import translate_published_name
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.meta_pass import run_on_meta
@@ -31,22 +30,6 @@ from longspan.model.weights.fill import JoinedWeights, WeightSource, find_deferr
 from longspan.model.weights.folder_weights import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.plan.shape.layers import depth_types
-
-
-def read_depth_weights(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
-    """Read depths that were just added from a folder; ModelError, with how many are missing, before any is read."""
-    layers = model.config.get_text_config().num_hidden_layers
-    rename = partial(translate_published_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
-    source = FolderWeights(folder, model, rename=rename)  # publishers have names of their own
-    names = [f"{MTP}.{name}" for name in mtp.state_dict()]
-    available = source.names()
-    if missing := [name for name in names if name not in available]:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} of {len(names)} weights of multi-token prediction of depth "
-            f"{len(mtp.layers)}: {', '.join(missing[:4])} (or model.layers.{layers}.…, mtp.fc.… and so on for them); "
-            "use a folder that has them, fewer depths, or leave weights= out for random ones"
-        )
-    _fill_depth_weights(model, mtp, source)
 
 
 @torch.no_grad()
@@ -94,7 +77,20 @@ def add_mtp(
             buffers = {f"{MTP}.{name}": buffer.clone() for name, buffer in persistent_buffers(mtp)}
             _fill_depth_weights(model, mtp, DrawnWeights(buffers, depths_to_draw, seed))
         else:
-            read_depth_weights(model, mtp, Path(weights))
+            folder = Path(weights)
+            model_layers = model.config.get_text_config().num_hidden_layers
+            blocks = len(mtp_blocks(model)) // depths  # layers of one depth
+            rename = partial(translate_published_name, layers=model_layers, blocks=blocks)
+            source = FolderWeights(folder, model, rename=rename)  # publishers have names of their own
+            names = [f"{MTP}.{name}" for name in mtp.state_dict()]
+            available = source.names()
+            if missing := [name for name in names if name not in available]:
+                raise ModelError(
+                    f"{folder} lacks {len(missing)} of {len(names)} weights of multi-token prediction of depth "
+                    f"{depths}: {', '.join(missing[:4])} (or model.layers.{model_layers}.…, mtp.fc.… and so on "
+                    "for them); use a folder that has them, fewer depths, or leave weights= out for random ones"
+                )
+            _fill_depth_weights(model, mtp, source)
     except ModelError:
         del model.mtp  # the model is again as it was
         raise

@@ -32,7 +32,6 @@ from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 BACKEND = "inductor"
 RECOMPILES = 64  # kinds of layers that share a class, in training and in evaluation
 _STARTING = Lock()  # held while processes that compile are started
-_FUNCTIONS = (FunctionType, MethodType)
 
 
 class CompiledFeature(Feature):
@@ -102,11 +101,20 @@ def compiled_graphs_text() -> str:
 
 
 def _compile_one_layer(layer: nn.Module) -> None:
-    """Replace a layer's forward by its class's, compiled; mixers and modules with forwards of their own run outside."""
-    _set_up_compiler()
-    restore_class_norms(_modules_in_graphs(layer))
+    """Replace a layer's forward by its class's, compiled; mixers and modules with forwards of their own run outside.
+
+    Sets torch's compiler for the process. Of 35 s for a dense layer's graphs on a CPU the cache of shapes took 9;
+    without constants each graph was traced anew once a number was found not to change (5 s).
+    """
+    config: Any = torch._dynamo.config
+    config.nested_graph_breaks = True  # a call of attention ends one graph, not one for each function around it
+    config.recompile_limit = max(config.recompile_limit, RECOMPILES)
+    config.fake_tensor_cache_enabled = False
+    config.specialize_float = True
+    in_graphs = _modules_in_graphs(layer)
+    restore_class_norms(in_graphs)
     # Modules whose forward is an object run outside: a graph is tied to that object, so each layer would need its own.
-    modules_outside = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
+    modules_outside = [module for module in in_graphs if not isinstance(module.forward, (FunctionType, MethodType))]
     for module in (*find_mixers(layer).values(), *modules_outside):
         forward = vars(module).get("forward")
         if isinstance(forward, TiledForward):  # tiles: the forward of one
@@ -127,19 +135,6 @@ def _compile_one_layer(layer: nn.Module) -> None:
 def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand for the forward of a module in a compiled layer: a graph ends before it, and another begins after."""
     return module.forward_outside_graphs(*args, **kwargs)
-
-
-def _set_up_compiler() -> None:
-    """Set torch's compiler for all that this process compiles.
-
-    Of 35 s for a dense layer's graphs on a CPU the cache of shapes took 9; without constants each graph was traced anew
-    once a number was found not to change (5 s).
-    """
-    config: Any = torch._dynamo.config
-    config.nested_graph_breaks = True  # a call of attention ends one graph, not one for each function around it
-    config.recompile_limit = max(config.recompile_limit, RECOMPILES)
-    config.fake_tensor_cache_enabled = False
-    config.specialize_float = True
 
 
 def start_compile_workers(ranks_of_host: int) -> None:

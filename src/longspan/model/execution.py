@@ -40,7 +40,13 @@ class Execution:
         """Return the kernels that run, in words: one text for all layers, or one for each kernel, with its layers."""
         calls_of_text: dict[str, list[AttendCall]] = {}
         for call in self.calls:
-            calls_of_text.setdefault(self._kernel_words(call), []).append(call)
+            packed_kernel = choose_kernel(replace(call, one_document=False), self.kernel).name
+            is_undivided = call.mask.chunk is None  # chunks divide a document as several documents would
+            single_kernel = choose_kernel(replace(call, one_document=is_undivided), self.kernel).name
+            words = single_kernel
+            if packed_kernel != single_kernel:
+                words += f" where each group has one document, else {packed_kernel}"
+            calls_of_text.setdefault(words, []).append(call)
         if len(calls_of_text) < 2:
             return tuple(calls_of_text)
         return tuple(
@@ -55,15 +61,6 @@ class Execution:
                 kind = [str(call.dtype).removeprefix("torch."), f"heads of {call.head_dim}", *sorted(call.features)]
                 return f"the slow reference kernel is all that can do {', '.join(kind)} here"
         return ""
-
-    def _kernel_words(self, call: AttendCall) -> str:
-        """Name the kernel that runs a layer's call, in words that name two if groups of one document take another."""
-        packed_kernel = choose_kernel(replace(call, one_document=False), self.kernel).name
-        is_undivided = call.mask.chunk is None  # chunks divide a document as several documents would
-        single_kernel = choose_kernel(replace(call, one_document=is_undivided), self.kernel).name
-        if packed_kernel == single_kernel:
-            return packed_kernel
-        return f"{single_kernel} where each group has one document, else {packed_kernel}"
 
 
 def model_execution(model: nn.Module) -> Execution:

@@ -95,7 +95,7 @@ class Feature:
 
 # When a feature is on, and where its class is, in the order in which features act.
 FEATURES: list[tuple[Callable[[Call], Any], str]] = [
-    (lambda call: MTP in call.model._modules, "longspan.model.mtp.trained_depths:MtpFeature"),
+    (lambda call: MTP in call.model._modules, "longspan.model.mtp.depths:MtpFeature"),
     (
         lambda call: any(kind.__name__.endswith(SCORE_HEADS) for kind in type(call.model).__mro__),
         "longspan.model.score_heads:ScoreHeadFeature",
@@ -127,7 +127,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     ),
     (
         lambda call: call.world.home.tp > 1 or call.options.sequence_parallel,
-        "longspan.model.tensor_parallel_feature:TensorParallelFeature",
+        "longspan.model.tensor_parallel.split_model:TensorParallelFeature",
     ),
     (lambda call: call.options.mlp_tile_tokens, "longspan.model.activations.tiles:TileFeature"),
     (

@@ -155,15 +155,23 @@ class _ArenaPart:
     """One mapped piece of an arena's memory, and which of its bytes are free; it knows nothing of locks."""
 
     def __init__(self, size: int, copies: torch.cuda.Stream | None) -> None:
-        """Map `size` bytes; with a stream of `copies`, so on a GPU, pin them until this object is deleted."""
+        """Map `size` bytes; with a stream of `copies`, so on a GPU, pin them until this object is deleted.
+
+        ModelError where CUDA refuses.
+        """
         self.size = size
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # processes of data loaders would copy pinned pages
             with suppress(AttributeError, OSError):  # Linux only; a kernel may be built without
                 pages.madvise(getattr(mmap, advice))
         self.memory: Tensor = torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages
-        if copies is not None:
-            _pin_memory(self.memory)
+        if copies is not None:  # registered with CUDA, so that copies run beside the CPU
+            cudart: Any = torch.cuda.cudart()
+            if code := int(cudart.cudaHostRegister(self.memory.data_ptr(), size, _PORTABLE)):
+                raise ModelError(
+                    f"cudaHostRegister gave error {code} for {size:,} bytes of the host's memory "
+                    f"({size / _GIB:.2f} GiB); {_LESS}"
+                )
             # The end of a process unregisters too, and waits for nothing: a failed run may have copies that never end.
             weakref.finalize(self, _unpin_memory, self.memory.data_ptr(), copies, os.getpid()).atexit = False
         self._free = [(0, size)]  # start and end of free ranges, in order, none next to another
@@ -188,18 +196,8 @@ class _ArenaPart:
         self._free = merged
 
 
-def _pin_memory(memory: Tensor) -> None:
-    """Register memory of the host with CUDA, so that copies run beside the CPU. ModelError where CUDA refuses."""
-    cudart: Any = torch.cuda.cudart()
-    if code := int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)):
-        raise ModelError(
-            f"cudaHostRegister gave error {code} for {memory.numel():,} bytes of the host's memory "
-            f"({memory.numel() / _GIB:.2f} GiB); {_LESS}"
-        )
-
-
 def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None:
-    """Undo `_pin_memory` once copies have ended, in the process that pinned it: a forked one does nothing.
+    """Unregister pinned memory once copies have ended, in the process that pinned it: a forked one does nothing.
 
     Errors are suppressed, as CUDA refuses every call after a GPU's error.
     """

@@ -163,7 +163,12 @@ class HostParam(FSDPParam):
         gradient = self.earlier_gradient
         self.earlier_gradient = None
         if gradient is None:
-            gradient = self._make_gradient(tensor)
+            # In the arena, unless a caller still has a gradient there, or the parameter is trained only since `prepare`
+            if len(self.memory) < 2 or not (self.gradient_in_arena is None or self.gradient_in_arena.expired()):
+                gradient = super().to_sharded_dtensor(torch.empty_like(tensor, device="cpu"))
+            else:
+                gradient = super().to_sharded_dtensor(_view_with_own_version(self.memory[1], tensor))
+                self.gradient_in_arena = torch._C._WeakTensorRef(gradient)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             if self.staged_sum is None:
                 self.staged_sum = _DeviceCopy(gradient._local_tensor.to(tensor.device, non_blocking=True), None)
@@ -175,17 +180,6 @@ class HostParam(FSDPParam):
         record_norm_on_device(gradient, norm)
         if tensor.is_cuda:
             self.grad_offload_event = torch.cuda.current_stream(tensor.device).record_event()
-        return gradient
-
-    def _make_gradient(self, like: Tensor) -> DTensor:
-        """Return an unset gradient on the host, of the shape of the sum `like`.
-
-        In the arena, unless a caller still has a gradient there, or the parameter is trained only since `prepare`.
-        """
-        if len(self.memory) < 2 or not (self.gradient_in_arena is None or self.gradient_in_arena.expired()):
-            return super().to_sharded_dtensor(torch.empty_like(like, device="cpu"))
-        gradient = super().to_sharded_dtensor(_view_with_own_version(self.memory[1], like))
-        self.gradient_in_arena = torch._C._WeakTensorRef(gradient)  # pyright: ignore[reportAttributeAccessIssue]
         return gradient
 
 

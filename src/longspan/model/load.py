@@ -92,7 +92,14 @@ def load_model(
                 model = empty_model(config, kind, architecture)
                 fill_when_prepared(model, RandomWeights(model, seed))
             else:
-                model = _make_random_model(config, kind, architecture, seed)
+                with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
+                    torch.manual_seed(seed)
+                    model = new_model(config, torch.float32, architecture)
+                for (
+                    parameter
+                ) in model.parameters():  # drawn in float32: every dtype holds the same numbers, rounded
+                    parameter.data = parameter.data.to(kind)
+                model.config.dtype = kind
     except ModelError:
         raise
     except Exception as error:
@@ -117,7 +124,14 @@ def _load_folder(
     model = empty_model(config, dtype, architecture)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    stored = _find_storage_of_folder(folder)
+    stored: StorageMethod | None = None  # how the folder has weights in 4 or 8 bits
+    if settings := quantization_settings(folder):
+        from longspan.model.frozen.formats.storage_methods import find_storage_method
+
+        try:
+            stored = find_storage_method(settings)
+        except ModelError as error:
+            raise ModelError(f"{folder}: {error}") from error
     fill_when_prepared(model, checked_folder_weights(folder, model, stored))  # stock's loader would let faults pass
     if sharded:
         return model
@@ -144,40 +158,12 @@ def check_folder_weights(folder: str | Path) -> None:
         load_model(folder, sharded=True)
 
 
-def _find_storage_of_folder(folder: Path) -> "StorageMethod | None":
-    """Return how a folder stores weights in 4 or 8 bits; None if they are whole.
-
-    Raises ModelError, naming the folder, for a format that is not read.
-    """
-    if not (settings := quantization_settings(folder)):
-        return None
-    from longspan.model.frozen.formats.storage_methods import find_storage_method
-
-    try:
-        return find_storage_method(settings)
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from error
-
-
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return a dtype of parameters, by its name or as it is. Raises ModelError for any other dtype."""
     for name, kind in _DTYPES.items():
         if dtype in (name, kind):
             return kind
     raise ModelError(f"unknown dtype {dtype!r}; use {', '.join(_DTYPES)}")
-
-
-def _make_random_model(
-    config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None, seed: int
-) -> PreTrainedModel:
-    """Draw a model's weights by `seed`, on the CPU; the caller's random state stays as it is."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = new_model(config, torch.float32, architecture)
-    for parameter in model.parameters():  # drawn in float32, so that every dtype holds the same numbers, rounded
-        parameter.data = parameter.data.to(dtype)
-    model.config.dtype = dtype
-    return model
 
 
 # ---- whether files hold what a model takes

@@ -18,8 +18,8 @@ from longspan.model.execution import Execution
 from longspan.model.features import Call, features_of
 from longspan.model.kinds import score_columns
 from longspan.model.layers import is_tied
+from longspan.model.marks import FORMER, name_parameters
 from longspan.model.options import PrepareOptions
-from longspan.model.replaced_parameters import FORMER, name_parameters
 from longspan.model.seams.attention_calls import (
     IMPLEMENTATION,
     defer_query_scaling,
@@ -147,7 +147,11 @@ def prepare_language_model(
     dtype = sharding.compute_dtype_of(model)
     calls = checked_attend_calls(model, options.attention_kernel, record.calls, device=world.device, dtype=dtype)
     name_parameters(model)
-    _set_configuration(model)
+    model.config.use_cache = False  # no call goes on from keys and values of an earlier one
+    if not (any(map(is_peft_module, model.modules())) or is_tied(model) or score_columns(model)):
+        # transformers keeps two matrices that a folder has, if unequal: a saved folder is to have both too
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
     reduce_dtype = sharding.mixed_precision_policy(model).reduce_dtype or dtype
     execution = Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel)
     add_row_loss(model)
@@ -201,16 +205,6 @@ def _connect_operations(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):  # to look for padding waits for the device, and a shard has none
             vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
-
-
-def _set_configuration(model: PreTrainedModel) -> None:
-    """Change a model's configuration: no cache, and no tied embeddings where embedding and head are two parameters."""
-    model.config.use_cache = False  # no call goes on from keys and values of an earlier one
-    is_whole = not any(map(is_peft_module, model.modules()))
-    if is_whole and not is_tied(model) and not score_columns(model):
-        # transformers keeps two matrices that a folder has, if unequal
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False  # so that a saved folder has both too
 
 
 def _make_call_rules(

@@ -1,10 +1,10 @@
 """A model's parameters over the slots: sharded by FSDP2, layer by layer, or a copy on every rank.
 
 Either way a gradient is the plain sum over slots: the loss is divided by the plan's targets before backward, so nothing
-here divides.
+here divides. Behind it stands what FSDP2 gathers, frees and sums in the passes of a step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel
 
@@ -30,7 +31,8 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.messages import SUMMED_NUMBERS
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
-_SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()  # by which it was sharded here
+# by which it was sharded here; of one that was sharded elsewhere the defaults count
+_SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
 
 
@@ -45,10 +47,28 @@ def shard_over_slots(
     """Shard each block, then what remains of the root, over all slots; all ranks call it together.
 
     Several modules in a block are gathered as one: they may share parameters. `root` is what will be called; every
-    tensor that it gets is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
+    tensor that it gets is cast to the compute dtype, and with `cast_block_inputs` those of blocks. ModelError where
+    parameters that are trained and gathered as one differ in type.
     """
     blocks = [*blocks]
-    _refuse_mixed_dtypes(blocks, root)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    sharded_ids = {
+        id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()
+    }
+    for block in (
+        *blocks,
+        root,
+    ):  # FSDP2 would fail in a step where parameters that it gathers as one differ in type
+        parameters = [x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()]
+        trained = [x for x in parameters if x.requires_grad and id(x) not in sharded_ids]
+        sharded_ids |= {*map(id, parameters)}
+        for other in trained[1:]:
+            if other.dtype != trained[0].dtype:
+                raise ModelError(
+                    f"{names[id(trained[0])]} is {trained[0].dtype}, {names[id(other)]} {other.dtype}, and "
+                    "FSDP2 gathers parameters of one type as one; load the model in float32, with "
+                    "compute_dtype=torch.bfloat16 for its arithmetic"
+                )
     policy = sharding.mixed_precision_policy(root)
     frees = sharding.reshard_after_forward
     block_policy = replace(policy, cast_forward_inputs=cast_block_inputs)
@@ -86,27 +106,6 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
         context.reduce_scatter_stream = torch.cuda.current_stream(device)
 
     context.lazy_init = make_streams_but_for_sums
-
-
-def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
-    """Raise ModelError where parameters that are trained and gathered as one differ in type: FSDP2 fails in a step."""
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    sharded_ids = {
-        id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()
-    }
-    for block in (*blocks, root):
-        block_parameters = [
-            x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()
-        ]
-        trained = [x for x in block_parameters if x.requires_grad and id(x) not in sharded_ids]
-        sharded_ids |= {*map(id, block_parameters)}
-        for other in trained[1:]:
-            if other.dtype != trained[0].dtype:
-                raise ModelError(
-                    f"{names[id(trained[0])]} is {trained[0].dtype}, {names[id(other)]} {other.dtype}, and "
-                    "FSDP2 gathers parameters of one type as one; load the model in float32, with "
-                    "compute_dtype=torch.bfloat16 for its arithmetic"
-                )
 
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
@@ -163,11 +162,6 @@ def reshards_after_forward(module: FSDPModule) -> bool | None:
     return _RESHARDS.get(module)
 
 
-def sharding_of(module: FSDPModule) -> Sharding:
-    """Return how a module was sharded here; the defaults for one that was sharded elsewhere."""
-    return _SHARDINGS.get(module, Sharding())
-
-
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """List every module that FSDP2 manages, children after parents; of a prepared model they are listed once."""
     if (listed := vars(model).get(_FSDP_MODULES)) is not None:
@@ -207,21 +201,14 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
         for bucket in _take_tensors(gradients, SUMMED_NUMBERS * number_bytes):
-            _sum_as_one_buffer(bucket, world)
-
-
-def _sum_as_one_buffer(gradients: Sequence[Tensor], world: World) -> None:
-    """Replace gradients by their sums over the slots, in place: a reduce-scatter and an all-gather of one buffer.
-
-    Half precision is summed in float32.
-    """
-    channel = world.channels.find_channel(tuple(range(world.home.slots)))
-    flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))
-    counts = [len(part) for part in flat.tensor_split(channel.degree)]
-    part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
-    flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())
-    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
+            channel = world.channels.find_channel(tuple(range(world.home.slots)))
+            # a reduce-scatter and an all-gather of one buffer, half precision in float32
+            flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in bucket]))
+            counts = [len(part) for part in flat.tensor_split(channel.degree)]
+            part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
+            flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())
+            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
 
 # ---- the layers of a model
@@ -260,11 +247,30 @@ class ShardingFeature(Feature):
         self._sharding = self.options.sharding(self.world)
 
     def refuse(self, model: PreTrainedModel) -> None:
-        """Raise ModelError for a wider compute dtype, and for whole layers that share parameters."""
+        """Raise ModelError for a wider compute dtype, and for a layer that shares parameters with what is around it."""
         self._sharding.check_compute_dtype(model.dtype)
-        if self._sharding.shard_parameters or self.options.sequence_parallel:
-            layers = decoder_layers(model)
-            refuse_shared_layers(model, layers, shared_blocks(layers))
+        if not self._sharding.shard_parameters and not self.options.sequence_parallel:
+            return
+        # FSDP2 and sequence parallelism take each layer's parameters as its own; layers may share those of blocks.
+        layers = decoder_layers(model)
+        shared_in_blocks = {
+            id(parameter) for modules in shared_blocks(layers) for parameter in modules[0].parameters()
+        }
+        owner: dict[
+            int, tuple[str, str]
+        ] = {}  # of a parameter: its first name, and its layer, "" around the layers
+        prefixes = [f"{layer}." for layer in layers]
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            first, owner_layer = owner.setdefault(id(parameter), (name, layer))
+            # parameters of a block may be in two layers, but not in a layer and around the layers
+            may_share = "" not in (layer, owner_layer) and id(parameter) in shared_in_blocks
+            if owner_layer != layer and not may_share:
+                raise ModelError(
+                    f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or "
+                    "split over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its "
+                    "own"
+                )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Shard shared blocks, layers, towers and depths, then what is left; or move a copy to the device."""
@@ -281,23 +287,208 @@ class ShardingFeature(Feature):
             nn.Module.to(root, self.world.device)
 
 
-def refuse_shared_layers(
-    model: PreTrainedModel, layers: Iterable[str], blocks: Sequence[Sequence[nn.Module]] = ()
-) -> None:
-    """Raise ModelError if a decoder layer shares parameters with another, or with what is around it.
+# ---- passes of a step
 
-    FSDP2 and sequence parallelism take each layer's as its own; layers may share those of `blocks`.
+
+@contextmanager
+def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another; all ranks enter.
+
+    The next backward pass behind it, which all slots must run, sums these over the slots: the yielded function, which
+    stands for that of `defer_until_last_pass`, does nothing.
     """
-    shared_in_blocks = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
-    owner: dict[int, tuple[str, str]] = {}  # of a parameter: its first name, and its layer, "" around the layers
-    prefixes = [f"{layer}." for layer in layers]
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        first, owner_layer = owner.setdefault(id(parameter), (name, layer))
-        # parameters of a block may be in two layers, but not in a layer and around the layers
-        may_share = "" not in (layer, owner_layer) and id(parameter) in shared_in_blocks
-        if owner_layer != layer and not may_share:
-            raise ModelError(
-                f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
-                "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"
-            )
+    modules = fsdp_modules(model)
+    for module in modules:
+        _set_keep_gathered(module, True, reshard_after_forward=False)
+        module.unshard()
+    try:
+        with leave_out_idle_hooks(model, trains=True):
+            yield lambda: None
+    finally:
+        for module in modules:  # as `shard_over_slots` had set each
+            _set_keep_gathered(module, False, reshard_after_forward=bool(reshards_after_forward(module)))
+
+
+def drop_unsummed_gradients(model: nn.Module) -> None:
+    """Drop gradients that backward passes left unsummed, which zero_grad() does not, and free what FSDP2 gathered."""
+    for group in reduction_groups(fsdp_modules(model)):
+        for parameter in group.fsdp_params:
+            vars(parameter)["unsharded_accumulated_grad"] = None  # a property of `_unsharded_param` in torch 2.15
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
+    reshard(model)
+
+
+def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
+    """Have one module's backward passes keep parameters gathered and gradients unsummed, or undo that."""
+    module.set_requires_gradient_sync(not keep, recurse=False)
+    module.set_reshard_after_backward(not keep, recurse=False)
+    module.set_reshard_after_forward(reshard_after_forward, recurse=False)
+
+
+@contextmanager
+def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Until the yielded function is called, keep what passes of a step keep for the next ones: gathered parameters and
+    unsummed gradients as `Sharding` says, and sums over the slots of each replica only.
+
+    Call it before the last pass runs forward, which then has FSDP2's hooks. After an error unsummed shards are dropped.
+    """
+    modules = fsdp_modules(model)
+
+    def set_last(last: bool = True) -> None:
+        """Say whether the next pass is the step's last: then everything is summed and freed again."""
+        for module in modules:
+            sharding = _SHARDINGS.get(module, Sharding())
+            module.set_requires_all_reduce(last, recurse=False)
+            if not sharding.reshard_after_forward:
+                module.set_reshard_after_backward(last, recurse=False)
+            if not sharding.sync_each_batch:
+                module.set_requires_gradient_sync(last, recurse=False)
+
+    set_last(False)
+    try:
+        with leave_out_idle_hooks(model, trains=True):
+            yield set_last
+        assert all(group._partial_reduce_output is None for group in reduction_groups(modules)), (
+            "the last backward pass was not announced"
+        )
+    finally:
+        set_last()
+        for group in reduction_groups(modules):
+            group._partial_reduce_output = None
+
+
+def keeps_parameters_gathered(model: nn.Module) -> bool:
+    """Return whether all passes of a step in lockstep find its parameters whole."""
+    return not any(_SHARDINGS.get(x, Sharding()).reshard_after_forward for x in fsdp_modules(model))
+
+
+def accumulate_gathered_gradients(groups: Iterable[Any]) -> None:
+    """Add gathered gradients to earlier ones in float32, as FSDP2 does, after passes that it does not see."""
+    for group in groups:
+        if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
+            group._set_unsharded_grad_dtypes(defer_upcast=False)
+            continue
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+@contextmanager
+def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
+    """Leave FSDP2's hooks of a block out of forward passes that find its parameters whole and keep them so, in models
+    that do not free them after such a pass.
+
+    `trains`: their backward passes, which sum nothing then, add gradients to earlier ones without hooks. What a pass
+    will sum or free is to be set before it runs forward. Hooks of what FSDP2 takes for a root run, with which it begins
+    and ends a pass. Only sums of three and more gradients of one tensor that several blocks take may round otherwise.
+    """
+    states = dict.fromkeys(x._get_fsdp_state() for x in fsdp_modules(model))
+    blocks = list[_BlockHooks]()
+    later = None
+    try:
+        # the last that is called first
+        for state in reversed([state for state in states if len(state._modules) == 1]):
+            later = _BlockHooks(state, later, trains=trains)
+            blocks.append(later)
+        yield
+    finally:
+        for block in blocks:
+            block.leave()
+
+
+class _BlockHooks:
+    """Replaces FSDP2's two hooks of one block, which run only where they do something, until `leave` puts them back.
+
+    `state` is FSDP2's of the block, `later` the block that is called next; `trains` is of `leave_out_idle_hooks`.
+    """
+
+    def __init__(self, state: Any, later: "_BlockHooks | None", *, trains: bool) -> None:
+        """Put the two hooks of this object in the places of FSDP2's."""
+        policy = state._mp_policy
+        (module,) = state._modules
+        self._state = state
+        self._later = later
+        self._trains = trains
+        self._runs_fsdp_hooks = True  # in the pass that runs now
+        self._groups: list[Any] = [*reduction_groups([module])]
+        self._gradient_hook: Any = None
+        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
+        self._casts_outputs: bool = policy.output_dtype is not None
+        before = state._pre_forward_hook_handle.id
+        after = state._post_forward_hook_handle.id
+        self._places: Any = (module._forward_pre_hooks, before), (module._forward_hooks, after)
+        self._fsdp_hooks = [hooks[key] for hooks, key in self._places]
+        for (hooks, key), mine in zip(self._places, (self._begin_forward, self._end_forward), strict=True):
+            hooks[key] = mine
+
+    def leave(self) -> None:
+        """Put FSDP2's hooks back."""
+        for (hooks, key), hook in zip(self._places, self._fsdp_hooks, strict=True):
+            hooks[key] = hook
+        if self._gradient_hook is not None:
+            self._gradient_hook.remove()
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Stand before the block's forward: run FSDP2's hook where it gathers, will sum or casts; None leaves the
+        inputs.
+
+        Where it does not, a hook on one gradient of the block adds those of the later block (`_add_later_gradients`).
+        """
+        busy = self._state._is_root is not False or any(  # None: not known before the first pass
+            not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
+            for group in self._groups
+        )
+        dtype = self._input_dtype
+        inputs = (*args, *kwargs.values())
+        casts = self._casts_outputs or not (dtype is None or all(_stays_uncast(x, dtype) for x in inputs))
+        self._runs_fsdp_hooks = busy or casts
+        if self._trains and not busy and self._gradient_hook is None:
+            whole = (parameter._unsharded_param for group in self._groups for parameter in group.fsdp_params)
+            if (trained := next((x for x in whole if x.requires_grad), None)) is not None:
+                self._gradient_hook = trained.register_post_accumulate_grad_hook(self._add_later_gradients)
+        return self._fsdp_hooks[0](module, args, kwargs) if self._runs_fsdp_hooks else None
+
+    def _end_forward(self, module: nn.Module, args: Any, out: Any) -> Any:
+        """Stand behind the block's forward: run FSDP2's hook if the one before ran."""
+        return self._fsdp_hooks[1](module, args, out) if self._runs_fsdp_hooks else None
+
+    def _add_later_gradients(self, _: Tensor) -> None:
+        """Add the later block's gradients of this pass to those of earlier ones, in float32.
+
+        This block has a gradient, so those of the later one mostly are whole; FSDP2 adds others after the pass. In a
+        pipeline the flag may be that of another micro-batch: gradients that are not there yet are added later.
+        """
+        if self._later is not None and not self._later._runs_fsdp_hooks:
+            accumulate_gathered_gradients(self._later._groups)
+
+
+def _stays_uncast(x: object, dtype: torch.dtype) -> bool:
+    """Return whether FSDP2 would surely leave an argument uncast; it also casts in mappings, sets and dataclasses."""
+    if isinstance(x, Tensor):
+        return x.dtype == dtype or not x.is_floating_point()
+    if isinstance(x, tuple | list):
+        return all(_stays_uncast(value, dtype) for value in x)
+    return not isinstance(x, Mapping | set) and not hasattr(x, "__dataclass_fields__")
+
+
+def unshard(model: nn.Module) -> None:
+    """Gather the parameters that FSDP2 has freed, for passes that it does not see; all ranks call it together."""
+    for module in fsdp_modules(model):
+        module.unshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free parameters that FSDP2 kept gathered after a forward pass without backward, or an error in one.
+
+    A later pass would take them for current ones. FSDP2's groups are idle then.
+    """
+    for module in fsdp_modules(model):
+        state: Any = module._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False  # of a pass that failed, which autograd drops
+        for group in reduction_groups([module]):
+            group._training_state = TrainingState.IDLE
+            group.wait_for_unshard()  # does something where the error came between a gather and its end
+        module.reshard()

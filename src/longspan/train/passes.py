@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
-from longspan.model.fsdp_passes import (
-    defer_until_last_pass,
-    drop_unsummed_gradients,
-    keep_parameters_whole,
-    keeps_parameters_gathered,
-    reshard,
-)
 from longspan.model.layers import preserve_modes
 from longspan.model.marks import is_pipeline, keep_float8_weights
 from longspan.model.seams.call_rules import is_prepared
-from longspan.model.sharding import fsdp_modules, sum_gradients_over_slots
+from longspan.model.sharding import (
+    defer_until_last_pass,
+    drop_unsummed_gradients,
+    fsdp_modules,
+    keep_parameters_whole,
+    keeps_parameters_gathered,
+    reshard,
+    sum_gradients_over_slots,
+)
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
 from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.errors import LossError
 from longspan.model.kinds import score_columns
-from longspan.model.replaced_parameters import refuse_other_parameters
+from longspan.model.marks import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
 from longspan.train.passes import Passes, launch_passes, read_step_batches

@@ -18,7 +18,7 @@ from longspan.model.exactness import image_trial, trials
 from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.exactness.class_trial import ClassTrial, try_small_model_of_class
 from longspan.model.exactness.image_trial import reasons_against_images
-from longspan.model.multimodal.video_tokens import video_tokens
+from longspan.model.multimodal.image_modules import video_tokens
 from longspan.plan import plan_fixed
 from longspan.plan.shape.families import Family
 from longspan.testing import backend

@@ -1,6 +1,7 @@
 """Models that cannot run exactly over a sharded sequence are refused by name: by configuration, and by the probe."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ from transformers import AutoModelForCausalLM, BioGptConfig, GPT2Config, PreTrai
 
 from longspan.comm import World, bind
 from longspan.errors import ModelError
+from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.experts.moe import connect_experts
+from longspan.model.features import Call
 from longspan.model.layers import decoder_layers
+from longspan.model.options import PrepareOptions
 from longspan.model.seams.attention_calls import IMPLEMENTATION
 from longspan.model.seams.meta_pass import record_calls_and_draws
 from longspan.model.seams.running_layer import hook_layer_arguments
-from longspan.model.sharding import refuse_shared_layers
+from longspan.model.sharding import ShardingFeature
 from longspan.plan import plan_fixed
 from longspan.train import run_step
 from tests.model.stock import SIZES, texts, tiny
@@ -78,10 +82,12 @@ SHARED = {
 def test_layers_that_share_parameters(case: str) -> None:
     change, says = SHARED[case]
     model = build("LlamaConfig", tie_word_embeddings=True)
-    refuse_shared_layers(model, decoder_layers(model))
+    world: Any = SimpleNamespace(home=Layout(ranks=1))
+    feature = ShardingFeature(Call(model, model, world, PrepareOptions()))
+    feature.refuse(model)
     change(model.model)
     with pytest.raises(ModelError, match=f"LlamaForCausalLM: model.{says}.*; use shard_parameters=False"):
-        refuse_shared_layers(model, decoder_layers(model))
+        feature.refuse(model)
 
 
 def test_the_probe_sees_every_layer_and_changes_nothing() -> None:

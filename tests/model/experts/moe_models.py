@@ -1,6 +1,7 @@
 """Tiny mixture-of-experts models, of every family too, and what the stock model says with the losses of its routers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.experts.moe import router_modules
 from longspan.model.experts.router import RouterCoefficients
-from tests.model.stock import REFERENCE, SIZES, gradients_of, random_model
+from tests.model.stock import REFERENCE, SIZES, answer, random_model
 
 EXPERTS = 8
 
@@ -77,24 +78,25 @@ def moe_answer(
     device: torch.device | str = REFERENCE,
 ) -> MoeStock:
     """The stock model sees documents one by one; its routers' losses are over all tokens and layers of them."""
-    torch.nn.Module.to(model.eval(), device)
-    logits: list[list[Tensor]] = []
+    with losses_of_routers(model.eval()) as losses:
+        exact = answer(
+            model, documents, device, lambda: (weights.balance or 0.0) * losses()[0] + weights.z * losses()[1]
+        )
+        balance, z = losses()
+    return MoeStock(exact.loss, balance.item(), z.item(), exact.gradients)
+
+
+@contextmanager
+def losses_of_routers(model: PreTrainedModel) -> Iterator[Callable[[], tuple[Tensor, Tensor]]]:
+    """Balance and z of what the model's routers have given inside the context, over all tokens and layers."""
+    routed: dict[str, list[Tensor]] = {name: [] for name in router_modules(model)}
     hooks = [
-        router.register_forward_hook(lambda _, __, output: logits[-1].append(output[0]))
-        for router in router_modules(model).values()
+        router.register_forward_hook(lambda _, __, out, name=name: routed[name].append(out[0]))
+        for name, router in router_modules(model).items()
     ]
-    targets, loss = sum(len(document) - 1 for document in documents), torch.zeros((), device=device).double()
-    for document in documents:
-        logits.append([])
-        ids = torch.from_numpy(document).to(device)
-        out = model(input_ids=ids[None], use_cache=False).logits[0]
-        loss = loss + F.cross_entropy(out[:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
-    layers = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
-    losses = router_losses(layers, model.config.num_experts_per_tok)
-    (loss + (weights.balance or 0.0) * losses[0] + weights.z * losses[1]).backward()
+    yield lambda: router_losses([torch.cat(layer) for layer in routed.values()], model.config.num_experts_per_tok)
     for hook in hooks:
         hook.remove()
-    return MoeStock(loss.item(), losses[0].item(), losses[1].item(), gradients_of(model))
 
 
 def router_losses(layers: Sequence[Tensor], top_k: int) -> tuple[Tensor, Tensor]:

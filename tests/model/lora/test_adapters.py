@@ -21,7 +21,9 @@ from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_adapter
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora, lines_about_adapter
-from longspan.model.tensor_parallel.split_model import refuse_tensor_parallel
+from longspan.model.features import Call
+from longspan.model.options import PrepareOptions
+from longspan.model.tensor_parallel.split_model import TensorParallelFeature
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -88,12 +90,13 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_not_exact_is_refused(case: str) -> None:
     make, layout, message = CASES[case]
-    model, world = unwrap_peft_model(make()), SimpleNamespace(home=layout)
+    model: Any = unwrap_peft_model(make())
+    world: Any = SimpleNamespace(home=layout)
     with pytest.raises(ModelError, match=message):
         adapter = find_adapter(model)
         assert adapter is not None
-        check_adapter(model, adapter, world)  # pyright: ignore[reportArgumentType]
-        refuse_tensor_parallel(model, world, sequence_parallel=False)  # pyright: ignore[reportArgumentType]
+        check_adapter(model, adapter, world)
+        TensorParallelFeature(Call(model, model, world, PrepareOptions())).refuse(model)
 
 
 def test_targets_are_names_of_linears() -> None:

@@ -232,7 +232,7 @@ def test_losses_of_ones_own_and_depths_compute_in_the_type_of_the_layers() -> No
 # ---- what could go wrong without an error, put into the code
 
 READ, LOSS = "train.rows.read_rows", "train.terms.mtp"
-DEPTHS, TRAINED = "model.mtp.depths", "model.mtp.trained_depths"
+DEPTHS = "model.mtp.depths"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
     "ids shifted by one less": (READ, "tokens[ahead]", "tokens[max(depth - 1, 0) :][: stop - start]"),
     "labels shifted by one less": (READ, "labels[ahead]", "labels[max(depth - 1, 0) :][: stop - start]"),
@@ -256,11 +256,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "the depths' sum in place of their mean": (LOSS, "mtp.weight / len(targets)", "mtp.weight"),
     "not multiplied by what the sum is divided by": (LOSS, "* divisor / max", "/ max"),
     "depths in the loss": (LOSS, "share * (loss - loss.detach())", "share * loss"),
-    "every depth from the model's hidden states": (
-        "model.mtp.layer_inputs",
-        "        hidden = depth(",
-        "        last = depth(",
-    ),
+    "every depth from the model's hidden states": (DEPTHS, "        hidden = depth(", "        last = depth("),
     "the hidden states first": (
         DEPTHS,
         "[self.enorm(embedded), self.hnorm(hidden)]",
@@ -270,8 +266,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
 }
 
 OF_WHOLE_DEPTHS: dict[str, tuple[str, str, str]] = {  # beside an adapter
-    "the depths that were there before": (TRAINED, "model._modules[MTP] = copies[0]", "pass"),
-    "a configuration of their own": (TRAINED, "copies[0].get_submodule(name).config = config", "pass"),
+    "the depths that were there before": (DEPTHS, "model._modules[MTP] = copies[0]", "pass"),
+    "a configuration of their own": (DEPTHS, "copies[0].get_submodule(name).config = config", "pass"),
 }
 
 

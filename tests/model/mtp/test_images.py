@@ -112,7 +112,7 @@ def test_embeddings_are_of_the_rows_themselves_after_a_depth() -> None:
 
 MUTATIONS = {
     "embeddings of placeholders in place of images": (
-        "model.mtp.layer_inputs",
+        "model.mtp.depths",
         "embedding_arguments(shard, number)",
         "embedding_arguments(shard, number + 9)",
     ),

@@ -6,8 +6,7 @@ from transformers import PreTrainedModel
 
 from longspan import Layout, World, load_model, prepare
 from longspan.errors import ModelError
-from longspan.model.multimodal.image_cost import image_cost
-from longspan.model.multimodal.take_apart import take_apart_or_undo
+from longspan.model.multimodal.take_apart import image_cost, take_apart_or_undo
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.vision.image_encoder import split_off_image_encoder
 from longspan.testing import run_ranks

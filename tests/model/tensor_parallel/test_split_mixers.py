@@ -16,7 +16,7 @@ from longspan.doctor.proof import prove
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.kinds import find_mixers
-from longspan.model.tensor_parallel.rows import EvenRows, FusedRows, GroupRows
+from longspan.model.tensor_parallel.mixer_parts import EvenRows, FusedRows, GroupRows
 from longspan.testing import backend, run_ranks
 from tests.model.seams.test_mixers import here, small_config
 from tests.model.stock import weights_of, worst

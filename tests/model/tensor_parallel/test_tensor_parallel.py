@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from longspan import Layout, LongspanError, World, bind, prepare, run_step
 from longspan.errors import ModelError, PlanError
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
-from longspan.model.exactness.split_trial import mixes_features, refuse_mixed_features
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.tensor_parallel.module_styles import (
     COLWISE,
@@ -23,6 +22,7 @@ from longspan.model.tensor_parallel.module_styles import (
     list_styles,
     refuse_unnamed_parameters,
 )
+from longspan.model.tensor_parallel.split_trial import mixes_features, refuse_mixed_features
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from tests import parity

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from longspan.comm import World
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
-from longspan.model import fsdp_passes
+from longspan.model import sharding as model_sharding
 from longspan.model.pipeline import pipeline
 from longspan.model.sharding import fsdp_modules, reduction_groups, sum_gradients_over_slots
 from longspan.model.weights.local_tensors import local_tensor
@@ -193,7 +193,7 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
         )
         blocks = [*reduction_groups([x for x in fsdp_modules(model) if isinstance(x, GradientCheckpointingLayer)])]
         results, begun, unsummed = list[dict[str, Tensor]](), Counter[int](), list[int]()
-        pre_forward, accumulate = FSDPParamGroup.pre_forward, fsdp_passes.accumulate_gathered_gradients
+        pre_forward, accumulate = FSDPParamGroup.pre_forward, model_sharding.accumulate_gathered_gradients
 
         def begin(group: Any, *arguments: Any) -> Any:
             begun[len(results)] += group in blocks
@@ -206,13 +206,13 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
 
         for patched in (
             nullcontext(),
-            patch.object(fsdp_passes, "leave_out_idle_hooks", lambda *_, **__: nullcontext()),
+            patch.object(model_sharding, "leave_out_idle_hooks", lambda *_, **__: nullcontext()),
         ):
             with (
                 patched,
-                patch.object(pipeline, "leave_out_idle_hooks", fsdp_passes.leave_out_idle_hooks),
+                patch.object(pipeline, "leave_out_idle_hooks", model_sharding.leave_out_idle_hooks),
                 patch.object(FSDPParamGroup, "pre_forward", begin),
-                patch.object(fsdp_passes, "accumulate_gathered_gradients", add),
+                patch.object(model_sharding, "accumulate_gathered_gradients", add),
             ):
                 run_step(model, plan, documents, world)
             results.append({name: gradient.clone() for name, gradient in gradients_of(model).items()})

@@ -94,7 +94,7 @@ class ParkedLayer:
             copies.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(copies):
                 on_host.copy_(x, non_blocking=True)
-            self._record_copies(copies)
+            self._copied = copies.record_event()
             # The copy may be under way: x stays until the layer's tensors are freed. On a CPU it is done.
             self._on_device[index], self._versions[index] = x, x._version
         return partial(self.fetch_tensor, index)
@@ -128,12 +128,7 @@ class ParkedLayer:
             for index in absent:
                 self._on_device[index].copy_(self._on_host[index][1], non_blocking=True)
         if copies is not None:
-            self._record_copies(copies)
-
-    def _record_copies(self, copies: torch.cuda.Stream) -> None:
-        """Note the end of the copies that this stream has so far."""
-        self._copied = torch.cuda.Event()
-        self._copied.record(copies)
+            self._copied = copies.record_event()
 
     def free_device_tensors(self) -> None:
         """Free the layer's tensors on the device, after the copies that are under way."""

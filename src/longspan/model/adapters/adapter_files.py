@@ -14,7 +14,7 @@ from longspan.model.adapters.adapter import Adapter
 from longspan.model.layers import (
     MTP,
 )
-from longspan.model.mtp.trained_depths import select_mtp_weights
+from longspan.model.mtp.depths import select_mtp_weights
 
 
 def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:

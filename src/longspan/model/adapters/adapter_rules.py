@@ -28,7 +28,7 @@ from longspan.model.adapters.new_adapter import DrawnAdapter
 from longspan.model.features import Call, Feature
 from longspan.model.kinds import expert_modules, find_indexers
 from longspan.model.layers import is_tied, mtp_depths
-from longspan.model.mtp.trained_depths import reasons_against_mtp, select_mtp_weights
+from longspan.model.mtp.depths import reasons_against_mtp, select_mtp_weights
 from longspan.model.weights.fill import find_deferred_weights
 
 _DORA = "DoraLinearVariant"

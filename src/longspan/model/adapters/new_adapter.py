@@ -25,7 +25,7 @@ from longspan.model.adapted_modules import is_adapted
 from longspan.model.adapters.adapter import adapted_weights, adapter_parameters
 from longspan.model.kinds import SCORE_HEADS, expert_modules, find_indexers, name_without_adapter
 from longspan.model.layers import architecture_name, decoder_layers, towers_beside_text_model
-from longspan.model.mtp.trained_depths import unwrap_trained_mtp
+from longspan.model.mtp.depths import unwrap_trained_mtp
 from longspan.model.parts import is_tied
 from longspan.model.weights.empty_model import has_meta_parameters
 from longspan.model.weights.fill import JoinedWeights, find_deferred_weights

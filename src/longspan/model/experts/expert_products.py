@@ -7,7 +7,7 @@ are Triton kernels.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ def run_experts(experts: nn.Module, x: Tensor, loads: ExpertLoads) -> Tensor:
     if not len(x):  # a slot of padding alone
         weights = [weight for weight in (up, up_bias, down, down_bias, *adapters) if weight is not None]
         return _NoRows.apply(x, *weights)  # pyright: ignore[reportReturnType]
-    grouped = expert_product_kind(x, up, down, *adapters, float8=float8_up is not None) == "grouped_mm"
+    grouped = can_group_products(x, up, down, *adapters, float8=float8_up is not None)
     if not grouped:  # both layers need the counts: read them from the device once
         loads = ExpertLoads(loads.device, loads.host_counts())
     multiply = partial(_multiply_by_experts, loads=loads, grouped=grouped)
@@ -213,12 +213,13 @@ def _multiply_by_experts(
     return y + bias[torch.searchsorted(ends, rows, right=True)]
 
 
-def expert_product_kind(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
-    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), with `float8` in float8."""
-    can_group = x.is_cuda and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
+def can_group_products(x: Tensor, *weights: Tensor, float8: bool = False) -> bool:
+    """Return whether one product does all experts for these rows (S, D) and weights (e, …, …), with `float8` in it."""
+    if not x.is_cuda or (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8):
+        return False
     in_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     aligned = all(size % _ALIGNED_ELEMENTS == 0 for weight in weights for size in weight.shape[1:])
-    return "grouped_mm" if can_group and in_bfloat16 and aligned else "loop"
+    return in_bfloat16 and aligned
 
 
 def _local_weight_and_bias(module: Any, name: str) -> tuple[Tensor, Tensor | None]:

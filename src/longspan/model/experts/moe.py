@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from longspan.comm import SequenceShard, World
+from longspan.comm import SequenceShard
 from longspan.comm.autograd import break_graphs_around
 from longspan.comm.channel import Channel
 from longspan.comm.routed_rows import exchange_counts, send_routed_rows
@@ -89,7 +89,7 @@ def _record_routing(
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute transformers' experts function: rows (T, D), their experts and weights (T, k) to sums (T, D).
 
-    Padding rows become zeros; ModelError outside a layer with a shard.
+    Padding rows become zeros; ModelError outside a layer with a shard, and for another number of rows than the shard's.
     """
     shard = running_layer().shard
     if shard is None:
@@ -99,16 +99,28 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     if isinstance(shard, Probe):
         return torch.empty_like(hidden_states)
     world = world_of(shard.world_key)
-    rows = _real_row_index(experts, shard, len(hidden_states), world)
+    local = shard.local_rows
+    tp = world.home.tp
+    count = len(hidden_states)
+    if tp > 1 and count == -(-local // tp):  # a tensor-parallel rank's part of the rows
+        start = world.coordinates.tp * count
+        rows = shard.find_real_rows(start, start + count)
+    elif count == local:
+        rows = shard.find_real_rows()
+    else:
+        raise ModelError(
+            f"{type(experts).__name__} got {count} rows; the shard holds {local}, each of tp {tp} ranks works on "
+            f"all of them or {-(-local // tp)}"
+        )
     first_slot = world.slot // world.home.ep * world.home.ep
     channel = (
         world.channels.find_channel(range(first_slot, first_slot + world.home.ep)) if world.home.ep > 1 else None
     )
-    if len(rows) == len(hidden_states):
+    if len(rows) == count:
         return _mix_experts_in_tiles(experts, hidden_states, chosen, weights, shard, channel)
     x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
     mixed = _mix_experts_in_tiles(experts, x, chosen, weights, shard, channel)
-    return _PlaceRows.apply(mixed, rows, len(hidden_states))  # pyright: ignore[reportReturnType]
+    return _PlaceRows.apply(mixed, rows, count)  # pyright: ignore[reportReturnType]
 
 
 class _PlaceRows(torch.autograd.Function):
@@ -145,25 +157,6 @@ def _mix_experts_in_tiles(
         return mix_experts(experts, x, chosen, weights, channel)
 
     return run_in_tiles(run, (x, weights, chosen), experts, count)
-
-
-def _real_row_index(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
-    """Return the index of real rows, not padding, among the `count` that experts got.
-
-    They got all rows of the shard, or a tensor-parallel rank's part of them. Raises ModelError for another number of
-    rows.
-    """
-    local = shard.local_rows
-    tp = world.home.tp
-    if tp > 1 and count == -(-local // tp):
-        start = world.coordinates.tp * count
-        return shard.find_real_rows(start, start + count)
-    if count != local:
-        raise ModelError(
-            f"{type(experts).__name__} got {count} rows; the shard holds {local}, each of tp {tp} ranks works on "
-            f"all of them or {-(-local // tp)}"
-        )
-    return shard.find_real_rows()
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -70,7 +70,19 @@ class RouterSums:
         `counts` (R,) are how often each row counts, in so many documents; None for once.
         """
         with torch.no_grad():
-            self.by_router[id(router)] = _routing_sums(logits[rows], chosen.shape[1], counts)
+            wide = _widen_logits(logits[rows])  # (R, E)
+            softmax = wide.softmax(-1)
+            squares = wide.logsumexp(-1).square()
+            chosen_experts = softmax.topk(chosen.shape[1], dim=-1).indices
+            visits = torch.ones_like(chosen_experts, dtype=torch.float64)
+            if counts is not None:
+                visits *= counts[:, None]
+                softmax = softmax * counts[:, None]
+                squares = squares * counts
+            loads = torch.zeros(wide.shape[1], dtype=torch.float64, device=wide.device)
+            loads.scatter_add_(0, chosen_experts.flatten(), visits.flatten())
+            probabilities = softmax.sum(0, dtype=torch.float64)
+            self.by_router[id(router)] = torch.cat([loads, probabilities, squares.sum(dtype=torch.float64)[None]])
         if not torch.is_grad_enabled() or not self.statistics.coefficients.any:
             return weights
         return _WithRouterLosses.apply(weights, logits, rows, counts, self.statistics)  # pyright: ignore[reportReturnType]
@@ -124,23 +136,6 @@ def _sum_over_micro_batches(micro_batches: Sequence[RouterSums], experts: int) -
     return torch.stack(sums).sum(0) if sums else [0.0] * (2 * experts + 1)
 
 
-def _routing_sums(logits: Tensor, top_k: int, counts: Tensor | None) -> Tensor:
-    """Sum logits (R, E) over rows, to (2 E + 1,) in float64: visits of each expert, its probability, squares of lse."""
-    wide = _widen_logits(logits)
-    softmax = wide.softmax(-1)
-    squares = wide.logsumexp(-1).square()
-    chosen_experts = softmax.topk(top_k, dim=-1).indices
-    visits = torch.ones_like(chosen_experts, dtype=torch.float64)
-    if counts is not None:
-        visits *= counts[:, None]
-        softmax = softmax * counts[:, None]
-        squares = squares * counts
-    loads = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
-    loads.scatter_add_(0, chosen_experts.flatten(), visits.flatten())
-    probabilities = softmax.sum(0, dtype=torch.float64)
-    return torch.cat([loads, probabilities, squares.sum(dtype=torch.float64)[None]])
-
-
 def _widen_logits(logits: Tensor) -> Tensor:
     """Return logits in float32, or float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
@@ -164,34 +159,29 @@ class _WithRouterLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Add the losses' gradient to the logits (T, E) of real rows, and hand on the weights'."""
+        """Add the losses' gradient to the logits (T, E) of real rows, and hand on the weights'.
+
+        With the module's symbols and p = softmax(logits): balance E Σ F P has the gradient g = E F / N at p, so
+        p (g − Σ g p) at the logits; z, the mean of lse², has 2 lse p / N.
+        """
         logits, rows, counts = ctx.saved_tensors
-        row_gradients = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics)
+        statistics: RouterStatistics = ctx.statistics
+        coefficients = statistics.coefficients
+        token_layers = statistics.token_layers
+        wide = _widen_logits(logits[rows])  # (R, E)
+        p = wide.softmax(-1)
+        row_gradients = torch.zeros_like(p)
+        if coefficients.balance:
+            assert statistics.fractions is not None, "a backward pass before compute_load_fractions()"
+            scale = coefficients.balance * statistics.experts / token_layers
+            balance_gradient = statistics.fractions.to(p.dtype) * scale
+            row_gradients += p * (balance_gradient - (p * balance_gradient).sum(-1, keepdim=True))
+        if coefficients.z:
+            row_gradients += wide.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / token_layers)
         if counts is not None:
             row_gradients *= counts[:, None]
         row_gradients = row_gradients.to(logits.dtype)
         return gradients[0], torch.zeros_like(logits).index_copy(0, rows, row_gradients), None, None, None
-
-
-def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
-    """Return the gradient (R, E) of both losses, times their coefficients, at the logits (R, E).
-
-    With the module's symbols and p = softmax(logits): balance E Σ F P has the gradient g = E F / N at p, so
-    p (g − Σ g p) at the logits; z, the mean of lse², has 2 lse p / N.
-    """
-    coefficients = statistics.coefficients
-    token_layers = statistics.token_layers
-    p = logits.softmax(-1)
-    gradient = torch.zeros_like(p)
-    if coefficients.balance:
-        assert statistics.fractions is not None, "a backward pass before compute_load_fractions()"
-        balance_gradient = statistics.fractions.to(p.dtype) * (
-            coefficients.balance * statistics.experts / token_layers
-        )
-        gradient += p * (balance_gradient - (p * balance_gradient).sum(-1, keepdim=True))
-    if coefficients.z:
-        gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / token_layers)
-    return gradient
 
 
 def make_router_statistics(

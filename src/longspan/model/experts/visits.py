@@ -89,8 +89,28 @@ class _SumVisits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of the visits' outputs (R · top_k, D) and weights (R, top_k)."""
+        (dout,) = gradients  # (R, D)
         outputs, weights = ctx.saved_tensors
-        return *_visit_gradients(gradients[0], outputs, weights, ctx.visits), None, None, None
+        visits: Visits = ctx.visits
+        if (kernels := find_row_kernels(outputs, weights, dout)) is None:
+            dout_rows = dout.index_select(0, visits.rows)
+            output_gradients = (dout_rows * weights.flatten()[visits.order].unsqueeze(1)).to(outputs.dtype)
+            products = (dout_rows * outputs).sum(1)[visits.place]
+            weight_gradients = products.unflatten(0, (-1, visits.top_k)).to(weights.dtype)
+            return output_gradients, weight_gradients, None, None, None
+        dout = dout.contiguous()
+        weights = weights.contiguous()
+        width = outputs.shape[1]
+        output_gradients = outputs.new_empty(outputs.shape)
+        weight_gradients = torch.zeros_like(weights)
+        if outputs.numel():  # else the weights' gradients stay zeros
+            results = output_gradients, weight_gradients
+            inputs = dout, outputs, weights, visits.order, width, outputs.stride(0)
+            kernels.visit_gradients_kernel[(len(outputs),)](
+                *results, *inputs, TOP_K=visits.top_k, COLUMNS=_program_columns(width)
+            )
+        return output_gradients, weight_gradients, None, None, None
 
 
 def _compute_visit_sums(outputs: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
@@ -111,37 +131,6 @@ def _compute_visit_sums(outputs: Tensor, weights: Tensor | None, visits: Visits)
             *arguments, TOP_K=visits.top_k, WEIGHTED=weights is not None, COLUMNS=columns
         )
     return out
-
-
-def _visit_gradients(dout: Tensor, outputs: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the visits' outputs (R · top_k, D) and weights (R, top_k), from `dout` (R, D)."""
-    if (kernels := find_row_kernels(outputs, weights, dout)) is None:
-        dout_rows = dout.index_select(0, visits.rows)
-        output_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
-        weight_gradients = (dout_rows * outputs).sum(1)[visits.place]
-        return output_gradients.to(outputs.dtype), weight_gradients.unflatten(0, (-1, visits.top_k)).to(
-            weights.dtype
-        )
-    dout = dout.contiguous()
-    weights = weights.contiguous()
-    width = outputs.shape[1]
-    output_gradients = outputs.new_empty(outputs.shape)
-    weight_gradients = torch.zeros_like(weights)
-    if outputs.numel():  # else the weights' gradients stay zeros
-        arguments = (
-            output_gradients,
-            weight_gradients,
-            dout,
-            outputs,
-            weights,
-            visits.order,
-            width,
-            outputs.stride(0),
-        )
-        kernels.visit_gradients_kernel[(len(outputs),)](
-            *arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width)
-        )
-    return output_gradients, weight_gradients
 
 
 def _program_columns(width: int) -> int:

@@ -4,14 +4,21 @@ x = eh_proj [enorm(embedding of token t + d) ; hnorm(hidden of depth d − 1)]
 hidden of depth d = post_norm(block(x)); predicts token t + d + 1 at row t
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from longspan.bridge.item_rows import embedding_arguments
 from longspan.errors import ModelError
-from longspan.model.layers import MTP, mtp_depths
+from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, is_adapted
+from longspan.model.features import Feature
+from longspan.model.layers import MTP, architecture_name, mtp_depths, named_layer_list
 
 
 class MtpBlocks(nn.ModuleList):
@@ -66,3 +73,125 @@ def refuse_bypassing_mtp(model: nn.Module, reached: Sequence[nn.Module]) -> None
                 f"{type(model).__name__}: {MTP}.layers.{i}.mtp_block ({type(depth.mtp_block).__name__}) reaches no "
                 "attention over the sharded sequence; train the model without add_mtp"
             )
+
+
+# ---- what the last decoder layer is called with in a pass: depths, which copy it, are called with the same
+
+LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with, without hidden states
+_NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
+
+
+@dataclass(eq=False)
+class LayerInputs:
+    """What the last decoder layer was called with, recorded by a hook while a pass of the model runs."""
+
+    _model: PreTrainedModel
+    call: LayerCall | None = None
+
+    def record_call(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the arguments of a call: a forward pre-hook."""
+        self.call = args, kwargs
+
+    def make_call(self) -> LayerCall:
+        """Return the inputs of a depth's layer beside hidden states. ModelError if they depend on parameters."""
+        args, kwargs = self.call or ((), {})
+        call = args[1:], {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
+        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)):
+            raise ModelError(
+                f"{architecture_name(self._model)} gives its last decoder layer, beside hidden states, tensors that "
+                "depend on its parameters, as embeddings of the rows' own tokens or keys of earlier layers; a depth "
+                "has none of later tokens: train it without multi-token prediction (no mtp=, mtp.num_layers = 0)"
+            )
+        return call
+
+    def compute_mtp_states(self, hidden: Tensor, future_ids: Tensor, shard: Any) -> tuple[Tensor, ...]:
+        """Compute the hidden states (T, D) of each depth, of the model's (1, T, D) and ids (depths, T) of later tokens.
+
+        A placeholder of images has the image's row, which the `shard` holds, as its embedding.
+        """
+        embedding: Any = self._model.get_input_embeddings()
+        states = list[Tensor]()
+        args, kwargs = self.make_call()
+        for number, (depth, ids) in enumerate(zip(mtp_depths(self._model), future_ids, strict=True), 1):
+            embedded = embedding(ids[None], **embedding_arguments(shard, number))
+            hidden = depth(embedded, hidden, *args, **kwargs)
+            states.append(hidden.squeeze(0))
+        return tuple(states)
+
+
+@contextmanager
+def record_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
+    """Record what a pass inside gives the last decoder layer, which depths copy."""
+    inputs = LayerInputs(model)
+    last_layer = named_layer_list(model)[1][-1]
+    handle = last_layer.register_forward_pre_hook(inputs.record_call, with_kwargs=True, prepend=True)
+    try:
+        yield inputs
+    finally:
+        handle.remove()
+
+
+# ---- beside an adapter of peft, which may train depths whole, adapt them, or leave them
+
+
+def unwrap_trained_mtp(model: nn.Module) -> nn.Module | None:
+    """Replace peft's wrapper of the depths by the one copy that it trains; returns the wrapper, or None without."""
+    wrapper: Any = model._modules.get(MTP)
+    if wrapper is None or not has_trained_copy(wrapper):
+        return None
+    copies = [*wrapper.modules_to_save.values()]
+    if len(copies) != 1:
+        return None
+    # the copy has configurations of its own; layers must share the model's, which names the attention function
+    for name, original in wrapper.original_module.named_modules():
+        if isinstance(config := vars(original).get("config"), PreTrainedConfig):
+            copies[0].get_submodule(name).config = config
+    model._modules[MTP] = copies[0]
+    return wrapper
+
+
+class MtpFeature(Feature):
+    """Depths of multi-token prediction: peft's wrapper gives way to the copy that it trains. Others act on layers."""
+
+    @contextmanager
+    def checks_context(self, model: nn.Module) -> Iterator[None]:
+        """Call `unwrap_trained_mtp`; after an error inside, the wrapper is put back."""
+        original = unwrap_trained_mtp(model)
+        try:
+            yield
+        except BaseException:
+            if original is not None:
+                model._modules[MTP] = original
+            raise
+
+
+def select_mtp_weights(names: Iterable[str]) -> list[str]:
+    """Select the depths' own weights, in their order, from the names of what a run with an adapter trains.
+
+    >>> select_mtp_weights(["mtp.layers.0.eh_proj.weight", "mtp.layers.0.eh_proj.lora_A.default.weight"])
+    ['mtp.layers.0.eh_proj.weight']
+    """
+    return [name for name in names if name.startswith(f"{MTP}.") and not belongs_to_adapter(name)]
+
+
+def reasons_against_mtp(model: nn.Module) -> Iterator[str]:
+    """Yield why depths cannot be trained with an adapter: trained only in part, or trained whole and adapted too."""
+    mtp = model._modules.get(MTP)
+    if mtp is None:
+        return
+    parameters = {f"{MTP}.{name}": parameter for name, parameter in mtp.named_parameters()}
+    depth_weights = select_mtp_weights(parameters)
+    trained = [name for name in depth_weights if parameters[name].requires_grad]
+    if not trained:
+        return
+    if len(trained) < len(depth_weights):
+        yield (
+            f"{len(trained)} of {len(depth_weights)} weights of its depths of multi-token prediction require "
+            "gradients, and depths are trained whole or through adapters alone; use "
+            "model.mtp.requires_grad_(True), or False"
+        )
+    if adapted := [f"{MTP}.{name}" for name, module in mtp.named_modules() if is_adapted(module)]:
+        yield (
+            f"its depths of multi-token prediction are trained whole and have adapters ({', '.join(adapted[:2])}); "
+            'give LoraConfig(modules_to_save=["mtp"]), which leaves them without'
+        )

@@ -1,9 +1,9 @@
-"""The tower and projector of a vision-language model: whether a model has them, and which of them is trained."""
+"""The parts of a model for images and videos: whether it takes any, and which of tower and projector is trained."""
 
 from typing import Any, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter
@@ -12,6 +12,7 @@ from longspan.model.layers import base_model, is_in_projector, reads_other_modal
 from longspan.model.multimodal.prepare_encoder import encoder_blocks
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.vision.image_tokens import image_tokens
+from longspan.model.vision.videos import VideoTokens
 from longspan.plan.items.encoder_shape import Trained
 from longspan.plan.shape.families import find_family
 
@@ -42,6 +43,24 @@ def refuse_model_without_images(model: nn.Module) -> None:
             f"{type(model).__name__}: placeholders of images are token id {placeholder}, and its embedding has {rows} "
             "rows; set image_token_id in config.json to an id of the vocabulary, as the tokenizer of its folder has it"
         )
+
+
+def video_tokens(config: PreTrainedConfig) -> VideoTokens:
+    """Return what a model of this configuration takes for videos, whose groups of frames are items as images are.
+
+    Once for each configuration a small copy of the model is given videos, whole and as items. Raises ModelError where
+    the two differ, and for a model without videos.
+
+    >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
+    [6, 6, 6]
+    """
+    tokens = VideoTokens.from_configuration(config)
+    if reasons := reasons_against_images(config, videos=True):
+        raise ModelError(
+            f"{type(config).__name__} ({config.model_type}) cannot be given videos: {'; '.join(reasons)}; give frames "
+            "as images"
+        )
+    return tokens
 
 
 def freeze_image_modules(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:

@@ -95,7 +95,13 @@ class MultimodalModel(nn.Module):
                 )
             check_encoder_home(modality, encoder.world.home, world)
             check_encoder_prepared(encoder.module, encoder.world)
-        check_image_mask(encoders, language_model)
+        span_modalities = tuple(modality for modality, encoder in encoders.items() if encoder.in_spans)
+        kind = language_model.config.model_type
+        if find_family(kind).images_see_each_other and not span_modalities:
+            raise ModelError(
+                f"tokens of an image see each other in {kind}, and none of its {len(encoders)} encoders says so; give "
+                "Encoder(..., in_spans=True), or use prepare(model, world, encoder=Layout(...))"
+            )
         modules = {f"the encoder of {modality}": encoder.module for modality, encoder in encoders.items()}
         refuse_shared_parameters({**modules, "the language model": language_model})
         self.encoder_settings: dict[str, Encoder] = dict(encoders)
@@ -106,7 +112,7 @@ class MultimodalModel(nn.Module):
         self.language_model = language_model
         self.config: Any = language_model.config
         prepared: Any = language_model
-        prepared.call_rules = replace(call_rules(language_model), in_spans=span_modalities(encoders))
+        prepared.call_rules = replace(call_rules(language_model), in_spans=span_modalities)
         self.training: bool = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
         check_deepstack_layers(encoders, language_model)
@@ -154,16 +160,6 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
         )
 
 
-def check_image_mask(encoders: Mapping[str, Encoder], language_model: nn.Module) -> None:
-    """Raise ModelError for a model whose images' tokens see each other, if no encoder has `in_spans`."""
-    kind = getattr(getattr(language_model, "config", None), "model_type", None)
-    if find_family(kind).images_see_each_other and not span_modalities(encoders):
-        raise ModelError(
-            f"tokens of an image see each other in {kind}, and none of its {len(encoders)} encoders says so; give "
-            "Encoder(..., in_spans=True), or use prepare(model, world, encoder=Layout(...))"
-        )
-
-
 def refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
     """Raise ModelError for a parameter that two modules share: each would sum its gradient over its own slots.
 
@@ -193,11 +189,6 @@ def check_deepstack_layers(encoders: Mapping[str, Encoder], model: PreTrainedMod
                 f"rows of the encoder of {modality} are added after {encoder.deep_layers} decoder layers, and {holder} "
                 f"{first_layers}; use fewer stages (pp x virtual stages)"
             )
-
-
-def span_modalities(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
-    """Return the modalities whose items' rows see each other."""
-    return tuple(modality for modality, encoder in encoders.items() if encoder.in_spans)
 
 
 def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:

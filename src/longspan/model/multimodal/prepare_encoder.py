@@ -3,7 +3,7 @@
 Gradients are plain sums over slots: FSDP2's, or of copies by `sum_gradients_over_slots(module, world)`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from hashlib import sha256
 from typing import Any
@@ -105,16 +105,24 @@ def prepare_encoder(
             "blocks=, or switch activation checkpointing off"
         )
     parts = find_split_parts(module, units, world.home.tp, tp_plan or {})
-    _check_same_weights_on_all_ranks(module, world)
+    samples = dict[str, object]()  # the shape and some 64 numbers of each parameter, which are alike on all ranks
+    for name, parameter in module.named_parameters():
+        numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
+        samples[name] = tuple(parameter.shape), numbers
+    hint = "Seed every rank alike (torch.manual_seed), or load the same weights, before prepare_encoder"
+    digest = sha256(repr(samples).encode()).hexdigest()
+    world.control.compare_digests(digest, what=f"weights of {type(module).__name__}", hint=hint)
     if world.device.type == "cuda":
         split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
-    for block in units.values():
-        _wrap_in_checkpoint(block, policy)
+    if policy != "none":
+        for block in units.values():
+            _wrap_in_checkpoint(block, policy)
     for trial in trials:  # once forwards are wrapped: a trial replaces the wrapped one for its call
         trial.hook_next_call()
     if sharding.shard_parameters:
-        _cast_first_tensor(units.values(), compute_dtype)
+        if compute_dtype is not None:
+            _cast_first_tensor(units.values(), compute_dtype)
         _hook_refusal_of_second_calls(module, units)
         shard_over_slots(units.values(), world, sharding, root=module, cast_block_inputs=False)
     else:
@@ -155,24 +163,11 @@ def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sh
         sharding.check_compute_dtype(dtype)
 
 
-def _check_same_weights_on_all_ranks(module: nn.Module, world: World) -> None:
-    """Raise an error on all ranks, which call it together, if shapes or some 64 numbers of a parameter differ."""
-    samples = dict[str, object]()
-    for name, parameter in module.named_parameters():
-        numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
-        samples[name] = tuple(parameter.shape), numbers
-    hint = "Seed every rank alike (torch.manual_seed), or load the same weights, before prepare_encoder"
-    digest = sha256(repr(samples).encode()).hexdigest()
-    world.control.compare_digests(digest, what=f"weights of {type(module).__name__}", hint=hint)
-
-
 def _wrap_in_checkpoint(block: nn.Module, policy: str) -> None:
-    """Replace a block's forward by one under a checkpoint, in passes with gradients; "none" changes nothing.
+    """Replace a block's forward by one under a checkpoint, in passes with gradients.
 
     FSDP2's hooks on the module stay around the wrapper.
     """
-    if policy == "none":
-        return
     inner: Any = block.forward
 
     @wraps(inner)
@@ -211,10 +206,8 @@ def _hook_refusal_of_second_calls(module: nn.Module, units: Mapping[str, nn.Modu
         )
 
 
-def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
-    """Have blocks cast their first tensor argument, the hidden states, to `dtype`, and nothing else (None: nothing)."""
-    if dtype is None:
-        return
+def _cast_first_tensor(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Have blocks cast their first tensor argument, the hidden states, to `dtype`, and nothing else."""
 
     def cast_input(_: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with the first tensor cast, positional ones first."""

@@ -14,7 +14,6 @@ from torch import nn
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import peft_modules, unadapted_module
-from longspan.model.exactness.split_trial import SplitTrial
 from longspan.model.tensor_parallel.module_styles import COLWISE, QKV, ROWWISE, check_divided_sizes
 from longspan.model.tensor_parallel.split_modules import (
     split_linear,
@@ -22,6 +21,7 @@ from longspan.model.tensor_parallel.split_modules import (
     sum_partial_gradients,
     wrap_forward,
 )
+from longspan.model.tensor_parallel.split_trial import SplitTrial
 
 REPLICATED = "replicated"
 STYLES = (COLWISE, ROWWISE, QKV, REPLICATED)

@@ -10,26 +10,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import ModelError
+from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_encoder_adapter
 from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.layers import base_model
-from longspan.model.multimodal.image_cost import image_cost
-from longspan.model.multimodal.image_modules import refuse_model_without_images
+from longspan.model.marks import name_parameters
+from longspan.model.multimodal.image_modules import find_trained_part, refuse_model_without_images
 from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel, check_encoder_home
-from longspan.model.multimodal.prepare_encoder import prepare_encoder
+from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
 from longspan.model.options import PrepareOptions
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.replaced_parameters import name_parameters
 from longspan.model.vision.image_encoder import ImageEncoder, pack_attention, split_off_image_encoder
 from longspan.model.weights.fill import DeferredWeights, find_deferred_weights
 from longspan.plan.cost.cost import Cost
+from longspan.plan.items.encoder_shape import EncoderShape, read_window_layers
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.families import find_family
 
 
@@ -144,3 +145,27 @@ def _prepare_and_join_encoder(
         in_spans=find_family(language_model.config.model_type).images_see_each_other,
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)
+
+
+def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int, gpu: bool) -> Cost:
+    """Return the price of an image's rows, for `Encoder(cost=…)`: linears, attention in windows and over the image.
+
+    `encoder` is not sharded yet; of frozen parts only the forward pass is priced; recomputation runs forward `again`
+    times; `gpu`: seconds are an H200's, else of CPUs.
+    """
+    try:
+        shape = EncoderShape.of(config)
+    except PlanError:  # then sizes are the configuration's, and weights of blocks those of the encoder itself
+        vision = ConfigReader.read_whole_model(config).section("vision_config")
+        layers = vision.count("depth", "num_hidden_layers")
+        windows, side = read_window_layers(vision, layers)
+        block_matrices = (p for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+        shape = EncoderShape(
+            width=vision.count("embed_dim", "hidden_size"),  # Qwen2-VL's hidden_size is the language model's width
+            full_layers=layers - windows,
+            block_weights=sum(p.numel() for p in block_matrices),
+            merge=vision.count("spatial_merge_size") or 1,
+            window_layers=windows,
+            window=side,
+        )
+    return shape.cost(trained=find_trained_part(encoder), again=again, gpu=gpu)

@@ -16,7 +16,6 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.features import Call, Feature
-from longspan.model.fsdp_passes import leave_out_idle_hooks, reshard
 from longspan.model.kinds import router_sizes, score_columns
 from longspan.model.layers import Absent, decoder_model, mtp_depths, text_model_name
 from longspan.model.parts import find_parts
@@ -31,6 +30,7 @@ from longspan.model.pipeline.stages import (
 )
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.row_loss import add_row_loss
+from longspan.model.sharding import leave_out_idle_hooks, reshard
 from longspan.plan.memory.model_numbers import stage_layers
 
 
@@ -165,7 +165,18 @@ class PipelineModel(nn.Module):
             call_rules(self).check_shard(stage_input.shard)
         world = world_of(self._world_key)
         with self.copies.sum_copied_gradients(world) if backward else nullcontext():
-            step, stages = self._cached_schedule(len(inputs), backward, world)
+            key = (len(inputs), backward)
+            if key not in self._schedules:  # kept for the next step like it
+                # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
+                hidden = self.config.get_text_config().hidden_size
+                parts = call_rules(self).row_multiple
+                new_stages = [
+                    ScheduledStage(stage, world, hidden_size=hidden, dtype=self.dtype, row_parts=parts)
+                    for stage in self.stages
+                ]
+                new_step = make_schedule(self.pipeline_settings, new_stages, len(inputs), backward=backward)
+                self._schedules[key] = new_step, new_stages
+            step, stages = self._schedules[key]
             for stage_input in inputs:
                 stage_input.keywords = call_rules(self).add_kernel_argument(stage_input.keywords)
             for stage in stages:
@@ -182,23 +193,6 @@ class PipelineModel(nn.Module):
                     stage.drop_step_state()
         if not backward:
             reshard(self)
-
-    def _cached_schedule(
-        self, micro_batches: int, backward: bool, world: World
-    ) -> tuple[Callable[[], None], list[ScheduledStage]]:
-        """Return the step of so many micro-batches, and the stages that it runs; kept for the next step like it."""
-        key = (micro_batches, backward)
-        if key not in self._schedules:
-            # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
-            hidden = self.config.get_text_config().hidden_size
-            parts = call_rules(self).row_multiple
-            stages = [
-                ScheduledStage(stage, world, hidden_size=hidden, dtype=self.dtype, row_parts=parts)
-                for stage in self.stages
-            ]
-            step = make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward)
-            self._schedules[key] = step, stages
-        return self._schedules[key]
 
     @torch.no_grad()
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
@@ -220,21 +214,19 @@ class PipelineModel(nn.Module):
         # which a stage sets itself
         keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}
         self.run_micro_batches([StageInput(shard, input_ids, make_output, keywords)], backward=False)
-        return CausalLMOutput(logits=self._broadcast_logits(logits, shard))
-
-    def _broadcast_logits(self, last_stage_logits: list[Tensor], shard: SequenceShard) -> Tensor:
-        """Send the last stage's logits, a list of one there and of none elsewhere, to all ranks, which return them."""
         pipeline = world_of(self._world_key).channels.pipeline
-        holder = self.pipeline_settings.pp - 1
-        if pipeline.index == holder:
-            logits = last_stage_logits[0].to(self.dtype).contiguous()
-            places = [place for place in range(pipeline.degree) if place != holder]
-            pipeline.exchange([(place, logits) for place in places], [], "logits to all stages").wait()
-            return logits
-        columns = score_columns(self) or self.vocabulary_size
-        logits = torch.empty(1, shard.local_rows, columns, dtype=self.dtype, device=shard.device)
-        pipeline.exchange([], [(holder, logits)], "logits to all stages").wait()
-        return logits
+        last = self.pipeline_settings.pp - 1
+        sends = list[tuple[int, Tensor]]()
+        receives = list[tuple[int, Tensor]]()
+        if pipeline.index == last:  # which sends them to the others
+            all_logits = logits[0].to(self.dtype).contiguous()
+            sends = [(place, all_logits) for place in range(pipeline.degree) if place != last]
+        else:
+            columns = score_columns(self) or self.vocabulary_size
+            all_logits = torch.empty(1, shard.local_rows, columns, dtype=self.dtype, device=shard.device)
+            receives = [(last, all_logits)]
+        pipeline.exchange(sends, receives, "logits to all stages").wait()
+        return CausalLMOutput(logits=all_logits)
 
 
 class PipelineFeature(Feature):

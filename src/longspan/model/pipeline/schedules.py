@@ -26,9 +26,8 @@ from torch.distributed.pipelining import (
 
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
-from longspan.model.fsdp_passes import accumulate_gathered_gradients, unshard
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.sharding import fsdp_modules, reduction_groups
+from longspan.model.sharding import accumulate_gathered_gradients, fsdp_modules, reduction_groups, unshard
 from longspan.model.weights.gradients import add_gradient
 
 
@@ -113,19 +112,7 @@ def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[fro
 
     All nodes on a path from the input depend on it; the search from a weight stops at the first of them.
     """
-    users = _find_users(output)
-    input_users = _dependent_nodes(x, users)
-    groups: dict[frozenset[Node], list[Tensor]] = {}
-    for weight in weights:
-        if weight.requires_grad and (node := get_gradient_edge(weight).node) in users:
-            groups.setdefault(frozenset(_dependent_nodes(node, users, input_users) & input_users), []).append(
-                weight
-            )
-    return groups
-
-
-def _find_users(output: Node) -> dict[Node, list[Node]]:
-    """Find, for every node that the output depends on, the nodes that use its result: the graph turned around."""
+    # for every node that the output depends on, the nodes that use its result: the graph turned around
     users: dict[Node, list[Node]] = {output: []}
     to_visit = [output]
     while to_visit:
@@ -137,7 +124,14 @@ def _find_users(output: Node) -> dict[Node, list[Node]]:
                 users[below] = []
                 to_visit.append(below)
             users[below].append(node)
-    return users
+    input_users = _dependent_nodes(x, users)
+    groups: dict[frozenset[Node], list[Tensor]] = {}
+    for weight in weights:
+        if weight.requires_grad and (node := get_gradient_edge(weight).node) in users:
+            groups.setdefault(frozenset(_dependent_nodes(node, users, input_users) & input_users), []).append(
+                weight
+            )
+    return groups
 
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set[Node] = frozenset()) -> set[Node]:

@@ -46,12 +46,13 @@ def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tu
     return tuple(SharedParameter(tuple(names[key]), tuple(holders[key])) for key in names if len(holders[key]) > 1)
 
 
-def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module], pp: int) -> None:
+def refuse_parameter_copies(
+    model: PreTrainedModel, stages: Sequence[nn.Module], shared: Sequence[SharedParameter], pp: int
+) -> None:
     """Raise ModelError where one rank would have two copies of a parameter, or a module shares some of its parameters.
 
     A shared module is registered whole, under its first name in the whole model.
     """
-    shared = shared_parameters(model, stages)
     name = type(model).__name__
     for entry in shared:
         if len({stage % pp for stage in entry.stages}) < len(entry.stages):
@@ -362,8 +363,8 @@ def cut_stages_of_position(
     """
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
     models = make_stage_models(model, parts, layers)
-    refuse_parameter_copies(model, models, pp)
     shared = shared_parameters(model, models)
+    refuse_parameter_copies(model, models, shared, pp)
     local_indices = range(position, len(models), pp)
     stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in local_indices)
     for layer in [getattr(decoder_model(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:

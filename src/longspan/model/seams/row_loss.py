@@ -99,7 +99,7 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
         # Depths of multi-token prediction are called with what the last layer, which they copy, was called with.
         inputs_of_layer = nullcontext()
         if future_ids is not None:
-            from longspan.model.mtp.layer_inputs import record_layer_inputs
+            from longspan.model.mtp.depths import record_layer_inputs
 
             inputs_of_layer = record_layer_inputs(model)
         with inputs_of_layer as inputs:

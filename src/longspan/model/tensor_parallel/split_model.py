@@ -22,6 +22,7 @@ from longspan.errors import ModelError
 from longspan.model.adapted_modules import has_trained_copy, is_adapted, is_expert_adapter, peft_modules
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.experts.expert_products import ADAPTER_VIEW
+from longspan.model.features import Feature
 from longspan.model.kinds import expert_modules
 from longspan.model.layers import Absent, layers_and_mtp_blocks
 from longspan.model.tensor_parallel import module_styles as tp_style
@@ -52,82 +53,83 @@ from longspan.model.tensor_parallel.split_modules import (
     sum_partial_gradients,
     wrap_forward,
 )
+from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.model.weights.tied_names import tied_names
 
 
-def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
-    """Raise ModelError, before anything is changed, for a model that cannot be split over the world's tp."""
-    tp = world.home.tp
-    if tp == 1 and sequence_parallel:
-        raise ModelError(
-            "sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out"
+class TensorParallelFeature(Feature):
+    """Layers split over the tensor-parallel ranks of a slot, with or without rows split between them."""
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for a model that cannot be split exactly over tp, also by a trial on the host."""
+        tp = self.world.home.tp
+        if tp == 1:
+            raise ModelError(
+                "sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out"
+            )
+        styled_modules = list_styles(model)
+        if reasons := [*reasons_against_adapter(model, styled_modules)]:
+            raise ModelError(
+                f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1"
+            )
+        check_divided_sizes(sizes_divided_by_tp(model, styled_modules), tp, type(model).__name__)
+        for name, module, style, _ in styled_modules:
+            if style == tp_style.MIXER:
+                refuse_unsplittable_mixer(name, module, tp)
+        refuse_unnamed_parameters(model, styled_modules)
+        if self.options.sequence_parallel:
+            for name, layer in layers_and_mtp_blocks(model).items():
+                single_and_full_row_modules(name, layer, styled_modules)  # here only to raise
+            refuse_sequence_parallel(model)
+        refuse_mixed_features(model, styled_modules)
+
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        """Split a part of the model over the ranks of this slot, in place, before FSDP2; all ranks enter."""
+        world = self.world
+        sequence_parallel = self.options.sequence_parallel
+        styled_modules = list_styles(model)
+        _ = world.meshes.tp  # made by all ranks together
+        tied = tied_names(model)
+        _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
+        mixtures = tuple(
+            f"{name}.{child}."
+            for name, layer in layers_and_mtp_blocks(model).items()
+            for child, module in layer.named_children()
+            if modules_named_experts(module)
         )
-    if tp == 1:
-        return
-    styled_modules = list_styles(model)
-    if reasons := [*reasons_against_adapter(model, styled_modules)]:
-        raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
-    check_divided_sizes(sizes_divided_by_tp(model, styled_modules), tp, type(model).__name__)
-    for name, module, style, _ in styled_modules:
-        if style == tp_style.MIXER:
-            refuse_unsplittable_mixer(name, module, tp)
-    refuse_unnamed_parameters(model, styled_modules)
-    if sequence_parallel:
-        for name, layer in layers_and_mtp_blocks(model).items():
-            single_and_full_row_modules(name, layer, styled_modules)  # here only to raise
-        refuse_sequence_parallel(model)
-
-
-def split_over_ranks(
-    model: PreTrainedModel, world: World, *, sequence_parallel: bool, sum_expert_gradients: bool
-) -> None:
-    """Split the model over the tensor-parallel ranks of this slot, in place; all ranks call it together, before FSDP2.
-
-    `refuse_tensor_parallel` has been called. `sum_expert_gradients`: nobody else shards the experts' parameters over
-    `world.meshes.expert`, so that their gradients are summed over tp here.
-    """
-    styled_modules = list_styles(model)
-    _ = world.meshes.tp  # made by all ranks together
-    tied = tied_names(model)
-    _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
-    mixtures = tuple(
-        f"{name}.{child}."
-        for name, layer in layers_and_mtp_blocks(model).items()
-        for child, module in layer.named_children()
-        if modules_named_experts(module)
-    )
-    head = model.get_output_embeddings()  # which is split already, or stays whole
-    for name, module, style, parameter in styled_modules:
-        # a block of experts gets and returns all rows
-        splits_rows = sequence_parallel and not name.startswith(mixtures)
-        adapted = is_adapted(module) and module is not head
-        is_linear = isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED)
-        if style == tp_style.MIXER:
-            split_mixer(name, module, world, sequence_parallel=splits_rows)
-        elif style == tp_style.PARTIAL_GRADIENT and not adapted:
-            sum_partial_gradients(module, world.key, parameter)
-        elif style == tp_style.HEADS and parameter is not None:
-            slice_parameter(module, parameter, 0, world)
-            wrap_forward(module, views={parameter: local_tensor})
-        elif style in LINEAR_STYLES and (adapted or is_linear):
-            split_linear(module, style, world, sequence_parallel=splits_rows)
-    for name, first_name in tied.items():  # all that share a parameter take the first one's slice
-        path, _, attribute = name.rpartition(".")
-        model.get_submodule(path).register_parameter(attribute, model.get_parameter(first_name))
-    # Split blocks sum over tp the gradients of their inputs, which are partial. Under sequence parallelism those
-    # outside of blocks of experts are given this rank's part of the rows, and gather all.
-    copy_input: Transform = partial(tp_copy, world_key=world.key)
-    gather_input: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
-    for name in sorted(split_block_names(styled_modules)):
-        whole = not sequence_parallel or name.startswith(mixtures)
-        wrap_forward(model.get_submodule(name), enter=copy_input if whole else gather_input)
-    for layer in layers_and_mtp_blocks(model).values():
-        for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
-            split_expert_rows(experts, world.key, sum_gradients=sum_expert_gradients)
-            vars(experts)[ADAPTER_VIEW] = partial(tp_copy_parameter, world_key=world.key)
-    if sequence_parallel:
-        split_residuals(model, styled_modules, world)
+        head = model.get_output_embeddings()  # which is split already, or stays whole
+        for name, module, style, parameter in styled_modules:
+            # a block of experts gets and returns all rows
+            splits_rows = sequence_parallel and not name.startswith(mixtures)
+            adapted = is_adapted(module) and module is not head
+            is_linear = isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED)
+            if style == tp_style.MIXER:
+                split_mixer(name, module, world, sequence_parallel=splits_rows)
+            elif style == tp_style.PARTIAL_GRADIENT and not adapted:
+                sum_partial_gradients(module, world.key, parameter)
+            elif style == tp_style.HEADS and parameter is not None:
+                slice_parameter(module, parameter, 0, world)
+                wrap_forward(module, views={parameter: local_tensor})
+            elif style in LINEAR_STYLES and (adapted or is_linear):
+                split_linear(module, style, world, sequence_parallel=splits_rows)
+        for name, first_name in tied.items():  # all that share a parameter take the first one's slice
+            path, _, attribute = name.rpartition(".")
+            model.get_submodule(path).register_parameter(attribute, model.get_parameter(first_name))
+        # Split blocks sum over tp the gradients of their inputs, which are partial. Under sequence parallelism those
+        # outside of blocks of experts are given this rank's part of the rows, and gather all.
+        copy_input: Transform = partial(tp_copy, world_key=world.key)
+        gather_input: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
+        for name in sorted(split_block_names(styled_modules)):
+            whole = not sequence_parallel or name.startswith(mixtures)
+            wrap_forward(model.get_submodule(name), enter=copy_input if whole else gather_input)
+        for layer in layers_and_mtp_blocks(model).values():
+            for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
+                # Without FSDP2 nobody else sums gradients of experts over tp.
+                split_expert_rows(experts, world.key, sum_gradients=not self.options.shard_parameters)
+                vars(experts)[ADAPTER_VIEW] = partial(tp_copy_parameter, world_key=world.key)
+        if sequence_parallel:
+            split_residuals(model, styled_modules, world)
 
 
 def _split_head_and_embedding(

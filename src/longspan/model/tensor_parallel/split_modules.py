@@ -28,8 +28,8 @@ from longspan.comm.tp_collectives import (
 from longspan.model.adapted_modules import (
     unadapted_module,
 )
+from longspan.model.tensor_parallel.mixer_parts import EvenRows, FusedRows
 from longspan.model.tensor_parallel.module_styles import GATHERED, QKV, SPLIT_INPUT
-from longspan.model.tensor_parallel.rows import EvenRows, FusedRows
 from longspan.model.weights.empty_model import copy_to_device
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.families import COLWISE, PACKED, PARTIAL_GRADIENT, ROWWISE

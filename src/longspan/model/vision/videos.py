@@ -65,7 +65,15 @@ class VideoTokens:
                 f"placeholders of videos are token id {placeholder}, and {type(config).__name__} has {known_ids} ids "
                 "(vocab_size); set video_token_id in config.json to an id of the vocabulary, as the tokenizer has it"
             )
-        return cls(images, placeholder, _frame_groups_are_apart(model, images, placeholder))
+        # Tried with two groups of two rows as one run: a model that wants text between groups makes too few positions.
+        side = images.merge
+        grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
+        apart = False
+        try:
+            compute_rope_positions(model, config, np.array([placeholder] * 4), np.array([VIDEO] * 4), **grids)
+        except RuntimeError:  # positions of the first group only, which do not fill four tokens
+            apart = True
+        return cls(images, placeholder, apart)
 
     def rows(self, grid: Grid) -> list[int]:
         """Return the rows of each group of frames of a video.
@@ -116,18 +124,3 @@ class VideoTokens:
         return compute_rope_positions(
             model, config, ids, self.images.kinds(ids, grids) + VIDEO * video_marks, **media
         )
-
-
-def _frame_groups_are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
-    """Return whether the model wants text between the groups of frames of a video.
-
-    Tried with two groups of two rows as one run: such a model makes positions for too few tokens.
-    """
-    ids = np.array([placeholder] * 4)
-    side = images.merge
-    grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
-    try:
-        compute_rope_positions(model, images.config, ids, np.array([VIDEO] * 4), **grids)
-    except RuntimeError:  # positions of the first group only, which do not fill four tokens
-        return True
-    return False
