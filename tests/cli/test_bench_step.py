@@ -106,11 +106,10 @@ def test_sequences_are_timed_together_or_alone_each_over_all_slots() -> None:
     assert together.batches() == [together]
 
 
-@pytest.mark.parametrize(("cap", "least"), [(1024, 4), (2048, 2), (4096, 1)])
-def test_the_fixed_degree_is_the_fastest_that_holds_the_longest(cap: int, least: int) -> None:
-    words = ["--lengths", "4096,10", "--planners", "fixed", "--context.max_tokens_per_slot", str(cap)]
+def test_the_fixed_degree_is_the_fastest_that_holds_the_longest() -> None:
+    words = ["--lengths", "4096,10", "--planners", "fixed", "--context.max_tokens_per_slot", "2048"]
     chosen = settings(*words, ranks=4)
-    degrees = [cp for cp in (1, 2, 4) if cp >= least]
+    degrees = [2, 4]
     others = [settings(*words, "--context.context_parallel_size", str(cp), ranks=4).plan("fixed") for cp in degrees]
     seconds = [plan.predicted_seconds for plan in others]
     assert chosen.plan("fixed").predicted_seconds == min(seconds)
