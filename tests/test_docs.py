@@ -152,12 +152,14 @@ CHANGES = {
     "vision-models": (("range(4)", "range(2)"),),
     "bridge": (("range(8)", "range(5)"),),
 }
+NIGHTLY = ("parallelism", "mtp", "doctor")
 ALONE = {"README", "memory", "own-loop", "gpu", "laptop"}  # below; tests/hf runs "trainer"
 
 
 @pytest.mark.filterwarnings("ignore:.*are no part of the.*itself")  # the depths of mtp.md, which are added then
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.whole] * (name == "mtp")) for name in PAGES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in NIGHTLY)) for n in PAGES])
 def test_a_page_is_one_program(name: str, run_page: RunProgram) -> None:
+    """Homes of "parallelism", depths of "mtp" and the proof of "doctor" are in daily tables of their rooms."""
     printed = run_page(name, *CHANGES.get(name, ()))
     assert PAGES[name](printed), printed
 

@@ -40,6 +40,7 @@ from longspan.comm.all_ranks import run_on_every_rank
 from longspan.comm.channel import Channels
 from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.errors import CommError
+from longspan.plain_text import markdown_table
 from longspan.versions import versions
 
 DIGEST = "0f" * 32
@@ -232,22 +233,15 @@ def _text(record: dict[str, Any]) -> str:
     rows = record["rows"]
     there = record["extrapolated to"]
     columns = ["of the rank with the most", *(f"{n} ranks" for n in rows), "growth", f"{there:,} ranks"]
-    lines = [
-        "# What a rank's host side costs, by the number of ranks",
-        "",
-        origin_text(record),
-        "",
-        (__doc__ or "").split("\n\n")[2].replace("\n", " ").strip(),
-        "",
-        f"| {' | '.join(columns)} |",
-        "| --- " * len(columns) + "|",
-    ]
+    lines = list[list[str]]()
     for name in next(iter(rows.values())):
         cells = [_number(row[name]) for row in rows.values()]
         fit = record["fits"].get(name)
         cells += [""] * 2 if fit is None else [fit["form"], _number(fit["there"])]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([name, *cells])
+    about = (__doc__ or "").split("\n\n")[2].replace("\n", " ").strip()
+    title = "# What a rank's host side costs, by the number of ranks"
+    return "\n\n".join([title, origin_text(record), about, markdown_table(columns, lines)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from longspan.data.corpus_documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.model.float8_layers import float8_device_reason
+from longspan.plain_text import markdown_table
 from longspan.plan import Cost
 from longspan.train.run_model.load import load_run_model, read_model_configuration
 from longspan.train.run_model.prepare import prepare_run_model
@@ -132,14 +133,15 @@ def measured(losses: Mapping[str, Sequence[float]], name: str, window: int) -> d
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    lines = ["# Precision: the same documents in float32, mixed precision and bfloat16", ""]
-    lines += [f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}.", "", record["note"], ""]
-    lines += [f"Command: `{record['command']}`.", "", "| seed | precision | fall | of float32's fall, at most apart |"]
-    lines += ["| --- | --- | --- | --- |"]
-    for seed, of_seed in record["measured"].items():
-        for name, values in of_seed.items():
-            lines.append(f"| {seed} | {name} | {values['fall']:.4f} | {100 * values['share']:.2f} % |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        (seed, name, f"{values['fall']:.4f}", f"{100 * values['share']:.2f} %")
+        for seed, of_seed in record["measured"].items()
+        for name, values in of_seed.items()
+    ]
+    table = markdown_table(("seed", "precision", "fall", "of float32's fall, at most apart"), rows)
+    title = "# Precision: the same documents in float32, mixed precision and bfloat16"
+    origin = f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}."
+    return "\n\n".join([title, origin, record["note"], f"Command: `{record['command']}`.", table]) + "\n"
 
 
 # ---- the figure

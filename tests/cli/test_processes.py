@@ -133,6 +133,9 @@ def test_the_server_begins_before_the_verb(verb: str, events: list[object], monk
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert command.main() == 2
     assert events[0] == {}, "what the user has set stands"
+    events.clear()
+    assert command.main([verb, "run.toml"]) == 2
+    assert events == [f"longspan.cli.{verb}"], "a caller of main begins no server"
 
 
 @pytest.mark.parametrize(
@@ -144,11 +147,6 @@ def test_no_server_without_ranks(words: str, events: list[object], monkeypatch: 
     monkeypatch.setattr(sys, "argv", ["longspan", *(words or "train a.toml").split()])
     assert command.main() == 2
     assert events == [f"longspan.cli.{(words or 'train').split()[0]}"]
-
-
-def test_a_caller_of_main_begins_no_server(events: list[object]) -> None:
-    assert command.main(["train", "run.toml"]) == 2
-    assert events == ["longspan.cli.train"]
 
 
 # ---- GPUs as CUDA's driver counts them, what ranks find in their environment, and commands that import no torch
@@ -205,7 +203,7 @@ def test_torch_finds_as_many_here() -> None:
 
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-ON_GPUS = ["plan", "--model", "model", "--gpu", "h100", "--gpus", "2", "--json"]
+ON_GPUS = ["plan", "--model", "model", "--gpu", "h100", "--gpus", "2", "--json", "--cp-comm-type", "a2a"]
 WITHOUT_TORCH: tuple[tuple[list[str], int, str], ...] = (  # commands, their status, and what they say
     (["train", "--help"], 0, "longspan train"),
     (["eval", "--help"], 0, "longspan eval"),

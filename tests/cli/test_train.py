@@ -81,7 +81,7 @@ def test_the_demo_starts_with_any_number_of_processes(
 
     monkeypatch.setattr(processes, "usable_gpus", lambda: 0)
     monkeypatch.setattr(verb, "run_on_ranks", run_on_ranks)
-    monkeypatch.setattr("longspan.report.write_report", lambda _: None)
+    monkeypatch.setattr(verb, "_report_result", lambda *_, **__: None)
     words = ["train", "--run.dir", str(tmp_path / "run"), *["--world", str(world)][: 2 * world]]
     assert main([*words, "--checkpoint.preempted_exit_code", "75"]) == 0 and started == [world or 1]
     stopped.append("SIGTERM")  # a run that was told to stop ends with the status of its key

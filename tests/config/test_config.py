@@ -2,6 +2,7 @@
 
 import runpy
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from longspan.plan.check import COMM_TYPES
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.choice import PlannerConfig, degrees_to_compare, plan_steps_ahead
 from longspan.resolve.facts import Facts
+from longspan.resolve.memory import memory_settings_of_run
 from longspan.resolve.ways import Way
 from longspan.run.checks import check_config, check_longest_training_document, refuse_encoder_without_images
 
@@ -167,7 +169,6 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.offload_weights": True, "parallel.pp": 2}, r"needs parallel.pp 1, and parallel.pp is 2; set it, or leave"),
     ({"optimizer.lr": 0.0}, r"optimizer.lr is 0.0; it must be above 0"),
     ({"optimizer.weight_decay": float("inf")}, r"is inf; it must be a finite number, at least 0"),
-    ({"train.epochs": float("nan")}, r"train.epochs is nan; it must be a finite number, at least 0"),
     ({"optimizer.min_lr_ratio": 1.5}, r"optimizer.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
     (
         {"model.compute_dtype": "float64"},
@@ -191,19 +192,13 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.float8": "rowwise", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
     ({"train.float8": "tensor"}, r"train.float8 is 'tensor'"),
     ({"optimizer.lr_schedule": "cos"}, r"is 'cos'; give 'cosine', .*, 'wsd' or 'wsd:NUMBER' \(at least 1\)"),
-    ({"optimizer.lr_schedule": "cosine:5"}, r"lr_schedule is 'cosine:5'; give"),
-    ({"optimizer.lr_schedule": "wsd:0.5"}, r"lr_schedule is 'wsd:0.5'; give"),
     ({"optimizer.lr_schedule": "wsd:2.5"}, r"lr_schedule is 'wsd:2.5'; give whole steps, as in 'wsd:200'"),
     ({"train.loss_arguments": ("center_rewards_coefficient=-1",)}, "coefficient=-1; it must be a number at least 0"),
-    ({"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
     ({"data.max_document_tokens": 1}, r"predicts nothing"),
-    ({"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
     ({"checkpoint.save_signals": ["SIGUSR1", "SIGTERM"]}, r".*; it must be a list of 'SIGHUP', 'SIGUSR1', 'SIGUSR2'"),
-    ({"checkpoint.preempted_exit_code": 256}, r"is 256; it must be at least 0, at most 255"),
     ({"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
     ({"model.preset": "llama-tiny", "model.path": "x"}, r"model.path = 'x' and model.preset = 'llama-tiny' name more"),
     ({"model.rope_scaling": "dynamic"}, r"model.rope_scaling is 'dynamic'; give '', 'yarn' or 'yarn:NUMBER'"),
-    ({"model.rope_scaling": ":2"}, r"rope_scaling is ':2'; give '', 'yarn' or 'yarn:NUMBER' \(above 1\), 'linear' or"),
     ({"model.rope_scaling": "yarn:0.5"}, r"model.rope_scaling is 'yarn:0.5'; .* \(above 1\)"),
     ({"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
     ({"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
@@ -233,9 +228,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"encoder.lr": 0.1, "encoder.trainable": "none"}, r"encoder.lr is 0.1, which needs encoder.trainable 'all' or"),
     ({"train.profile_steps": (10, 0)}, r"train.profile_steps is \(10, 0\); it must be at least 1"),
     ({"checkpoint.keep_best": "loss"}, "is 'loss'; give a figure .* as metrics.jsonl has it, such as eval_loss"),
-    ({"checkpoint.keep_best": "eval_loss:best"}, "is 'eval_loss:best'; give a figure"),
     ({"checkpoint.keep_best": "code/eval_loss"}, "eval_loss of the set 'code', which the run has not; its sets: none"),
-    ({"train.router_z_loss_coef": -1.0}, r"train.router_z_loss_coef is -1.0"),
     ({"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
     ({"parallel.sequence_parallel": True}, r"is True, which needs parallel.tp at least 2, and .* is 1"),
     ({"evaluation.sets": [{"path": "a"}]}, r"table 1 of \[\[evaluation.sets\]\] has name = ''; give one of letters"),
@@ -278,6 +271,9 @@ def test_what_a_run_computes_in() -> None:
     assert [compute_dtype(kind, "cuda") for kind in kinds] == [torch.bfloat16, torch.bfloat16, torch.float64]
     assert [compute_dtype(kind, "cpu") for kind in kinds] == [torch.float32, torch.bfloat16, torch.float64]
     assert compute_dtype(ModelConfig(compute_dtype="float32"), "cuda") == torch.float32
+    for kind, (gpu, device) in product(kinds, ((True, "cuda"), (False, "cpu"))):  # and memory is planned without torch
+        settings = memory_settings_of_run(replace(RunConfig(), model=kind), gpu=gpu)
+        assert settings.compute_bytes == compute_dtype(kind, device).itemsize
 
 
 def test_the_longest_document_is_named_where_nothing_was_cut() -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from longspan.cli.main import main
 from longspan.comm import World
 from longspan.doctor import proof as proving, stock
 from longspan.doctor.cases import LENGTHS, Case, list_cases, list_contiguous_cases, plan_case
 from longspan.doctor.documents import draw_documents, make_image_documents, make_item_documents, no_video_reason
+from longspan.doctor.frozen import widen_rows
 from longspan.doctor.proof import CaseRun, Outcome, ProofRanks, Task, outcome_text, prove, run_proof
 from longspan.doctor.stock import (
     EXACT,
@@ -25,7 +27,7 @@ from longspan.doctor.stock import (
     gradient_errors,
 )
 from longspan.doctor.which_model import find_configuration
-from longspan.errors import ConfigError, LayoutError
+from longspan.errors import ConfigError, LayoutError, ModelError
 from longspan.layout import Layout
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.seams import attention_calls
@@ -221,3 +223,31 @@ def test_what_ranks_do_not_allow() -> None:
         plan_case(Case(cp=3), Case().home(2))
     with pytest.raises(ConfigError, match="no set of cases 'all'; use one of basic, whole"):
         list_cases("all", 2)  # pyright: ignore[reportArgumentType]
+
+
+# ---- adapters over weights in 4 bits: exact at several homes, refused by their rows
+
+
+FROZEN = (Case(cp=2), Case(tp=2), Case(pp=2, plan="several"), Case(plan="dynamic"), Case(dtype="float32", cp=2))
+WHOLE = {"qwen3": FROZEN, "qwen3_moe": (*FROZEN, Case(ep=2, cp=2))}
+
+
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [("qwen3", FROZEN[:2]), *(pytest.param(*row, marks=pytest.mark.whole) for row in WHOLE.items())],
+)
+def test_adapters_over_packed_weights_are_those_of_stock_peft(name: str, cases: tuple[Case, ...]) -> None:
+    outcomes = run_proof(widen_rows(small(name), "nf4"), cases, ProofRanks(2), "nf4").outcomes
+    assert [outcome.status for outcome in outcomes] == ["exact"] * len(cases), outcomes
+
+
+def test_rows_that_blocks_do_not_divide() -> None:
+    config = small("qwen3")
+    config.num_attention_heads = 3
+    with pytest.raises(ModelError, match=r"frozen as 'nf4': .*o_proj.weight: its rows have 96 numbers"):
+        widen_rows(config, "nf4")
+
+
+def test_the_flag_is_of_a_model(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--frozen", "nf4"]) == 2
+    assert "--frozen nf4 is of --model, which is not given" in capfd.readouterr().err

@@ -17,7 +17,7 @@ from longspan.errors import LongspanError
 from longspan.testing import run_ranks
 from tests.mutation import mutated
 from tests.zoo import checks
-from tests.zoo.known_errors import CP, GROUPS, KNOWN_ERRORS, PP, TP, KnownError
+from tests.zoo.known_errors import GROUPS, KNOWN_ERRORS, KnownError
 
 LIMIT = 1e-10  # of every check's relative error: all of them compute in float64, or compare integers
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
@@ -30,19 +30,13 @@ def measure_error(known: KnownError, world: World) -> float:
     return max(error if error == error else float("inf") for error in errors)
 
 
-def _clean_errors(names: Sequence[str]) -> dict[str, float]:
-    """The errors of these checks with the source as it is; checks of one home share its world and models."""
-    errors = dict[str, float]()
-    for home in (CP, TP, PP):
-        of_home = [name for name in names if KNOWN_ERRORS[name].home == home]
-        if of_home:
-            with World(home, backend="gloo", timeout=30) as world:
-                errors |= {name: measure_error(KNOWN_ERRORS[name], world) for name in of_home}
-    return errors
-
-
-def _errors_with_changes(names: Sequence[str]) -> dict[str, float]:
-    errors = dict[str, float]()
+def _clean_and_changed(rank: int, names: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """The errors of these checks with the source as it is, where one home is one world, and with the changes in it."""
+    clean, changed = dict[str, float](), dict[str, float]()
+    for home in dict.fromkeys(KNOWN_ERRORS[name].home for name in names):
+        with World(home, backend="gloo", timeout=30) as world:
+            of_home = (name for name in names if KNOWN_ERRORS[name].home == home)
+            clean |= {name: measure_error(KNOWN_ERRORS[name], world) for name in of_home}
     narrow = {kernel: source.replace("tl.int64", "tl.int32") for kernel, source in checks.kernel_sources().items()}
     for name in names:
         known = KNOWN_ERRORS[name]
@@ -50,20 +44,16 @@ def _errors_with_changes(names: Sequence[str]) -> dict[str, float]:
         sources = nullcontext() if change else patch.object(checks, "kernel_sources", lambda: narrow)
         with World(known.home, backend="gloo", timeout=30) as world, sources, mutated(change):
             try:
-                errors[name] = measure_error(known, world)
+                changed[name] = measure_error(known, world)
             except LongspanError:  # the step is refused on every rank: it counted other targets, say
-                errors[name] = float("inf")
-    return errors
-
-
-def _both_errors(rank: int, names: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
-    return _clean_errors(names), _errors_with_changes(names)
+                changed[name] = float("inf")
+    return clean, changed
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.whole)])
 def test_a_check_passes_and_notices_the_error(every: bool) -> None:
     names = [*KNOWN_ERRORS] if every else [next(iter(group)) for group in GROUPS.values()]
-    for clean, changed in run_ranks(_both_errors, 2, names):
+    for clean, changed in run_ranks(_clean_and_changed, 2, names):
         assert len(clean) == len(names) and max(clean.values()) <= LIMIT, clean
         assert len(changed) == len(names) and min(changed.values()) > 1000 * LIMIT, changed
 

@@ -20,6 +20,7 @@ from longspan.cli.flags import (
 )
 from longspan.cli.processes import (
     Device,
+    Processes,
     choose_processes,
     compile_attention_ahead,
     count_host_ranks,
@@ -64,7 +65,6 @@ from longspan.files import as_json, json_safe_values, os_error_text, read_json
 from longspan.hub import find_local_path
 from longspan.launch.output import outlive_output
 from longspan.launch.stop_signals import block_signals
-from longspan.layout import Layout
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page
 from longspan.resolve.choice import home_of
@@ -271,14 +271,36 @@ def _config_with_flags(own: RunConfig, flags: EvalFlags, weights: SavedWeights) 
     ).with_sets(())
 
 
+def prepare_request(
+    argv: Sequence[str], flags: EvalFlags, world: int, device: Device
+) -> tuple[Processes, EvalRequest]:
+    """Choose the processes of an evaluation, on CPUs as many as its run had there, and make the request, of which all
+    configurations are possible on them.
+
+    Raises ConfigError or LayoutError, as `check_config` does, with a note about processes that were chosen.
+    """
+    run_dir = find_saved_weights(flags.target).run_dir
+    values: Any = None
+    with suppress(OSError, ValueError):  # run.json does not say
+        values = read_json(run_dir / "run.json") if run_dir else None
+    facts = RunFacts.from_json(values) if isinstance(values, dict) else None
+    ranks_of_run = facts.ranks if facts and facts.device == "CPU" else 1
+    processes = choose_processes(world, device, on_cpus=ranks_of_run)
+    with processes.add_note_to_errors():
+        request = make_request(argv, flags, processes.ranks)
+        home = home_of(request.subjects[0].config.parallel, processes.ranks)
+        for subject in request.subjects:  # before heads and documents are read
+            config = fit_evaluation_plans(subject.config, home, None, 1, request.flag_keys)
+            config = config.with_keys("data", max_document_tokens=0)
+            check_config(config, processes.ranks, training=False)
+    return processes, request
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     starts = Starts()
     flags = parse_eval(argv)
-    processes = choose_processes(flags.world, flags.device, on_cpus=ranks_of_run(flags.target))
-    with processes.add_note_to_errors():
-        request = make_request(argv, flags, processes.ranks)
-        check_request(request, processes.ranks)
+    processes, request = prepare_request(argv, flags, flags.world, flags.device)
     if not has_torchrun():  # whose ranks run already: they find a missing path themselves
         for _, path in request.paths:
             find_root(path, key="--data")
@@ -308,28 +330,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def ranks_of_run(target: str) -> int:
-    """Return how many ranks a run had on CPUs; 1 for one on GPUs, for a folder, and where run.json does not say."""
-    run_dir = find_saved_weights(target).run_dir
-    values: Any = None
-    with suppress(OSError, ValueError):
-        values = read_json(run_dir / "run.json") if run_dir else None
-    facts = RunFacts.from_json(values) if isinstance(values, dict) else None
-    return facts.ranks if facts and facts.device == "CPU" else 1
-
-
-def check_request(request: EvalRequest, ranks: int) -> Layout:
-    """Return the home of an evaluation on `ranks` ranks, if the configurations of all its subjects are possible there.
-
-    Raises ConfigError or LayoutError, as `check_config` does.
-    """
-    home = home_of(request.subjects[0].config.parallel, ranks)
-    for subject in request.subjects:  # before heads and documents are read
-        config = fit_evaluation_plans(subject.config, home, None, 1, request.flag_keys)
-        check_config(config.with_keys("data", max_document_tokens=0), ranks, training=False)
-    return home
-
-
 def eval_rank(
     rank: int, request: EvalRequest, ranks: int, backend: str, starts: Starts
 ) -> tuple[SubjectResult, ...]:
@@ -344,7 +344,7 @@ def eval_rank(
         from longspan.evaluation.evaluate_saved import evaluate_saved
 
     starts.end_part("imports")
-    home = check_request(request, ranks)
+    home = home_of(config.parallel, ranks)
     with (
         World(home, backend=backend, timeout=config.run.timeout_seconds) as world,
         ProgressDisplay(0, sys.stderr if rank == 0 else None) as display,

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from longspan.cli.eval import check_request, make_request, parse_eval, ranks_of_run
+from longspan.cli.eval import parse_eval, prepare_request
 from longspan.cli.flags import Groups, Repeated, Word, check_flags_at_least, parse_flags
-from longspan.cli.processes import Device, choose_processes, print_note, prints_results, run_on_ranks
+from longspan.cli.processes import Device, print_note, prints_results, run_on_ranks
 from longspan.errors import ConfigError, DataError
 from longspan.evaluation.fit_layout import fit_evaluation_plans
 from longspan.evaluation.request import EvalRequest
 from longspan.files import as_json
 from longspan.launch.output import outlive_output
 from longspan.launch.stop_signals import block_signals
+from longspan.resolve.choice import home_of
 from longspan.run.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -75,12 +76,9 @@ def main(argv: Sequence[str]) -> int:
         )
     if flags.prompts and not Path(flags.prompts).is_file():
         raise DataError(f"--prompts: there is no file {flags.prompts}; give one with a prompt on each line")
-    processes = choose_processes(flags.world, flags.device, on_cpus=ranks_of_run(flags.target))
     words = [flags.target, *(["--model.dtype", flags.dtype] if flags.dtype else [])]
     words += ["--tokenizer", flags.tokenizer] if flags.tokenizer else []
-    with processes.add_note_to_errors():
-        request = make_request(words, parse_eval(words), processes.ranks)
-        check_request(request, processes.ranks)
+    processes, request = prepare_request(words, parse_eval(words), flags.world, flags.device)
     print_note(processes.note, sys.stderr)
     args = (request, flags, processes.ranks, processes.backend)
     completions: Completions = run_on_ranks(_generate_on_rank, args, processes.ranks)
@@ -108,7 +106,7 @@ def _generate_on_rank(
         from longspan.plan.shape.positions import position_limit
 
     (subject,) = request.subjects
-    home = check_request(request, ranks)
+    home = home_of(subject.config.parallel, ranks)
     config = fit_evaluation_plans(subject.config, home, None, 1, request.flag_keys)
     key = "text" if flags.text else "prompt"
     rows = [Row(f"--prompt {i}", {key: text}) for i, text in enumerate(flags.prompt, 1)]

@@ -78,18 +78,7 @@ def main(argv: Sequence[str]) -> int:
         interrupted.status = config.checkpoint.preempted_exit_code or interrupted.status
         raise
     if prints_results():
-        from longspan.report import write_report
-
-        out = sys.stderr if flags.json else sys.stdout  # JSON is alone on standard output
-        report = write_report(result.dir)
-        saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
-        model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
-        print(f"checkpoints: {config.checkpoint.dir or result.dir / 'checkpoints'}{model}", file=out)
-        print(json.dumps(result.summary()) if flags.json else result.text())
-        compared = " --compare base" if config.lora.rank else ""
-        command = "longspan" if shutil.which("longspan") else Path(sys.executable).with_name("longspan")
-        following = "" if result.stopped else f"; next: {command} eval {result.dir}{compared}"
-        print(f"{result.degrees_text()}Open {report}{following}", file=out)
+        _report_result(result, config, as_json=flags.json)
     return config.checkpoint.preempted_exit_code if result.stopped else 0
 
 
@@ -134,3 +123,19 @@ def train_rank(
             halve_kept_rows(config)
         gc.collect()  # the model, its optimizer and their tensors are in cycles
         torch.cuda.empty_cache()
+
+
+def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -> None:
+    """Write the page of a run, and print its result and where everything is; JSON is alone on standard output."""
+    from longspan.report import write_report
+
+    out = sys.stderr if as_json else sys.stdout
+    report = write_report(result.dir)
+    saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
+    model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
+    print(f"checkpoints: {config.checkpoint.dir or result.dir / 'checkpoints'}{model}", file=out)
+    print(json.dumps(result.summary()) if as_json else result.text())
+    compared = " --compare base" if config.lora.rank else ""
+    command = "longspan" if shutil.which("longspan") else Path(sys.executable).with_name("longspan")
+    following = "" if result.stopped else f"; next: {command} eval {result.dir}{compared}"
+    print(f"{result.degrees_text()}Open {report}{following}", file=out)

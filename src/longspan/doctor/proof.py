@@ -374,12 +374,22 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
                 outcomes[number] = Outcome(case, "refused", message=str(error))
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    shared: Any = {"show": ranks.show, "architecture": architecture, "image_documents": image_documents}
-    shared["frozen"] = frozen
     for home, numbered in cases_of_homes.items():
         first_numbers = {_preparation_key(case): number for number, case in reversed(numbered)}
         numbered.sort(key=lambda pair: (first_numbers[_preparation_key(pair[1])], pair[0]))
-        task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, **shared)
+        task = Task(
+            config,
+            home,
+            tuple(numbered),
+            answers,
+            documents,
+            ranks.backend,
+            ranks.timeout,
+            ranks.show,
+            architecture,
+            image_documents,
+            frozen,
+        )
         outcomes |= _run_home_cases(task, ranks, worlds)
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
 

@@ -183,11 +183,11 @@ def _progress_texts(live: LiveRun) -> Iterator[str]:
 
 
 class Follower:
-    """Serves the page of a run's folder while it is open; `wait` returns when the run has ended.
+    """Serves the page of a run's folder while it is open; `wait_until_run_ends` returns when the run has ended.
 
     >>> with Follower(Path("runs/first"), port=8765) as follower:  # doctest: +SKIP
     ...     print(follower.address)             # http://127.0.0.1:8765/KEY/
-    ...     print(follower.wait().state_sentence())  # the run has come to its end at step 300 of 300
+    ...     print(follower.wait_until_run_ends().state_sentence())  # the run has come to its end at step 300 of 300
 
     Port 0 is any free one. Raises ConfigError where a port cannot be listened on. The folder need not be there yet.
     """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longspan.cli.eval import check_request, make_request, parse_eval
+from longspan.cli.eval import make_request, parse_eval, prepare_request
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
@@ -165,9 +165,8 @@ def test_a_base_has_neither_the_adapter_nor_the_depths_that_train_with_it(tmp_pa
     config = load_config(None, BASE | {"lora.rank": 4, "mtp.num_layers": 1, "mtp.train_whole": True})
     (tmp_path / "config.toml").write_text(to_toml(config))
     words = [str(tmp_path), "--compare", "base"]
-    request = make_request(words, parse_eval(words), 8)
+    _, request = prepare_request(words, parse_eval(words), 8, "cpu")
     assert [(subject.config.lora.rank, subject.config.mtp.num_layers) for subject in request.subjects] == [
         (4, 1),
         (0, 0),
     ]
-    assert check_request(request, 8).slots == 8
