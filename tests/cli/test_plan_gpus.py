@@ -26,7 +26,7 @@ from longspan.plan.memory import memory_choice
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.facts import Facts
 from longspan.resolve.resolved import resolve
-from longspan.resolve.run_cost import find_run_cost, memory_settings_of_run
+from longspan.resolve.run_cost import find_run_cost
 from longspan.resolve.ways import UNIT, Ranking, Way, fit_way, rank_ways, set_usual_mode
 from longspan.run.checks import check_config
 from tests.plan.shape.test_packed import LLAMA_70B, QWEN3_32B

@@ -26,7 +26,7 @@ from longspan.plan.check import COMM_TYPES
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.choice import PlannerConfig, degrees_to_compare, plan_steps_ahead
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import memory_settings_of_run
+from longspan.resolve.run_cost import memory_settings_of_run
 from longspan.resolve.ways import Way
 from longspan.run.checks import check_config, check_longest_training_document, refuse_encoder_without_images
 
