@@ -60,6 +60,9 @@ def test_a_model_replaces_an_older_one_and_nothing_else(tmp_path: Path, world: W
     assert files_of(folder) == {*OTHERS, *NEW} and [path.name for path in tmp_path.iterdir()] == ["model"]
     assert all((folder / name).read_text() == text for name, text in OTHERS.items())
     stock = AutoModelForCausalLM.from_pretrained(folder)
+    assert stock.config._attn_implementation == "sdpa" and stock.config.use_cache
+    assert [type(stock).__name__] == stock.config.architectures == ["Qwen3ForCausalLM"]
+    assert stock.get_output_embeddings().weight is stock.get_input_embeddings().weight
     assert all(p.equal(model.get_parameter(name).full_tensor()) for name, p in stock.named_parameters())
 
 
@@ -138,9 +141,10 @@ def test_nothing_is_lost_or_mixed_where_a_save_is_interrupted(
     assert (tmp_path / "model.old" / "notes").read_text() == "mine"
 
 
-LAYOUTS = [
-    ("qwen3-tiny", {}, {"tp": 2}),  # tied embeddings
-    ("qwen3-moe-tiny", {"ep": 2}, {}),  # experts that a folder has one by one
+LAYOUTS: list[tuple[str, Layout, bool, Layout]] = [  # a preset, the home that saves, sharded, and the one that loads
+    ("qwen3-tiny", Layout((1, 0), dp_replicate=2), True, Layout(2, tp=2)),  # tied embeddings
+    ("llama-tiny", Layout(2, tp=2), False, Layout((1, 0))),
+    ("qwen3-moe-tiny", Layout(2, ep=2), True, Layout(2)),  # experts that a folder has one by one
 ]
 
 
@@ -157,13 +161,13 @@ def whole(model: Any) -> dict[str, Tensor]:
 
 
 def reload_rank(rank: int, folder: Path) -> str:
-    for number, (preset, saved, loaded) in enumerate(LAYOUTS):
+    for number, (preset, saved, sharded, loaded) in enumerate(LAYOUTS):
         path = folder / str(number)
-        with World(Layout(2, **saved), backend=backend(), timeout=60) as world:
-            first = prepare_untried(model_of(preset, 0), world)
+        with World(saved, backend=backend(), timeout=60) as world:
+            first = prepare_untried(model_of(preset, 0), world, shard_parameters=sharded)
             save_model(first, path, world)
             expected = whole(first)
-        with World(Layout(2, **loaded), backend=backend(), timeout=60) as world:
+        with World(loaded, backend=backend(), timeout=60) as world:
             second = prepare_untried(model_of(preset, 1), world)
             load_weights(second, path, world)
             found = whole(second)

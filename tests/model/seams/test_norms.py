@@ -102,9 +102,7 @@ class Gated(OffByTwo):
 
 def test_a_program_holds_all_features_of_a_group() -> None:
     widths = {1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 4097: 8192}
-    assert {
-        width: norms._launch_sizes(torch.empty(9, width), NormFormula())[2]["COLUMNS"] for width in widths
-    } == widths
+    assert {n: norms._launch_sizes(torch.empty(9, n), NormFormula())[2]["COLUMNS"] for n in widths} == widths
 
 
 @pytest.mark.parametrize("kind", (OffByTwo, NoEps, Gated))
@@ -120,30 +118,23 @@ def test_a_wrong_word_is_an_error(world: World) -> None:
         prepare(tiny("qwen3"), world, fused_norms=True)  # pyright: ignore[reportArgumentType]
 
 
-class SometimesWeighted(nn.Module):
-    def __init__(self, weighted: bool) -> None:
-        super().__init__()
-        self.eps = 1e-6
-        if weighted:
-            self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return x * self.weight if hasattr(self, "weight") else x
-
-
 class Refuses(OffByTwo):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError
 
 
+class SometimesWeighted(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.weight is None else super().forward(x)
+
+
 @pytest.mark.parametrize("first", (True, False))
 def test_norms_of_one_class_with_and_without_a_weight(first: bool) -> None:
     kind = type("SometimesRMSNorm", (SometimesWeighted,), {})
-    model = nn.ModuleDict({"a": kind(first), "b": kind(not first), "c": type("RefusesRMSNorm", (Refuses,), {})()})
+    a, b = (kind(8, eps=1e-6, elementwise_affine=weighted) for weighted in (first, not first))
+    model = nn.ModuleDict({"a": a, "b": b, "c": type("RefusesRMSNorm", (Refuses,), {})()})
     assert fuse_norms(model) == 1
-    for name in "ab":
-        assert model[name](torch.ones(2, 8)).shape == (2, 8)
+    assert all(model[name](torch.ones(2, 8)).shape == (2, 8) for name in "ab")
 
 
 class FusedCase(parity.Case):

@@ -349,6 +349,7 @@ class _RowTrial:
                     f"{name}: in {mode} mode {all_rows} rows, without attention, and {compared} beside others differ "
                     f"by {culprit[1]:.1e} of what it makes of them, where {observed.allowed.error:.0e} is allowed"
                 )
+            first_pass = observed = None  # frees the tensors that they keep, before the next stage runs
         if not differences:
             return None
         return ModelError(

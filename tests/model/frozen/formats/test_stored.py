@@ -15,7 +15,6 @@ from longspan import load_model
 from longspan.errors import ModelError
 from longspan.model.frozen import packed_format
 from longspan.model.frozen.formats.storage_methods import find_storage_method
-from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.weights.fill import find_deferred_weights
 from longspan.model.weights.hf_folder import quantization_settings
 from longspan.model.weights.local_tensors import LocalPart
@@ -51,46 +50,21 @@ def test_a_folder_gives_the_weights_that_its_package_reads(folders: Path, case: 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) -> None:
-    """By rows, experts and columns of bytes, as ranks read them; unpacked they are the weights."""
-    folder = _folder(folders, case)
-    stored = find_storage_method(quantization_settings(folder))
-    assert stored is not None
-    tensors = load_file(folder / "model.safetensors")
-    exact = load_model(folder, dtype="float32", quantized=True).state_dict()
-    packed = {name: x for name, x in stored.join(tensors).items() if isinstance(x, StoredWeight)}
-    assert len(packed) == (4 if case == "mxfp4" else 32 if case == "float8 of experts" else 14)
-    for name, weight in packed.items():
-        *others, rows, columns = weight.shape
-        whole = weight.read()
-        assert not weight.format.rows.reason_against(columns)
-        assert whole.dtype == torch.uint8
-        assert whole.shape == (*others, rows, weight.format.rows.row_bytes(columns))
-        parts = [weight.read(slice(start, stop)) for start, stop in ((0, 1), (1, 3), (3, 10**6))]
-        assert torch.equal(torch.cat(parts), whole)
-        matrices = torch.empty(weight.shape)
-        for matrix, out in zip(whole.view(-1, *whole.shape[-2:]), matrices.view(-1, rows, columns), strict=True):
-            weight.format.unpack(matrix, out)
-        if name in exact:
-            assert torch.equal(matrices.mT if weight.format.transposed else matrices, exact[name])
-        with pytest.raises(ModelError, match=f"weights are not converted to {weight.format.name}"):
-            weight.format.pack(matrices[..., :1, :])
-
-
-@pytest.mark.parametrize("case", ["nf4 in bfloat16", "float8 in blocks", "float8 of experts", "mxfp4"])
 def test_a_sharded_model_reads_packed_rows_by_its_own_names(folders: Path, case: str) -> None:
+    """By rows, experts and columns of bytes, as ranks read them; unpacked they are the weights."""
     model: Any = load_model(_folder(folders, case), quantized=True, sharded=True)
     exact = load_model(_folder(folders, case), quantized=True).state_dict()
     source: Any = find_deferred_weights(model).source
     formats = source.packed_formats()
     count = {"mxfp4": 4, "float8 of experts": 12}.get(case, 14)
     assert len(formats) == count
-    parts, rows = dict[str, LocalPart](), dict[str, slice]()
+    parts, columns_of = dict[str, LocalPart](), dict[str, int]()
     for name, packed in formats.items():
         *others, _, columns = (exact[name].mT if packed.transposed else exact[name]).shape
-        rows[name] = slice(1, 3)
+        columns_of[name] = columns
+        assert not packed.rows.reason_against(columns)
         inside = (slice(32, 96), slice(0, packed.rows.row_bytes(columns)))
-        parts[name] = LocalPart((rows[name], *inside) if others else (slice(1, 3), inside[1]), torch.uint8)
+        parts[name] = LocalPart((slice(1, 3), *inside) if others else (slice(1, 3), inside[1]), torch.uint8)
     read = dict(source.read(parts, torch.device("cpu")))
     assert read.keys() == formats.keys()
     for name, packed in formats.items():
@@ -98,6 +72,8 @@ def test_a_sharded_model_reads_packed_rows_by_its_own_names(folders: Path, case:
         out = torch.empty(expected.shape)
         packed.unpack(read[name].flatten(0, -2), out.view(-1, out.shape[-1]))
         assert torch.equal(out, expected), name
+        with pytest.raises(ModelError, match=f"weights are not converted to {packed.name}"):
+            packed.pack(torch.ones(1, columns_of[name]))
 
 
 Damage = Callable[[dict[str, torch.Tensor]], object]
