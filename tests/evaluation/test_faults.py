@@ -256,10 +256,8 @@ FEW = [Fault("forward pass of the last portion", "error", 1), Fault("reduction",
 
 def test_errors_that_all_ranks_learn_of_leave_the_model_as_it_was() -> None:
     places = ("metric", "reading of a later portion", "stop")
-    faults = [
-        *(Fault(place, "error", 1) for place in places),
-        Fault("forward pass of the last portion", "Ctrl-C", EVERY),
-    ]
+    faults = [Fault(place, "error", 1) for place in places]
+    faults.append(Fault("forward pass of the last portion", "Ctrl-C", EVERY))
     check_going_on(PAIR, faults)
 
 
