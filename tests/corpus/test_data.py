@@ -414,12 +414,10 @@ def chat(name: str) -> dict[str, Any]:
 ROWS = {
     "text": lambda name: {"text": name.upper() * (5 + 3 * ord(name) % 50)},
     "tokens": lambda name: {"input_ids": [ord(name.upper()) - LOWEST] * (2 + 3 * ord(name) % 50)},
-    "prompts": lambda name: {"prompt": name.upper() * 20, "completion": name.upper() * (ord(name) % 30 + 1)},
     "chats": chat,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "files that are cut": ("files", {"max_document_tokens": 16}),
-    "completions that are cut": ("prompts", {"max_document_tokens": 16}),
+    "texts that are cut": ("text", {"max_document_tokens": 16}),
     "chats in turns that are cut": ("chats", {"split_turns": True, "max_document_tokens": 30}),
     "a number of texts": ("chats", {"split_turns": True, "documents": 5}),
     "several sources": ("sources", {"max_document_tokens": 16}),
@@ -429,10 +427,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write_letters(folder: Path, form: str, names: str = NAMES) -> Path:
     folder.mkdir()
-    if form == "files":
-        for name in names:
-            (folder / f"{name}.txt").write_text(ROWS["text"](name)["text"])
-        return folder
     path = folder / f"{form}.jsonl"
     path.write_text("".join(json.dumps(ROWS[form](name)) + "\n" for name in names))
     return path
@@ -440,8 +434,7 @@ def write_letters(folder: Path, form: str, names: str = NAMES) -> Path:
 
 def names_of(folder: Path, corpus: Corpus, documents: Any) -> set[str]:
     engine = load_tokenizer(folder / "run").engine
-    texts = [engine.decode(corpus[d][np.arange(len(corpus[d]))].tolist()) for d in documents]
-    found = [{*NAMES.upper()} & {*text} for text in texts]
+    found = [{*NAMES.upper()} & {*engine.decode(ids_of(corpus, d))} for d in documents]
     assert all(len(row) == 1 for row in found)
     return {row.pop() for row in found}
 
@@ -452,8 +445,7 @@ def test_no_part_of_a_held_out_text_is_trained_on(
 ) -> None:
     monkeypatch.setattr(builder, "BATCH_BYTES", 100)  # texts of several batches
     documents = keys.get("documents", "auto")
-    others = {key: value for key, value in keys.items() if key != "documents"}
-    data = DataConfig(**{"max_document_tokens": 0} | others)
+    data = DataConfig(**{"max_document_tokens": 0} | {key: keys[key] for key in keys if key != "documents"})
     if form == "sources":
         paths = write_letters(tmp_path / "a", "text", NAMES[:8]), write_letters(tmp_path / "b", "tokens", NAMES[8:])
         data = replace(data, sources=tuple(SourceConfig(str(path), 1.0) for path in paths))

@@ -46,15 +46,11 @@ def test_a_saved_tokenizer_is_loaded_here_and_by_transformers(tmp_path: Path) ->
     assert stock.eos_token_id == tokenizer.end
 
 
-@pytest.mark.parametrize(
-    ("settings", "end"),
-    [
-        ({"eos_token": END_OF_TEXT}, True),
-        ({"eos_token": {"__type": "AddedToken", "content": END_OF_TEXT}}, True),
-        ({}, False),
-        (None, True),
-    ],
-)
+ENDS: list[tuple[dict[str, object] | None, bool]] = [({"eos_token": END_OF_TEXT}, True), ({}, False), (None, True)]
+ENDS.append(({"eos_token": {"__type": "AddedToken", "content": END_OF_TEXT}}, True))
+
+
+@pytest.mark.parametrize(("settings", "end"), ENDS)
 def test_the_end_of_text_that_a_folder_names(tmp_path: Path, settings: dict[str, object] | None, end: bool) -> None:
     train_tokenizer(TEXTS, 300).save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()

@@ -289,19 +289,16 @@ UNMARKED_END = marked_template("phi3").replace("+ '<|end|>' }}{% endgeneration %
 def test_a_template_that_never_ends_the_last_turn_is_named(
     tmp_path: Path, template: str | None, begins: str | None
 ) -> None:
-    line = missing_end_line(encoding_of(write_folder(tmp_path, "phi3", template=template)))
+    folder = write_folder(tmp_path, "phi3", template=template)
+    line = missing_end_line(encoding_of(folder))
+    said = lines_of(folder, [{"messages": [says("user", "a"), says("assistant", "b")]}] * 3)
+    assert (line == said[1]) == (line is not None)
     if begins is None:
         assert line is None
     else:
         assert line is not None and line.startswith(begins)
         advice = "; data.end_of_chat_token names a token to be put there" * (template == OPEN)
         assert line.endswith(f"chats of one turn do not teach a model to stop (at <|endoftext|> or <|end|>){advice}")
-
-
-def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path) -> None:
-    turns = [says("user", "a"), says("assistant", "b")]
-    lines = lines_of(write_folder(tmp_path, "phi3", template=OPEN), [{"messages": turns}] * 3)
-    assert lines[1].startswith("the chat template writes no token behind the last turn of a conversation")
 
 
 def test_line_of_what_is_no_target() -> None:
