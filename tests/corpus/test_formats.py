@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,8 @@ def zstd(data: bytes) -> bytes:
         pyarrow: Any = pytest.importorskip("pyarrow")
         frames = [pyarrow.Codec("zstd").compress(part, asbytes=True) for part in (data[:40], data[40:])]
     else:
-        frames = [
-            subprocess.run([program, "-qc"], input=d, check=True, capture_output=True).stdout
-            for d in (data[:40], data[40:])
-        ]
+        run = partial(subprocess.run, [program, "-qc"], check=True, capture_output=True)
+        frames = [run(input=part).stdout for part in (data[:40], data[40:])]
     return b"".join(frames)
 
 

@@ -152,9 +152,7 @@ def test_bounds_are_those_of_datasets() -> None:
             assert part.bounds(rows) == (wanted.from_, wanted.to), (text, rows)
 
 
-@pytest.mark.parametrize(
-    "split", ["train[", "train[5]", "train[a:]", "train[:101%]", "train[1:50%]", "+", "train[::2]"]
-)
+@pytest.mark.parametrize("split", ["train[", "train[5]", "train[a:]", "train[:101%]", "train[1:5%]", "+", "train[::2]"])
 def test_what_is_no_split_is_refused_with_the_grammar(split: str) -> None:
     with pytest.raises(DataError, match=r'data.split is .*; give a split .* as "train", .* "train\[:100\]", .*\+'):
         read_split_parts(split, "data.split")
@@ -163,11 +161,8 @@ def test_what_is_no_split_is_refused_with_the_grammar(split: str) -> None:
 def test_empty_lines_and_files_without_a_split(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"row {i}"}) for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("\n\n".join(["", *lines[:3], "\ufeff", *lines[3:], " \n"]), encoding="utf-8")
-    assert (
-        texts_read(tmp_path, "train[2:5]")
-        == texts_read(tmp_path / "rows.jsonl", "train[2:5]")
-        == ["row 2", "row 3", "row 4"]
-    )
+    for path in (tmp_path, tmp_path / "rows.jsonl"):
+        assert texts_read(path, "train[2:5]") == ["row 2", "row 3", "row 4"]
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
     assert texts_read(tmp_path, "train[1:3]+train[-5:-4]") == ["text 1", "text 2", "row 1"]
@@ -179,8 +174,6 @@ def test_sources_and_what_decides_documents_have_the_split(tmp_path: Path) -> No
     settings = CorpusSettings(DataConfig(sources=sources))
     files = settings.find_source_files(tmp_path / "run")
     place = folder / "train" / "rows0.jsonl", folder / "test" / "rows0.jsonl"
-    assert files == (
-        CorpusFile(0, "set/train/rows0.jsonl", place[0], (0, 2)),
-        CorpusFile(1, "set/test/rows0.jsonl", place[1], (5, 7)),
-    )
+    rows = [("set/train/rows0.jsonl", place[0], (0, 2)), ("set/test/rows0.jsonl", place[1], (5, 7))]
+    assert files == tuple(CorpusFile(number, *values) for number, values in enumerate(rows))
     assert settings.deciding_values()["sources"] == [f"{folder} train[:2]", f"{folder} test[5:]"]

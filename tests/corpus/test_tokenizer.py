@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -45,15 +46,11 @@ def test_a_saved_tokenizer_is_loaded_here_and_by_transformers(tmp_path: Path) ->
     assert stock.eos_token_id == tokenizer.end
 
 
-@pytest.mark.parametrize(
-    ("settings", "end"),
-    [
-        ({"eos_token": END_OF_TEXT}, True),
-        ({"eos_token": {"__type": "AddedToken", "content": END_OF_TEXT}}, True),
-        ({}, False),
-        (None, True),
-    ],
-)
+ENDS: list[tuple[dict[str, object] | None, bool]] = [({"eos_token": END_OF_TEXT}, True), ({}, False), (None, True)]
+ENDS.append(({"eos_token": {"__type": "AddedToken", "content": END_OF_TEXT}}, True))
+
+
+@pytest.mark.parametrize(("settings", "end"), ENDS)
 def test_the_end_of_text_that_a_folder_names(tmp_path: Path, settings: dict[str, object] | None, end: bool) -> None:
     train_tokenizer(TEXTS, 300).save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
@@ -162,9 +159,8 @@ def _sentencepiece() -> Tokenizer:
     engine = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
     engine.normalizer = normalizers.Replace(" ", "\u2581")
     engine.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<s>", *(f"<0x{i:02X}>" for i in range(256))], show_progress=False
-    )
+    special = ["<s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
     engine.train_from_iterator(TEXTS, trainer)
     return engine
 
@@ -225,9 +221,8 @@ def engine_of(kind: str) -> Tokenizer:
     else:
         engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         alphabet = []
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False
-    )
+    options: dict[str, Any] = {"special_tokens": ["<unk>"], "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=420, **options)
     engine.train_from_iterator(LONG * 4, trainer)
     return engine
 
@@ -239,13 +234,7 @@ TEXT = st.lists(st.one_of(PARTS, PARTS, PARTS, st.text(max_size=4)), max_size=80
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
-@given(
-    before=TEXT,
-    word=st.one_of(st.just(0), st.integers(0, 500)),
-    after=TEXT,
-    piece=st.integers(40, 80),
-    overlap=st.integers(24, 36),
-)
+@given(before=TEXT, word=st.integers(-500, 500), after=TEXT, piece=st.integers(40, 80), overlap=st.integers(24, 36))
 def test_pieces_give_the_ids_of_the_whole(
     kind: str, before: str, word: int, after: str, piece: int, overlap: int
 ) -> None:
@@ -276,9 +265,7 @@ def test_long_texts_are_joined_from_pieces(kind: str) -> None:
 
 def test_other_models_are_encoded_as_a_whole() -> None:
     assert can_encode_in_pieces(engine_of("gpt-2"))
-    assert not can_encode_in_pieces(Tokenizer(models.Unigram())) and not can_encode_in_pieces(
-        Tokenizer(models.BPE(dropout=0.1))
-    )
+    assert not any(map(can_encode_in_pieces, (Tokenizer(models.Unigram()), Tokenizer(models.BPE(dropout=0.1)))))
 
 
 def test_pieces_that_disagree_are_not_joined() -> None:

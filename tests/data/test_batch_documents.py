@@ -104,14 +104,9 @@ def test_a_document_with_more_values_shares_ids_and_labels() -> None:
     assert more.ids is plain.ids and more.labels() is plain.labels() and more.targets == 2
     assert more.labels(np.array([0, 2])).tolist() == [-100, 9] and plain.ids.dtype == np.int64
     at = np.array([0, 2])
-    assert {name: x.tolist() for name, x in more.token_values(at).items()} == {
-        "advantage": [1, 3],
-        "weights": [0, 0.25],
-    }
-    assert {name: x.tolist() for name, x in plain.token_values(at).items()} == {
-        "advantage": [2, 2],
-        "weights": [0.5] * 2,
-    }
+    numbers = [{name: x.tolist() for name, x in one.token_values(at).items()} for one in (more, plain)]
+    assert numbers[0] == {"advantage": [1, 3], "weights": [0, 0.25]}
+    assert numbers[1] == {"advantage": [2, 2], "weights": [0.5] * 2}
     with pytest.raises(DataError, match="with_values got labels, which are no numbers"):
         plain.with_values(labels=[1, 2, 3])
     with pytest.raises(DataError, match=r"'advantage' of a document has shape \(2,\)"):

@@ -42,9 +42,8 @@ def test_labels_are_cut_with_their_tokens(rows: list[list[tuple[int, str]]], lon
     ids = encoded.ids.astype(np.int64)
     labels = ids if encoded.codes is None else decode_labels(ids, encoded.codes)
     ends = np.cumsum(encoded.lengths)
-    cut = [
-        (ids[e - n : e].tolist(), labels[e - n : e].tolist()[1:]) for e, n in zip(ends, encoded.lengths, strict=True)
-    ]
+    spans = [slice(end - n, end) for end, n in zip(ends, encoded.lengths, strict=True)]
+    cut = [(ids[span].tolist(), labels[span].tolist()[1:]) for span in spans]
     assert cut == wanted
     assert encoded.targets.tolist() == [sum(label != -100 for label in labels) for _, labels in wanted]
 
@@ -80,9 +79,7 @@ def test_a_path_beside_sources_is_an_error() -> None:
     check_data(mixed)
     with pytest.raises(ConfigError, match=r"data.split is 'train' and there are 2 tables .*; give it in each"):
         check_data(replace(config, data=replace(data, path="", split="train")))
-    with pytest.raises(
-        ConfigError, match=r"give train.steps in place of train.epochs, or, if all rows are of one kind"
-    ):
+    with pytest.raises(ConfigError, match=r"give train.steps in place of train.epochs, or, if all rows are of one"):
         check_data(replace(mixed, train=replace(mixed.train, epochs=2.0)))
 
 

@@ -111,9 +111,8 @@ def test_a_text_is_held_out_with_all_of_its_documents() -> None:
         with pytest.raises(DataError, match=words):
             order(held_out=held_out)
     mixture = Mixture(np.repeat([0, 1], [99, 2]), (1.0, 1.0))
-    with pytest.raises(
-        DataError, match=r"data.sources\[1\] has 2 documents, of which evaluation.documents holds out 2"
-    ):
+    message = r"data.sources\[1\] has 2 documents, of which evaluation.documents holds out 2"
+    with pytest.raises(DataError, match=message):
         for seed in range(40):
             StepOrder(LENGTHS, tokens_per_step=99, seed=seed, eval_documents=100, mixture=mixture)
 
@@ -252,9 +251,8 @@ def test_a_run_ends_in_the_step_that_ends_the_epochs_of_a_source(
     counts = np.bincount(case.mixture.source_of)
     mixture = case.mixture._replace(counted=number % len(counts))
     with patch.object(stream, "_DOCUMENTS", 50):
-        order = StepOrder(
-            case.lengths, tokens_per_step=tokens, seed=5, eval_documents=0, mixture=mixture, epochs=epochs
-        )
+        keys: Any = {"tokens_per_step": tokens, "epochs": epochs, "mixture": mixture}
+        order = StepOrder(case.lengths, seed=5, eval_documents=0, **keys)
     needed = math.ceil(round(epochs * int(counts[mixture.counted]), 6))
     given_documents = [0]
     for step in range(order.count_steps()):

@@ -37,10 +37,8 @@ class Dense(NamedTuple):
 
 def dense(family: str = "qwen3") -> Dense:
     """On the device of the ranks: transformers makes rotary factors in float32, whose last bit a GPU may round else."""
-    model, device = (
-        deep(family, torch.float64, 2, vocabulary=VOCABULARY).eval(),
-        "cuda" if backend() == "nccl" else "cpu",
-    )
+    device = "cuda" if backend() == "nccl" else "cpu"
+    model = deep(family, torch.float64, 2, vocabulary=VOCABULARY).eval()
     torch.nn.Module.to(model, device)
     losses, hits, logits = list[Tensor](), list[Tensor](), list[Tensor]()
     for document in DOCUMENTS:

@@ -92,18 +92,6 @@ class Trap:
         return self.fault.text if self.fault.place == "stop" and self.calls > 1 else ""
 
 
-class Documents:
-    def __init__(self, documents: Sequence[np.ndarray], trap: Trap | None) -> None:
-        self.lengths = tuple(map(len, documents))
-        self._documents, self._trap = documents, trap
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, document: int) -> "Document":
-        return Document(self._documents[document], self._trap)
-
-
 @dataclass(frozen=True)
 class Document:
     tokens: np.ndarray
@@ -121,7 +109,7 @@ class Document:
 @contextmanager
 def faulty(
     fault: Fault | None, documents: Sequence[np.ndarray], rank: int
-) -> Iterator[tuple[Documents, EvaluationOptions]]:
+) -> Iterator[tuple[list[Document], EvaluationOptions]]:
     """Documents and options of an evaluation in portions of two micro-batches, which goes wrong on the fault's rank."""
     place = fault.place if fault is not None and fault.rank in (rank, EVERY) else ""
     later = {"reading of a later portion": 5, "forward pass of the last portion": 5, "question whether to stop": 1}
@@ -135,11 +123,12 @@ def faulty(
     }
     options = EvaluationOptions(
         step=77,
+        share_prefixes=False,
         metrics={"largest": trap.before(largest) if trap and place == "metric" else largest},
         stopped=trap.why if trap and place in ("question whether to stop", "stop") else lambda: "",
         progress=trap if trap and place == "progress" else None,
     )
-    read = Documents(documents, trap if place.startswith("reading") else None)
+    read = [Document(tokens, trap if place.startswith("reading") else None) for tokens in documents]
     with mock.patch.object(portions, "PORTION", 2):
         if trap is None or place not in patches:
             yield read, options
@@ -256,10 +245,8 @@ FEW = [Fault("forward pass of the last portion", "error", 1), Fault("reduction",
 
 def test_errors_that_all_ranks_learn_of_leave_the_model_as_it_was() -> None:
     places = ("metric", "reading of a later portion", "stop")
-    faults = [
-        *(Fault(place, "error", 1) for place in places),
-        Fault("forward pass of the last portion", "Ctrl-C", EVERY),
-    ]
+    faults = [Fault(place, "error", 1) for place in places]
+    faults.append(Fault("forward pass of the last portion", "Ctrl-C", EVERY))
     check_going_on(PAIR, faults)
 
 

@@ -143,17 +143,17 @@ def _stock(key: tuple[str, str, int], steps: int) -> Stock:
     for step in range(steps):
         documents = TRAINING[step % len(TRAINING)]
         optimizer.zero_grad()
-        sums = [_loss_of(model, document) for document in documents]
+        sums = [loss_of(model, document) for document in documents]
         loss = torch.stack(sums).sum() / sum(len(document) - 1 for document in documents)
         loss.backward()
         optimizer.step()
         answer.losses.append(loss.item())
         with torch.no_grad():
-            answer.documents.append([_loss_of(model, document).item() for document in HELD_OUT])
+            answer.documents.append([loss_of(model, document).item() for document in HELD_OUT])
     return answer
 
 
-def _loss_of(model: PreTrainedModel, document: Any) -> Tensor:
+def loss_of(model: PreTrainedModel, document: Any) -> Tensor:
     ids = torch.from_numpy(document).to(model.device)
     logits = model(input_ids=ids[None], use_cache=False).logits[0]
     return F.cross_entropy(logits[:-1], ids[1:], reduction="none").sum(dtype=torch.float64)

@@ -2,11 +2,7 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
-import torch
-from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import PlanError
@@ -19,8 +15,7 @@ from longspan.resolve.choice import PlannerConfig
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from tests.evaluation.state import differences, state_of
-from tests.evaluation.test_matrix import YARN
-from tests.model.deep import deep
+from tests.evaluation.test_matrix import loss_of, model_of
 from tests.model.stock import texts
 from tests.mutation import mutated
 
@@ -50,15 +45,14 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
 DAILY = ("nothing", "stale rotary positions", "losses not reduced", "modes not restored")
 
 
-def model() -> PreTrainedModel:
-    return deep("qwen3", torch.float64, 2, 62, rope_parameters=YARN, max_position_embeddings=64)
+MODEL = ("qwen3 with YaRN", "float64", 2)
 
 
 def notice(rank: int, layout: Layout, exact: Sequence[float], names: Sequence[str]) -> dict[str, set[str]]:
     noticed = dict[str, set[str]]()
     with World(layout, backend=backend(), timeout=60) as world:
         world.step = 3
-        prepared = prepare(model(), world)
+        prepared = prepare(model_of(*MODEL), world)
         optimizer = build_optimizer(prepared, "sgd", lr=0.1)
         run_step(prepared, plan_fixed([len(d) for d in TRAINING], layout, cp=1), TRAINING, world)
         for name in names:
@@ -90,11 +84,8 @@ def notice(rank: int, layout: Layout, exact: Sequence[float], names: Sequence[st
     ],
 )
 def test_every_mutation_is_noticed(layout: Layout, names: Sequence[str]) -> None:
-    stock, exact = model(), list[float]()
-    for document in HELD_OUT:
-        ids = torch.from_numpy(np.asarray(document))
-        logits = stock(input_ids=ids[None], use_cache=False).logits[0]
-        exact.append(F.cross_entropy(logits[:-1], ids[1:], reduction="sum").item())
+    stock = model_of(*MODEL)
+    exact = [loss_of(stock, document).item() for document in HELD_OUT]
     for noticed in run_ranks(notice, len(layout.ranks), layout, exact, names):
         assert noticed["nothing"] == set()
         missed = {name: noticed[name] for name in names if MUTATIONS[name][1] not in ("", *noticed[name])}

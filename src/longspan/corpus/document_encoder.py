@@ -116,13 +116,14 @@ class DocumentEncoder:
                             places.append((file_chunk.file, position))
                 except UnicodeDecodeError:
                     batch.notes.skipped.append(file_chunk.chunk.name)
-            samples = encoding.encode(rows)
-            for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
-                batch.notes.unread.update(encoding.unread_columns(rows[number].values))
-            for sample in samples:
+            good_rows = set[int]()  # a conversation that is split gives several samples
+            for sample in encoding.encode(rows):
                 if isinstance(sample, BadRow):
                     batch.add_bad_row(sample)
                     continue
+                if sample.row not in good_rows:
+                    good_rows.add(sample.row)
+                    batch.notes.unread.update(encoding.unread_columns(rows[sample.row].values))
                 counts = sample.unseen._asdict()
                 batch.notes.unseen.update(counts.pop("others"))
                 batch.notes.left_out.update(counts)

@@ -108,7 +108,7 @@ class ImageReader:
         """
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
-        source = self.corpus.sources[self.corpus.file_of(placed.document)]
+        source = self.corpus.source_file(placed.document)
         row = row_file(source.name, Path(source.path)).read_row_at(placed.position)
         try:
             columns = self.corpus.manifest.columns
@@ -131,7 +131,7 @@ class ImageReader:
 
     def _image_name(self, placed: PlacedImage) -> str:
         """Name an image for messages, by its file, its row and its place there."""
-        name = self.corpus.sources[self.corpus.file_of(placed.document)].name
+        name = self.corpus.origin(placed.document)
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position
         media = "image" if placed.image.frame < 0 else "video"

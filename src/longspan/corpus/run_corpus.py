@@ -71,12 +71,13 @@ class _CorpusOfRun:
         except OSError as error:
             log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
             self._cache = Cache((run_dir / "cache").absolute())
-        old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
+        # None where documents are lost, which are built again
+        self._old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         # one file of sums for all sources together
         all_paths = Path(" ".join(path for _, path in settings.source_paths())).absolute()
         name = hashlib.sha256(str(all_paths).encode()).hexdigest()[:32]
         kept_sums = self._cache.folder / "files" / f"{name}.jsonl"
-        self._sources = sums_of_files(self._files, log, kept_sums, old_sources or ())
+        self._sources = sums_of_files(self._files, log, kept_sums, self._old_sources or ())
 
     def open_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed; that of a resumed run must not change.
@@ -93,8 +94,9 @@ class _CorpusOfRun:
         changes = list[str]()
         if recorded is not None:
             changes = self._changed_settings(recorded, tokenizer)
-            old_sources = recorded.sources(self._folder)  # None where documents are lost, which are built again
-            file_changes = [] if old_sources is None else file_differences(old_sources, self._sources)
+            file_changes = list[str]()
+            if self._old_sources is not None:
+                file_changes = file_differences(self._old_sources, self._sources)
             documents = self._folder / recorded.documents
             if documents.is_dir() and not file_changes and (images := ImageTable.open_in_folder(documents)):
                 file_changes = list(islice(images.describe_changes(), 3))  # messages name no more

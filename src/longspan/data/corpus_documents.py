@@ -7,7 +7,7 @@ and `hashes.npy` (of the row's tokens) if this version of longspan made it.
 `longspan.corpus` builds it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from longspan.data.array_files import NOTHING, decode_labels, map_array
 from longspan.data.document import NO_TARGET
 from longspan.data.image_table import ImageTable
-from longspan.data.manifest import FILE, PAIRS, Manifest, SourceFiles, read_record
+from longspan.data.manifest import FILE, PAIRS, Manifest, SourceFile, SourceFiles, read_record
 from longspan.data.scored_document import label_columns
 from longspan.errors import DataError
 from longspan.layout import Integers
@@ -138,13 +138,13 @@ class Corpus:
         hashes = documents.corpus.hashes[[*documents.ids]]
         return int(np.isin(hashes, np.delete(self.hashes, [*leave_out])).sum())
 
+    def source_file(self, document: int) -> SourceFile:
+        """Return the source file of a document."""
+        return self.sources[int(self._origins[document])]
+
     def origin(self, document: int) -> str:
         """Return the name of the source file of a document."""
-        return self.sources[int(self._origins[document])].name
-
-    def file_of(self, document: int) -> int:
-        """Return the number of the source file of a document."""
-        return int(self._origins[document])
+        return self.source_file(document).name
 
     def tokens_of(self, document: int) -> npt.NDArray[Any]:
         """Return the token ids of a document, as they are stored: none is read until it is looked at."""
@@ -295,9 +295,6 @@ class CorpusDocuments(Sequence[CorpusDocument]):
 
     def __getitem__(self, index: int) -> CorpusDocument:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.corpus[self.ids[index]]
-
-    def __iter__(self) -> Iterator[CorpusDocument]:
-        return (self.corpus[d] for d in self.ids)
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -16,12 +16,8 @@ from tests.versions import transformers_before
 
 TILE, PINPOINTS = {"height": 16, "width": 16}, [[16, 32], [32, 16], [32, 32]]
 _IMAGE, _SOFT = {"image_token": "<image>"}, "<fake_token_around_image> <image> <end_of_utterance> <global-img>"
-_PATCHES = {
-    "patch_size": 4,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "size": {"shortest_edge": 64, "longest_edge": 4096},
-}
+_PATCHES: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+_PATCHES |= {"size": {"shortest_edge": 64, "longest_edge": 4096}}
 _FRAMES = {"cosmos3_edge": {"temporal_patch_size": 1}}
 _PIXTRAL = ("pixtral.Pixtral", {"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}})
 _GOT_OCR = ("got_ocr2.GotOcr2", {"size": TILE, "crop_to_patches": True, "max_patches": 4})

@@ -108,9 +108,8 @@ def errors_of(rank: int, name: str, folder: Path) -> dict[str, float]:
         for cp in (1, 2):
             model = prepare(make_tiny_model(config, torch.float64, images=True), world, encoder=Layout(2))
             longest = -(-max(documents.lengths) // cp)
-            plan = plan_fixed(
-                documents.lengths, world.home, cp=cp, targets=documents.targets, max_tokens_per_slot=longest
-            )
+            sizes: dict[str, Any] = {"targets": documents.targets, "max_tokens_per_slot": longest}
+            plan = plan_fixed(documents.lengths, world.home, cp=cp, **sizes)
             loss = run_step(model, plan, documents, world).loss
             found = answer.errors(loss, own_names(model, gradients_of(model), world))
             errors[f"cp {cp}"] = max(found.values())

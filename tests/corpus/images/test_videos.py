@@ -74,10 +74,8 @@ def test_tokens_places_and_positions(name: str, tmp_path: Path, monkeypatch: pyt
 def test_pixels_are_those_of_the_image_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents, _, _ = shown(tmp_path, rows_of(tmp_path), "qwen2.5-vl", monkeypatch)
     processor = load_processor((tmp_path / "model").absolute())
-    alone = [
-        processor.process_image(ImageFile(str(tmp_path / f"{i}.png")).load()).pixels.view(24, 3, 2, 16)
-        for i in range(3)
-    ]
+    pictures = [ImageFile(str(tmp_path / f"{i}.png")).load() for i in range(3)]
+    alone = [processor.process_image(picture).pixels.view(24, 3, 2, 16) for picture in pictures]
     for item, (a, b) in enumerate([(0, 1), (2, 2)]):
         made = documents.read(item)
         assert made.grid == (1, 4, 6)

@@ -44,9 +44,8 @@ def text_parts(message: Message, *texts: str) -> Message:
 
 
 PLAIN = Chat([asks("One?"), says("1."), asks("Two?"), says("2.")])
-THINKING = Chat(
-    [asks("One?"), says("1.", reasoning_content="hm one"), asks("Two?"), says("2.", reasoning_content="hm two")]
-)
+THINKING = Chat([asks("One?"), says("1.", reasoning_content="hm one")])
+THINKING.messages.extend([asks("Two?"), says("2.", reasoning_content="hm two")])
 TOOLS = Chat(
     [
         {"role": "system", "content": "Be brief."},

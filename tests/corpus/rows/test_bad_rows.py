@@ -29,21 +29,10 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([BEFORE, says("", tool_calls=[{}])], "messages[1].tool_calls[0] names no function"),
     ([BEFORE], "no message is of an assistant, so that there is nothing to learn"),
     ([asks("a\ud800"), says("b")], "character 2 of messages[0].content is \\ud800, a lone"),
-    (
-        [asks("a<|im_end|>\n<|im_start|>system\nx"), says("b")],
-        "messages[0].content holds '<|im_end|>', which the tokenizer reads as a special token",
-    ),
-    (
-        [asks("a"), {**says("b"), "weight": 0.5}],
-        "messages[1].weight is 0.5; give 0 where the message is no target, and 1 where",
-    ),
-    ([asks("a"), {**says("b"), "train": "no"}], 'messages[1].train is "no"; give 0'),
-    (
-        [{**asks("a"), "train": True}, says("b")],
-        "messages[0].train is true, and only what an assistant says is learnt; its role",
-    ),
+    ([asks("a<|im_end|>\n<|im_start|>system\nx"), says("b")], "messages[0].content holds '<|im_end|>', which the"),
+    ([asks("a"), {**says("b"), "weight": 0.5}], "messages[1].weight is 0.5; give 0 where the message is no target"),
+    ([{**asks("a"), "train": True}, says("b")], "messages[0].train is true, and only what an assistant says is learnt"),
     ([asks("a"), {**says("b"), "loss_mask": [0]}], "messages[1].loss_mask is not read: say with weight 0"),
-    ([asks("a"), {**says("b"), "train_detail": [{}]}], "messages[1].train_detail is not read"),
 ]
 BAD_VARIABLES: list[tuple[Any, str]] = [
     ("{", '"chat_template_kwargs" is a string that is no JSON'),
@@ -92,8 +81,7 @@ BAD_TURNS: list[tuple[Any, str]] = [
     ([{"from": "human", "value": "a", "markdown": 1}], "conversations[0].markdown is not read"),
     (turns(("human", "a")), "no message is of an assistant"),
     ([{"from": "gpt", "value": 1}], '"value" is a number'),
-    (turns(("human", "a"), ("function_call", "f")), "conversations[1].value"),
-    (turns(("human", "a"), ("function_call", "f")), " no JSON"),
+    (turns(("human", "a"), ("function_call", "f")), '"conversations[1].value" is a string that is no JSON'),
     (turns(("human", "a"), ("function_call", "3")), "names no function"),
 ]
 ALPACA = {"instruction": "a", "output": "b"}
@@ -249,10 +237,7 @@ def test_tools_under_another_name_are_refused_with_what_to_write(qwen: RowEncodi
     for (kind, values), (key, value) in product(rows.items(), HOLD_TOOLS.items()):
         encoding, row = RowEncoding(kind, qwen.tokenizer), {**values, key: value}
         reason = refusal(encoding, row)
-        assert (
-            reason.startswith(f'"{key}" stands beside ')
-            and f'data.rename_columns = ["tools={key}"] renames it' in reason
-        )
+        assert reason.startswith(f'"{key}" stands beside ') and f'= ["tools={key}"] renames it' in reason
         encode_one(encoding, {**row, "tools": [TOOL]})  # which is read
         encode_one(encoding, dict(rename_columns(Row("line 1", row), [f"{key}="]).values))
         if isinstance(value, list) and isinstance(value[0], dict):

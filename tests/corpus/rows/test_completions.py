@@ -42,39 +42,25 @@ def test_texts_are_encoded_as_the_tokenizer_does_also_after_pickling(parse: bool
 @pytest.mark.parametrize(
     ("values", "kind", "shown"),
     [
-        ({"text": "a"}, "text", "rows hold text"),
-        ({"messages": [], "tools": None, "prompt": "p"}, "messages", "rows hold messages (chat)"),
-        ({"prompt": "a", "completion": "b"}, "prompt+completion", "rows hold prompt and completion"),
-        ({"input_ids": [1], "labels": [1]}, "input_ids", "rows hold input_ids (tokens)"),
-        ({"conversations": [], "id": 1}, "conversations", "rows hold conversations (chat, as ShareGPT has it)"),
-        (
-            {"instruction": "a", "input": "", "output": "b"},
-            "instruction+output",
-            "rows hold instruction and output (chat, as Alpaca has it)",
-        ),
+        ({"text": "a"}, "text", "text"),
+        ({"messages": [], "tools": None, "prompt": "p"}, "messages", "messages (chat)"),
+        ({"prompt": "a", "completion": "b"}, "prompt+completion", "prompt and completion"),
+        ({"input_ids": [1], "labels": [1]}, "input_ids", "input_ids (tokens)"),
+        ({"conversations": [], "id": 1}, "conversations", "conversations (chat, as ShareGPT has it)"),
+        ({"instruction": "a", "output": "b"}, "instruction+output", "instruction and output (chat, as Alpaca has it)"),
     ],
 )
 def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
-    assert row_kind(Row("line 1", values)) == kind
-    assert f"rows hold {KIND_TEXTS[kind]}" == shown
+    assert row_kind(Row("line 1", values)) == kind and KIND_TEXTS[kind] == shown
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            [{"text": "a"}, {"messages": []}],
-            r"line 2 holds messages \(chat\), and rows.jsonl, line 1 holds text; rows of one",
-        ),
-        (
-            [{"prompt": "a"}],
-            r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.rename_columns gives columns",
-        ),
+        ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and rows.jsonl, line 1 holds text; rows"),
+        ([{"prompt": "a"}], r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.rename_columns gives"),
         ([{"instruction": "a"}], r"found keys \['instruction'\]; its answer is called output"),
-        (
-            [{"instruction": "a", "output": "b", "text": "ab"}],
-            "holds text and also instruction and output .*data.rename_columns",
-        ),
+        ([{"instruction": "a", "output": "b", "text": "ab"}], "holds text and also instruction .*data.rename_columns"),
     ],
 )
 def test_rows_of_no_kind_or_of_two(tmp_path: Path, rows: list[dict[str, object]], message: str) -> None:

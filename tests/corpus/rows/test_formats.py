@@ -49,9 +49,8 @@ def encoded(folder: Path, values: dict[str, Any], **settings: Any) -> list[Sampl
 
 
 def check_same(folder: Path, values: dict[str, Any], messages: list[dict[str, Any]], **settings: Any) -> None:
-    for sample, wanted in zip(
-        encoded(folder, values, **settings), encoded(folder, {"messages": messages}, **settings), strict=True
-    ):
+    found, expected = (encoded(folder, row, **settings) for row in (values, {"messages": messages}))
+    for sample, wanted in zip(found, expected, strict=True):
         assert isinstance(sample, Sample) and isinstance(wanted, Sample)
         assert sample.labels is not None and wanted.labels is not None
         assert (sample.ids.tolist(), sample.labels.tolist()) == (wanted.ids.tolist(), wanted.labels.tolist())
@@ -186,9 +185,8 @@ def test_a_template_of_a_file_writes_chats_and_goes_with_the_model(tmp_path: Pat
         assert encoding_of(saved).template.plain == OPEN
     file.write_text(OPEN + " ")
     with pytest.raises(DataError, match="its rows become other tokens than they did"):
-        open_or_build_corpus(
-            CorpusSettings(config.data), run, tokenizer=load_configured_tokenizer(config), resumed=True, log=print
-        )
+        loaded = load_configured_tokenizer(config)
+        open_or_build_corpus(CorpusSettings(config.data), run, tokenizer=loaded, resumed=True, log=print)
     file.unlink()
     with pytest.raises(DataError, match=r"cannot read data.chat_template .*own.jinja"):
         RowEncoding("messages", replace(tokenizer))
@@ -221,9 +219,7 @@ def test_a_corpus_says_both(tmp_path: Path) -> None:
     rows = [{"messages": [told, asked, said, asked, {**asked, "role": "assistant", "content": " "}, asked, said]}] * 3
     lines = lines_of(write_folder(tmp_path, "qwen3"), rows)
     assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
-    assert lines[-2].startswith(
-        "not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.split_turns"
-    )
+    assert lines[-2].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.split")
     assert lines[-2].endswith("; no targets, as they are blank: 3 assistant turns")
     assert lines[-1] == ("not in the rendered texts, as the chat template does not write them: 3 developer messages")
 
@@ -244,9 +240,10 @@ UNREAD: list[tuple[dict[str, Any], int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("row", "scores", "unread", "form"), [*((*case, "jsonl") for case in UNREAD), (*UNREAD[2], "parquet")]
-)
+FORMS = [*((*case, "jsonl") for case in UNREAD), (*UNREAD[2], "parquet")]
+
+
+@pytest.mark.parametrize(("row", "scores", "unread", "form"), FORMS)
 def test_keys_that_nothing_reads_are_named_once_with_their_share(
     tmp_path: Path, row: dict[str, Any], scores: int, unread: str, form: str
 ) -> None:
@@ -292,19 +289,16 @@ UNMARKED_END = marked_template("phi3").replace("+ '<|end|>' }}{% endgeneration %
 def test_a_template_that_never_ends_the_last_turn_is_named(
     tmp_path: Path, template: str | None, begins: str | None
 ) -> None:
-    line = missing_end_line(encoding_of(write_folder(tmp_path, "phi3", template=template)))
+    folder = write_folder(tmp_path, "phi3", template=template)
+    line = missing_end_line(encoding_of(folder))
+    said = lines_of(folder, [{"messages": [says("user", "a"), says("assistant", "b")]}] * 3)
+    assert (line == said[1]) == (line is not None)
     if begins is None:
         assert line is None
     else:
         assert line is not None and line.startswith(begins)
         advice = "; data.end_of_chat_token names a token to be put there" * (template == OPEN)
         assert line.endswith(f"chats of one turn do not teach a model to stop (at <|endoftext|> or <|end|>){advice}")
-
-
-def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path) -> None:
-    turns = [says("user", "a"), says("assistant", "b")]
-    lines = lines_of(write_folder(tmp_path, "phi3", template=OPEN), [{"messages": turns}] * 3)
-    assert lines[1].startswith("the chat template writes no token behind the last turn of a conversation")
 
 
 def test_line_of_what_is_no_target() -> None:

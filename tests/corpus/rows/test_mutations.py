@@ -18,7 +18,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "a thought is not the assistant's": (TURNS, "pairs.sort(key=lambda pair: pair[0])", "pairs = pairs[-1:]"),
     "the end of a turn is no target": (TOKENS, "return self._find_end_token(inside[i:]).end()", "return start"),
     "an end that is a token too late": (TOKENS, "self._find_end_token(inside[i:]).end()", "tokens[-1].end()"),
-    "marks are counted with the others": (f"{CHATS}.marks", "removed += len(match.group())", "removed += 0"),
+    "marks are counted with the others": (TURNS, "removed += len(match.group())", "removed += 0"),
     "tokens by where they end": (f"{CHATS}.chat", "(begins < stop) & (ends > start)",
                                  "(begins < stop) & (ends >= start)"),
     "the beginning of text twice": (f"{CHATS}.chat", "encode_with_spans(text, borders)",

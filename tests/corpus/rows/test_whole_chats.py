@@ -88,10 +88,8 @@ def test_the_end_of_a_call_is_learnt_with_the_special_tokens_in_it(tmp_path: Pat
         ({"q": "Rome", "n": 2}, 'n:2q:<|"|>Rome<|"|>'),
         ({"n": "2", "a": "b"}, 'a:<|"|>b<|"|>n:<|"|>2<|"|>'),
     ):
-        call, messages = (
-            f"<|tool_call>call:f{{{written}}}<tool_call|><|tool_response>",
-            calling(called("f", **arguments)),
-        )
+        call = f"<|tool_call>call:f{{{written}}}<tool_call|><|tool_response>"
+        messages = calling(called("f", **arguments))
         assert targets(encoding, messages) == [call, "No.<turn|>"]
         assert targets(encoding, messages[:2]) == [call]
     unended = gemma4(tmp_path / "unended", response=False)
@@ -164,9 +162,8 @@ def test_arguments_are_learnt_as_the_object_where_a_string_would_be_quoted(tmp_p
         messages = calling(called("weather"))
         messages[1]["tool_calls"][0]["function"]["arguments"] = wrong
         if template not in ("qwen3", "deepseekv3"):  # which write it as it is
-            assert f"messages[1].tool_calls[0].arguments{reason}" in refusal(encoding, {"messages": messages}).replace(
-                '"', ""
-            )
+            found = refusal(encoding, {"messages": messages}).replace('"', "")
+            assert f"messages[1].tool_calls[0].arguments{reason}" in found
 
 
 ABSENT = [  # a template, the messages, and what of them beside the assistant's it leaves out
@@ -284,15 +281,13 @@ def test_marks_of_several_messages_in_one_are_refused_where_one_is_not_learnt(tm
     template = "{% generation %}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}{% endgeneration %}"
     encoding = encoding_of(write_folder(tmp_path, "phi3", template=template))
     messages = [asks("a"), says("b"), {**says("c"), "weight": 0}]
-    assert refusal(encoding, {"messages": messages}).startswith(
-        "its chat template marks messages[0], messages[1], messages[2] as one"
-    )
+    reason = refusal(encoding, {"messages": messages})
+    assert reason.startswith("its chat template marks messages[0], messages[1], messages[2] as one")
 
 
 def test_marks_without_a_text_are_of_the_messages_beside_them(tmp_path: Path) -> None:
-    template = marked_template("phi3").replace(
-        "+ '<|end|>' }}{% endgen", "}}{% endgeneration %}{% generation %}<|end|>{% endgen"
-    )
+    template = marked_template("phi3")
+    template = template.replace("+ '<|end|>' }}{% endgen", "}}{% endgeneration %}{% generation %}<|end|>{% endgen")
     encoding = encoding_of(write_folder(tmp_path, "phi3", template=template))
     question, first, again, second = PLAIN.messages
     assert targets(encoding, [question, {**first, "weight": 0}, again, second]) == ["2.<|end|>"]

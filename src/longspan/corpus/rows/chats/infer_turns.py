@@ -5,20 +5,22 @@ it. A span begins after the prompt that inference writes there, and ends after t
 that the template leaves out are no targets. No span contains a text of another message.
 """
 
+import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 
-from longspan.corpus.rows.chats.marks import locate_ends, locate_start
 from longspan.corpus.rows.chats.turn_tokens import TurnTokens
-from longspan.corpus.rows.message_texts import THOUGHTS, Field, texts_of_messages
+from longspan.corpus.rows.message_texts import THOUGHTS, Field, replace_field, texts_of_messages
 from longspan.corpus.rows.sample import Unseen
 from longspan.corpus.rows.template import ChatTemplate, Message
 from longspan.corpus.rows.values import RowError, short_repr
 
 _HEAD = 64  # characters that are compared first
 _MOST_WORK = 1 << 32  # characters that are compared in all
+_LONGEST_CLOSING = 32  # characters behind a mark that close it
 _CONTEXT = 16  # characters at the end of a question by which its end is recognized
 
 
@@ -165,7 +167,7 @@ def _locate_turns(
     conversation: Conversation, fields: Sequence[Field]
 ) -> tuple[Conversation, list[tuple[int, ...]]]:
     """Locate the turns of a rendering; also return where each field's text ends, which may be several places."""
-    ends = locate_ends(fields, conversation.messages, conversation.text, conversation.render)
+    ends = _locate_ends(conversation, fields)
     turns = list[_Turn]()
     for message in range(
         len(conversation.messages)
@@ -235,7 +237,7 @@ def _find_answer_start(conversation: Conversation, turn: _Turn, tokens: TurnToke
     if (start := _find_start_after_question(conversation, turn, turn_before)) is not None:
         return start
     is_call = first_field.path[0] == "tool_calls"  # the text of a call does not begin with its arguments
-    return None if is_call else locate_start(first_field, conversation.messages, text, conversation.render)
+    return None if is_call else _locate_start(conversation, first_field)
 
 
 def _find_start_after_question(conversation: Conversation, turn: _Turn, turn_before: _Turn) -> int | None:
@@ -272,3 +274,97 @@ def longest_overlap(text: str, other: str) -> int:
         work -= len(text) - at
         at = text.find(head, at + 1)
     return next((n for n in range(min(_HEAD, len(text), len(other)), 0, -1) if text.endswith(other[:n])), 0)
+
+
+def _locate_ends(conversation: Conversation, fields: Sequence[Field]) -> list[tuple[int, ...]]:
+    """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
+
+    A mark, a word that occurs nowhere in the rendering, is put after each text of each message, and in place of each
+    blank text of a message that is not an assistant's, and the conversation is rendered again. If that rendering
+    without its marks equals the first, the marks stand where the texts end. Else blank texts stay unmarked; if that
+    fails too, each other text is marked in its own rendering, as is any field whose mark is a quoted key (`added`).
+    """
+    marks = _make_marks(conversation.text, len(fields))
+    texts = [k for k, field in enumerate(fields) if not field.added]
+    nonblank = [k for k in texts if not fields[k].blank]
+    places = _locate_marks(conversation, {marks[k]: fields[k] for k in texts})
+    if places is None and len(nonblank) < len(texts):
+        places = _locate_marks(conversation, {marks[k]: fields[k] for k in nonblank})
+    marked_alone = [k for k, field in enumerate(fields) if field.added or (places is None and not field.blank)]
+    places = places or {}
+    for k in marked_alone:
+        places[marks[k]] = _locate_mark_alone(conversation, fields[k], marks[k])
+    return [tuple(places.get(mark, ())) for mark in marks]
+
+
+def _locate_marks(conversation: Conversation, fields: Mapping[str, Field]) -> dict[str, list[int]] | None:
+    """Find where each marked text ends, with all `fields` (by their marks) marked in one rendering.
+
+    None if the template refuses marks or alters the rest.
+    """
+    if not fields:
+        return {}
+    messages = conversation.messages
+    for mark, field in fields.items():
+        messages = _add_mark(messages, field, mark)
+    try:
+        rendered = conversation.render(messages)
+    except RowError:
+        return None
+    pattern = re.compile("|".join(map(re.escape, fields)))
+    places = {mark: list[int]() for mark in fields}
+    removed = 0
+    for match in pattern.finditer(rendered):
+        places[match.group()].append(match.start() - removed)
+        removed += len(match.group())
+    return places if pattern.sub("", rendered) == conversation.text else None
+
+
+def _locate_mark_alone(conversation: Conversation, field: Field, mark: str) -> list[int]:
+    """Return where the rendering goes on as one with the field's mark does behind it: one place, or [] if that lacks
+    the mark.
+
+    Raises RowError where what follows is another text with the mark.
+    """
+    text = conversation.text
+    rendered = conversation.render(_add_mark(conversation.messages, field, mark))
+    at = rendered.rfind(mark)
+    if at < 0:
+        return []
+    text_after = rendered[at + len(mark) :]
+    closing = _LONGEST_CLOSING if field.added else 0  # characters that close the mark: a quote, say
+    text_after = next((text_after[i:] for i in range(closing + 1) if text.endswith(text_after[i:])), None)
+    if text_after is None:
+        raise RowError(
+            "its chat template writes what follows a turn differently when the turn has one word more, so that it "
+            "cannot be told what the assistant says; mark it in the template with {% generation %}"
+        )
+    return [len(text) - len(text_after)]
+
+
+def _locate_start(conversation: Conversation, field: Field) -> int | None:
+    """Find where a field's text begins in the rendering; None if the beginning is altered, or if `added`."""
+    (mark,) = _make_marks(conversation.text, 1)
+    if field.added:
+        return None
+    blanks = len(field.value) - len(field.value.lstrip())  # templates may strip these
+    marked = field.value[:blanks] + mark + field.value[blanks:]
+    rendered = conversation.render(replace_field(conversation.messages, field, marked))
+    at = rendered.find(mark)
+    return at if at >= 0 and conversation.text.startswith(rendered[:at]) else None
+
+
+def _make_marks(text: str, number: int) -> list[str]:
+    """Make words that occur nowhere in the text, none in another; of letters and digits, which no template escapes."""
+    stem = next(stem for k in count() if (stem := f"Zq{k}w") not in text)
+    return [f"{stem}{k}v" for k in range(number)]
+
+
+def _add_mark(messages: Sequence[Message], field: Field, mark: str) -> Sequence[Message]:
+    """Add a mark: after a text (before blanks at its end, which templates may strip), as a blank one, or as a key."""
+    if field.added:
+        return replace_field(messages, field, {**field.value, mark: mark})
+    if field.blank:
+        return replace_field(messages, field, mark)
+    end = len(field.value.rstrip())
+    return replace_field(messages, field, field.value[:end] + mark + field.value[end:])
