@@ -31,7 +31,7 @@ from longspan.plan.dynamic.lockstep import (
     make_micro_batches,
     search_candidate,
 )
-from longspan.plan.dynamic.planner import GroupPrices, plan_few_items
+from longspan.plan.dynamic.planner import plan_few_items
 from longspan.plan.dynamic.problem import FreeSlots, Problem, divide_into_even_runs
 from longspan.plan.planners.options import Request
 from tests.plan.cases import MIXTURE, bounded, simulate
@@ -314,18 +314,7 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         assert lockstep_seconds(of_slots, ends.tolist()) == pytest.approx(planned)
 
 
-def test_groups_that_were_priced_before_have_the_same_price() -> None:
-    mine = problem([5000, 900, 700, 20], 4)
-    prices = GroupPrices(mine)
-    cost, lengths = mine.request.cost, mine.tokens.tolist()
-    for groups in ([[0], [1, 2]], [[1, 2], [0, 3]], [[0, 3], [0], [2, 1]]):
-        for group, seconds in zip(groups, prices.seconds_at_degrees(groups), strict=True):
-            rows = [lengths[item] for item in group]
-            alone = [cost.group_seconds(sum(rows), sum(n * n for n in rows), cp, True, len(rows)) for cp in range(1, 5)]
-            assert seconds.tolist() == [float(value) for value in alone]
-
-
-def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> None:
+def test_free_slots_are_given_once_inside_a_block_where_one_has_them_and_leave_none_or_enough() -> None:
     rng = random.Random(0)
     for slots in (8, 13, 24, 64):
         mine, taken = problem([9], slots), set[int]()
@@ -340,9 +329,6 @@ def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> No
             assert (len(parts) == 1) == had
             taken |= members
         assert taken == set(range(slots))
-
-
-def test_a_group_leaves_none_or_enough_and_spans_blocks_largest_first() -> None:
     mine = problem([9], 16, min_cp=3)
     free = FreeSlots(mine.blocks, mine.degrees)
     assert free.take_slots(3) == [(0, 3)] and free.take_slots(3) == [(8, 3)]
