@@ -320,7 +320,7 @@ def presets() -> dict[str, PreTrainedConfig]:
     return tiny | {"lfm2": CONFIG_MAPPING["lfm2"](**LFM2, bos_token_id=1, eos_token_id=2, pad_token_id=0)}
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", rarely(presets(), {"granite-hybrid-tiny"}))  # daily bamba-tiny stands for it
 def test_a_step_s_flops_are_those_of_projections_attention_and_the_recurrence(name: str) -> None:
     config = presets()[name]
     model, shape, lengths = make_tiny_model(config, torch.float32), ModelShape.of(config), (40, 24, 1)
