@@ -265,7 +265,7 @@ def test_the_published_setting_of_dynamic_context_parallelism() -> None:
 
 def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int = 1, max_cp: int = 0) -> Problem:
     request = Request.from_arguments(lengths, Layout(slots), PlanOptions(max_tokens_per_slot=cap, allow_empty=False))
-    return Problem.from_request(request, range(min_cp, (max_cp or slots) + 1))
+    return Problem(request, range(min_cp, (max_cp or slots) + 1))
 
 
 RANGES = [  # slots, degrees, the widths of runs of slots that hold a group
@@ -302,7 +302,7 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         lengths = [drawn.randint(500, 60000) for _ in range(drawn.randint(1, 12))]
         options = PlanOptions(max_tokens_per_slot=65536, cost=cost)
         request = Request.from_arguments(lengths, Layout(slots), options)
-        of_slots = Problem.from_request(request, range(min_cp, slots + 1))
+        of_slots = Problem(request, range(min_cp, slots + 1))
         few = plan_few_items(of_slots)
         assert few is not None
         assert sorted(d for batch in few for d in batch.documents) == [*range(len(lengths))]
@@ -339,7 +339,7 @@ def test_free_slots_are_given_once_inside_a_block_where_one_has_them_and_leave_n
 @pytest.mark.parametrize("cost", [Cost(), Cost(cp_comm_type="auto", heads=8)], ids=["ring", "auto"])
 def test_a_long_document_is_priced_once_at_each_degree_as_a_group_of_its_own(cost: Cost) -> None:
     request = Request.from_arguments([30000, 20000, 7, 5], Layout(16), PlanOptions(cost=cost, node_size=8))
-    table = DegreeTable.for_problem(Problem.from_request(request, range(1, 17)))
+    table = DegreeTable(Problem(request, range(1, 17)))
     long = table.item_class >= 0
     assert long.any() and np.isnan(table.item_seconds[:, ~long]).all()
     for item, (column, degree) in itertools.product(np.flatnonzero(long), enumerate(table.degrees.tolist())):

@@ -53,7 +53,7 @@ def test_any_forest_is_written_and_read(forest, slots):
     assert Plan.from_json(plan.to_json()) == plan and read_plan_row(plan_row(0, plan))[1] == plan
     assert group.path_lengths == tuple(map(len, paths_of(lengths, parents)))
     pairs = 2 * visible_rows(lengths, parents).sum() - sum(lengths)  # causal pairs twice, but rows on the diagonal once
-    (squares,) = GroupTable.from_micro_batches(plan.micro_batches).squares.tolist()
+    (squares,) = GroupTable(plan.micro_batches).squares.tolist()
     assert squares == pairs
 
 
@@ -142,7 +142,7 @@ def test_sharing_is_priced():
     cost = Cost()
     separate = plan_fixed([4100] * 8, Layout(1), 1, cost=cost)
     shared = plan_fixed([*[101] * 8, 3999], Layout(1), 1, cost=cost, parents=[8] * 8 + [-1])
-    (squares,) = GroupTable.from_micro_batches(shared.micro_batches).squares.tolist()
+    (squares,) = GroupTable(shared.micro_batches).squares.tolist()
     assert squares == 3999**2 + 8 * (101**2 + 2 * 101 * 3999)
     assert 5 < separate.predicted_seconds / shared.predicted_seconds < 8
     assert shared.lower_bound_seconds <= shared.predicted_seconds
