@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -86,23 +85,6 @@ PLANNERS = {
 }
 
 
-def rows_of_families(lengths, parents):
-    roots = [0] * len(lengths)
-    for family in Request.from_arguments(lengths, Layout(1), PlanOptions(parents=parents)).families:
-        for d in family:
-            roots[d] = family[0]
-    return np.bincount(roots, weights=lengths).astype(int).tolist()
-
-
-def shuffled(forest, random):
-    """The same forest with its documents in another order, so that parents stand anywhere."""
-    lengths, parents = forest
-    order = list(range(len(lengths)))
-    random.shuffle(order)
-    place = {old: new for new, old in enumerate(order)} | {-1: -1}
-    return tuple(lengths[old] for old in order), tuple(place[parents[old]] for old in order)
-
-
 @pytest.mark.parametrize("planner", PLANNERS)
 @given(st.lists(forests(), min_size=1, max_size=12), st.integers(1, 6), st.randoms(use_true_random=False))
 @settings(max_examples=6, deadline=None)
@@ -111,10 +93,15 @@ def test_planners_keep_families_whole(planner, parts, slots, random):
     for part_lengths, part_parents in parts:
         parents += tuple(p + len(lengths) if p >= 0 else -1 for p in part_parents)
         lengths += part_lengths
-    lengths, parents = shuffled((lengths, parents), random)
+    order = list(range(len(lengths)))
+    random.shuffle(order)  # so that parents stand anywhere
+    place = {old: new for new, old in enumerate(order)} | {-1: -1}
+    lengths, parents = tuple(lengths[old] for old in order), tuple(place[parents[old]] for old in order)
     home = Layout(slots)
     widest = 1 if planner == "fixed" and slots % 2 else 2
-    cap = max(16, -(-max(rows_of_families(lengths, parents)) // (widest if slots > 1 else 1)))
+    families = Request.from_arguments(lengths, home, PlanOptions(parents=parents)).families
+    most = max(sum(lengths[d] for d in family) for family in families)
+    cap = max(16, -(-most // (widest if slots > 1 else 1)))
     plan = PLANNERS[planner](lengths, home, max_tokens_per_slot=cap, parents=parents)  # checked
     wanted = parents if max(parents) >= 0 else None
     assert (plan.parents or (-1,) * len(lengths)) == (wanted or (-1,) * len(lengths))
