@@ -130,7 +130,14 @@ def test_rows_and_gradients_of_every_convention_travel_once(sides):
     of_slots = random_gradients(need, lambda rank, row, number: (slot_of[rank], row, number))
     check_sums(have, need, of_slots, slots)
     check_sums(have, need, random_gradients(need, lambda *copy: copy), [[rank] for rank in range(len(have))])
-    check_identical(have, need)
+    # gradients that all copies have alike
+    parts = [np.array(rows, dtype=float) + 1 for rows in need]
+    needed = {row for rows in need for row in rows}
+    expected = [[row + 1.0 if row in needed else 0.0 for row in rows] for rows in have]
+    moves = plan_all(need, have)
+    assert [rows.tolist() for rows in carry(moves, parts)] == expected
+    for rank, move in enumerate(moves):
+        assert sum(move.receives) == len((set(have[rank]) & needed) - set(need[rank])) and not move.folds
 
 
 def check_sums(have, need, gradients, groups):
@@ -139,16 +146,6 @@ def check_sums(have, need, gradients, groups):
     repeated = any(len(set(rows)) < len(rows) for rows in need)
     for rank, move in enumerate(moves):
         assert sum(move.receives) == lacking(have, need, groups, rank) and move.widened == repeated
-
-
-def check_identical(have, need):
-    moves = plan_all(need, have)
-    parts = [np.array(rows, dtype=float) + 1 for rows in need]
-    needed = {row for rows in need for row in rows}
-    expected = [[row + 1.0 if row in needed else 0.0 for row in rows] for rows in have]
-    assert [rows.tolist() for rows in carry(moves, parts)] == expected
-    for rank, move in enumerate(moves):
-        assert sum(move.receives) == len((set(have[rank]) & needed) - set(need[rank])) and not move.folds
 
 
 @pytest.mark.parametrize("rows", [3 * PIECES, 20 * PIECES])

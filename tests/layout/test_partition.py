@@ -69,18 +69,15 @@ def test_each_row_is_held_once_in_few_runs_and_segments_and_members_differ_by_at
         runs = shares.runs(member)
         assert [row for start, stop in runs.tolist() for row in range(start, stop)] == rows.tolist()
         assert (runs[:, 0] < runs[:, 1]).all() and (runs[1:, 0] != runs[:-1, 1]).all()
-        check_segments(shares.segments(member), rows, packing)
-
-
-def check_segments(segments, rows, packing):
-    assert segments.rows == len(rows)
-    for document, start, stop, offset in segments:
-        local = rows[offset : offset + stop - start]
-        assert (packing.document_of_row[local] == document).all()
-        assert packing.positions[local].tolist() == list(range(start, stop)) != []
-    assert segments.positions.tolist() == packing.positions[rows].tolist()
-    for a, b in pairwise(segments):  # as few as can be
-        assert (a.document < b.document or a.stop < b.start) and b.offset == a.offset + a.stop - a.start
+        segments = shares.segments(member)
+        assert segments.rows == len(rows)
+        for document, start, stop, offset in segments:
+            local = rows[offset : offset + stop - start]
+            assert (packing.document_of_row[local] == document).all()
+            assert packing.positions[local].tolist() == list(range(start, stop)) != []
+        assert segments.positions.tolist() == packing.positions[rows].tolist()
+        for a, b in pairwise(segments):  # as few as can be
+            assert (a.document < b.document or a.stop < b.start) and b.offset == a.offset + a.stop - a.start
 
 
 def pairs_by_document(shares, given_lengths):
@@ -152,13 +149,6 @@ def test_what_does_not_fit_a_partition_is_refused(shares):
                 ask(member)
 
 
-def test_given_rows_have_no_documents():
-    shares = Partition.from_rows([[2, 0], [], [1, 2]])
-    assert [shares.rows(member).tolist() for member in range(3)] == [[2, 0], [], [1, 2]]
-    with pytest.raises(LayoutError, match="knows no documents"):
-        shares.segments(0)
-
-
 def test_wide_groups_and_many_documents_stay_cheap():
     lengths = np.random.default_rng(0).integers(1, 4000, 5000)  # work is over documents, not over members or rows
     shares = Partition.zigzag(lengths, 1024)
@@ -173,3 +163,6 @@ def test_a_partition_of_runs_is_that_of_their_rows() -> None:
     partition = Partition.from_runs(runs)
     assert partition == Partition.from_rows(rows) and partition.counts == (7, 0, 2)
     assert partition.runs(0).tolist() == [[4, 9], [0, 2]]
+    assert [partition.rows(member).tolist() for member in range(3)] == rows
+    with pytest.raises(LayoutError, match="knows no documents"):
+        partition.segments(0)

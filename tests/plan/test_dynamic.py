@@ -31,7 +31,7 @@ from longspan.plan.dynamic.lockstep import (
     make_micro_batches,
     search_candidate,
 )
-from longspan.plan.dynamic.planner import GroupPrices, plan_few_items
+from longspan.plan.dynamic.planner import plan_few_items
 from longspan.plan.dynamic.problem import FreeSlots, Problem, divide_into_even_runs
 from longspan.plan.planners.options import Request
 from tests.plan.cases import MIXTURE, bounded, simulate
@@ -265,7 +265,7 @@ def test_the_published_setting_of_dynamic_context_parallelism() -> None:
 
 def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int = 1, max_cp: int = 0) -> Problem:
     request = Request.from_arguments(lengths, Layout(slots), PlanOptions(max_tokens_per_slot=cap, allow_empty=False))
-    return Problem.from_request(request, range(min_cp, (max_cp or slots) + 1))
+    return Problem(request, range(min_cp, (max_cp or slots) + 1))
 
 
 RANGES = [  # slots, degrees, the widths of runs of slots that hold a group
@@ -302,7 +302,7 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         lengths = [drawn.randint(500, 60000) for _ in range(drawn.randint(1, 12))]
         options = PlanOptions(max_tokens_per_slot=65536, cost=cost)
         request = Request.from_arguments(lengths, Layout(slots), options)
-        of_slots = Problem.from_request(request, range(min_cp, slots + 1))
+        of_slots = Problem(request, range(min_cp, slots + 1))
         few = plan_few_items(of_slots)
         assert few is not None
         assert sorted(d for batch in few for d in batch.documents) == [*range(len(lengths))]
@@ -314,18 +314,7 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         assert lockstep_seconds(of_slots, ends.tolist()) == pytest.approx(planned)
 
 
-def test_groups_that_were_priced_before_have_the_same_price() -> None:
-    mine = problem([5000, 900, 700, 20], 4)
-    prices = GroupPrices(mine)
-    cost, lengths = mine.request.cost, mine.tokens.tolist()
-    for groups in ([[0], [1, 2]], [[1, 2], [0, 3]], [[0, 3], [0], [2, 1]]):
-        for group, seconds in zip(groups, prices.seconds_at_degrees(groups), strict=True):
-            rows = [lengths[item] for item in group]
-            alone = [cost.group_seconds(sum(rows), sum(n * n for n in rows), cp, True, len(rows)) for cp in range(1, 5)]
-            assert seconds.tolist() == [float(value) for value in alone]
-
-
-def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> None:
+def test_free_slots_are_given_once_inside_a_block_where_one_has_them_and_leave_none_or_enough() -> None:
     rng = random.Random(0)
     for slots in (8, 13, 24, 64):
         mine, taken = problem([9], slots), set[int]()
@@ -340,9 +329,6 @@ def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> No
             assert (len(parts) == 1) == had
             taken |= members
         assert taken == set(range(slots))
-
-
-def test_a_group_leaves_none_or_enough_and_spans_blocks_largest_first() -> None:
     mine = problem([9], 16, min_cp=3)
     free = FreeSlots(mine.blocks, mine.degrees)
     assert free.take_slots(3) == [(0, 3)] and free.take_slots(3) == [(8, 3)]
@@ -353,7 +339,7 @@ def test_a_group_leaves_none_or_enough_and_spans_blocks_largest_first() -> None:
 @pytest.mark.parametrize("cost", [Cost(), Cost(cp_comm_type="auto", heads=8)], ids=["ring", "auto"])
 def test_a_long_document_is_priced_once_at_each_degree_as_a_group_of_its_own(cost: Cost) -> None:
     request = Request.from_arguments([30000, 20000, 7, 5], Layout(16), PlanOptions(cost=cost, node_size=8))
-    table = DegreeTable.for_problem(Problem.from_request(request, range(1, 17)))
+    table = DegreeTable(Problem(request, range(1, 17)))
     long = table.item_class >= 0
     assert long.any() and np.isnan(table.item_seconds[:, ~long]).all()
     for item, (column, degree) in itertools.product(np.flatnonzero(long), enumerate(table.degrees.tolist())):

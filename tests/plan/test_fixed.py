@@ -129,7 +129,7 @@ def test_padded_rows_share_a_group_where_the_cap_allows() -> None:
 def test_assignments_are_priced_as_their_plans(request: tuple[list[int], Layout, int, dict[str, Any]]) -> None:
     documents, home, cp, options = request
     checked = Request.from_arguments(documents, home, PlanOptions(**options, allow_empty=False))
-    packer = Packer.for_request(checked, cp)
+    packer = Packer(checked, cp)
     prices = []
     for places in packer.assignments_to_price():
         plan = checked.make_plan(packer.micro_batches(places), "fixed")

@@ -20,59 +20,42 @@ from longspan.plan.micro_batch import Group, MicroBatch, Mode, main_type
 TypeAndPartition = tuple[str, int, str]  # communication type, a2a size, partition
 
 
-@dataclass(frozen=True, eq=False)
 class GroupTable:
-    """All groups of a plan as columns, in plan order, and their members as (group, slot) pairs."""
+    """All groups of micro-batches as columns, in order (G,), and their members as (group, slot) pairs (E,)."""
 
-    micro_batch: Integers  # (G,)
-    degree: Integers  # (G,)
-    documents: Integers  # (G,)
-    tokens: Integers  # (G,) laid-out rows
-    squares: Integers  # (G,) sum of squared laid-out rows of a document
-    unpadded: Integers  # (G,) sum of squared rows of a document, without padding
-    skipped: Floats  # (G,) a member's share of laid-out rows, less the most rows without padding of any member
-    group: Integers  # (E,) of each membership
-    slot: Integers  # (E,)
-    way: Integers  # (G,) index into `ways`
-    ways: tuple[TypeAndPartition, ...]  # the types, a2a sizes and partitions that groups have
-
-    @classmethod
-    def from_micro_batches(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
-        """Lay out all groups of these micro-batches as columns."""
-        groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
-        degree = _int_array([len(group.slots) for _, group in groups])
-        counts = _int_array([len(group.lengths) for _, group in groups])
-        pad = np.repeat(_int_array([group.pad_to or 0 for _, group in groups]), counts)
-        lengths = np.fromiter(chain.from_iterable(group.lengths for _, group in groups), np.int64, len(pad))
+    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
+        groups = [group for batch in micro_batches for group in batch.groups]
+        counts = _int_array([len(group.lengths) for group in groups])
+        pad = np.repeat(_int_array([group.pad_to or 0 for group in groups]), counts)
+        lengths = np.fromiter(chain.from_iterable(group.lengths for group in groups), np.int64, len(pad))
         rows = np.where(pad > 0, pad, lengths)
         squares = rows * rows
         unpadded = lengths * lengths
-        if any(group.parents is not None for _, group in groups):  # rows of branches see those of their prefixes
-            bases = np.fromiter(chain.from_iterable(group.bases for _, group in groups), np.int64, len(pad))
+        if any(group.parents is not None for group in groups):  # rows of branches see those of their prefixes
+            bases = np.fromiter(chain.from_iterable(group.bases for group in groups), np.int64, len(pad))
             squares += 2 * rows * bases
             unpadded += 2 * lengths * bases
         first = np.cumsum(counts) - counts  # document of each group
+        self.micro_batch = _int_array([m for m, batch in enumerate(micro_batches) for _ in batch.groups])
+        self.degree = _int_array([len(group.slots) for group in groups])
+        self.documents = counts
+        self.tokens: Integers = np.add.reduceat(rows, first)  # laid-out rows
+        self.squares: Integers = np.add.reduceat(squares, first)  # sum of squared laid-out rows of a document
+        self.unpadded: Integers = np.add.reduceat(unpadded, first)  # the same without padding
+        # A member's share of laid-out rows, less the most rows without padding of any member.
+        self.skipped: Floats = np.array(
+            [0.0 if group.pad_to is None else _count_skipped_rows(group, group.pad_to) for group in groups]
+        )
+        self.group: Integers = np.repeat(np.arange(len(groups)), self.degree)  # of each membership
+        self.slot = np.fromiter(chain.from_iterable(group.slots for group in groups), np.int64, len(self.group))
         ways: dict[TypeAndPartition, int] = {}
         way = list[int]()
-        for _, group in groups:
+        for group in groups:
             kind = main_type(group.cp_comm_type) if group.degree > 1 else "p2p"
             size = (group.hierarchical_context_parallel_sizes or (1,))[0]
             way.append(ways.setdefault((kind, size, group.partition), len(ways)))
-        return cls(
-            micro_batch=_int_array([m for m, _ in groups]),
-            degree=degree,
-            documents=counts,
-            tokens=np.add.reduceat(rows, first),
-            squares=np.add.reduceat(squares, first),
-            unpadded=np.add.reduceat(unpadded, first),
-            skipped=np.array(
-                [0.0 if group.pad_to is None else _count_skipped_rows(group, group.pad_to) for _, group in groups]
-            ),
-            group=np.repeat(np.arange(len(groups)), degree),
-            slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
-            way=_int_array(way),
-            ways=tuple(ways),
-        )
+        self.way = _int_array(way)  # index into `ways`
+        self.ways = tuple(ways)  # the types, a2a sizes and partitions that groups have
 
     def group_seconds(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""
@@ -175,7 +158,7 @@ class Timeline:
 
 def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Integers:
     """Return the rows that each slot holds in each micro-batch (M, slots), with padding, in whole `row_multiple`s."""
-    return GroupTable.from_micro_batches(micro_batches).rows_by_slot(len(micro_batches), slots, row_multiple)
+    return GroupTable(micro_batches).rows_by_slot(len(micro_batches), slots, row_multiple)
 
 
 def timeline(
@@ -188,7 +171,7 @@ def timeline(
     row_multiple: int = 1,
 ) -> Timeline:
     """Return when each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
-    table = GroupTable.from_micro_batches(micro_batches)
+    table = GroupTable(micro_batches)
     count = len(micro_batches)
     seconds = table.group_seconds(cost, node_size)
     busy = table.sums_by_slot(seconds, count, slots)

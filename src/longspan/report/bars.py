@@ -134,7 +134,7 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
 
 def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
     """Return for each micro-batch the seconds that each of its groups takes of its slots, without the launches."""
-    table = GroupTable.from_micro_batches(plan.micro_batches)
+    table = GroupTable(plan.micro_batches)
     seconds = table.group_seconds(cost, plan.node_size)
     return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1])
 

@@ -328,7 +328,7 @@ def without_real_rows(cost: Cost) -> Cost:
 @pytest.mark.parametrize("lengths", [(100, 300), (1,), (400, 400), (399, 7, 250)])
 def test_the_busiest_slot_computes_real_rows(partition: PartitionKind, degree: int, lengths: tuple[int, ...]) -> None:
     group = Group(tuple(range(degree)), tuple(range(len(lengths))), lengths, partition=partition, pad_to=400)
-    (skipped,) = GroupTable.from_micro_batches([MicroBatch((group,))]).skipped
+    (skipped,) = GroupTable([MicroBatch((group,))]).skipped
     busiest = 400 * len(lengths) / degree - skipped
     assert busiest == pytest.approx(max(real_rows(group)), abs=len(lengths))  # shares are not rounded to whole rows
     assert sum(lengths) / degree <= busiest * (1 + 1e-12)

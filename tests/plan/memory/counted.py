@@ -91,36 +91,31 @@ class _Marks:
         self.live, self.counted, self.now = _Bytes(), Counted(), -1
         for tensor in (*model.parameters(), *model.buffers()):  # views of them are none of a step's bytes
             self.live._live[tensor.untyped_storage()._cdata] = 0
-        layers = list(decoder_layers(model).values())
-        for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(self._before(index))
-            layer.register_forward_hook(self._after(index, last=index == len(layers) - 1))
+        self.layers = list(decoder_layers(model).values())
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self._before)
+            layer.register_forward_hook(self._after)
 
     def _read_peak(self) -> int:
         peak = self.live.peak
         self.counted.most, self.live.peak = max(self.counted.most, peak), self.live.now
         return peak
 
-    def _before(self, index: int) -> Any:
-        def hook(*_: Any) -> None:
-            if self.now < 0:
-                self.counted.alive.append(self.live.now)
-                self._read_peak()
-
-        return hook
-
-    def _after(self, index: int, *, last: bool) -> Any:
-        def hook(_: Any, __: Any, output: Any) -> Any:
-            if self.now >= 0:
-                return
+    def _before(self, *_: Any) -> None:
+        if self.now < 0:
+            self.counted.alive.append(self.live.now)
             self._read_peak()
-            if last:
-                self.counted.alive.append(self.live.now)
-            y = output[0] if isinstance(output, tuple) else output
-            if y.requires_grad:
-                y.register_hook(lambda _, index=index: self._turn(index))
 
-        return hook
+    def _after(self, layer: Any, _: Any, output: Any) -> None:
+        if self.now >= 0:
+            return
+        self._read_peak()
+        index = self.layers.index(layer)
+        if index == len(self.layers) - 1:
+            self.counted.alive.append(self.live.now)
+        y = output[0] if isinstance(output, tuple) else output
+        if y.requires_grad:
+            y.register_hook(lambda _: self._turn(index))
 
     def _turn(self, index: int) -> None:
         self.end()

@@ -18,9 +18,8 @@ from random import Random
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from longspan.layout import Floats, Integers
+from longspan.layout import Flags, Floats, Integers
 from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, FreeSlots, Parts, Problem, slots_in_parts
 from longspan.plan.micro_batch import Group, MicroBatch
 
@@ -134,7 +133,7 @@ def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
 
 def search_candidate(problem: Problem, steps: int) -> Candidate:
     """Try first settings, then change the best ones `steps` times; steps are counted so that all hosts agree."""
-    table = DegreeTable.for_problem(problem)
+    table = DegreeTable(problem)
     random = Random(0)
     known = Known()
     best, settings = _best_first_candidate(problem, table, known)
@@ -246,7 +245,6 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
     return Settings(np.maximum(durations, LEAST_DURATION), share, reach)
 
 
-@dataclass(frozen=True, eq=False)
 class DegreeTable:
     """Seconds and rows of a document in a group of its own, for classes of lengths and all degrees worth considering.
 
@@ -254,43 +252,32 @@ class DegreeTable:
     its lengths, and the most squares.
     """
 
-    problem: Problem
-    item_class: Integers  # (items,) −1: never long
-    longest: Integers  # (classes,) tokens
-    degrees: Integers  # (degrees,) rising
-    seconds: Floats  # (classes, degrees)
-    rows: Integers  # (classes, degrees) a slot
-    fits: NDArray[np.bool_]  # (classes, degrees) within the cap
-    short_density: float  # seconds a token of the documents that fill gaps
-    full_seconds: float  # of a slot full of the shortest items, which together hold half of all tokens
-    work: Floats  # (classes,)
-    latency: Floats  # of groups of 1, 2, … slots of the widest block, however few rows they have
-
-    @classmethod
-    def for_problem(cls, problem: Problem) -> "DegreeTable":
-        """Price all classes at all degrees. Short documents are as dense as the first of the last quarter."""
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         too_long_for_bins = problem.families & (problem.tokens > problem.widest_run * problem.cap)
         may_be_long = (problem.work >= problem.least_long_work) | too_long_for_bins
         may_be_long &= problem.families | (problem.squares == problem.tokens**2)
-        longest = _longest_by_class(np.unique(problem.tokens[may_be_long]))
-        item_class = np.where(may_be_long, np.searchsorted(longest, problem.tokens), -1)
+        cost = problem.request.cost
+        longest = _longest_by_class(np.unique(problem.tokens[may_be_long]))  # (classes,) tokens
+        # (items,) −1: never long
+        self.item_class: Integers = np.where(may_be_long, np.searchsorted(longest, problem.tokens), -1)
         squares = np.ones_like(longest)
-        np.maximum.at(squares, item_class[may_be_long], problem.squares[may_be_long])
-        degrees = problem.degrees_to_try()
+        np.maximum.at(squares, self.item_class[may_be_long], problem.squares[may_be_long])
+        self.degrees = problem.degrees_to_try()  # (degrees,) rising
         column = longest[:, None]
-        inside = degrees <= problem.widest_in_node
-        seconds = problem.request.cost.group_seconds(column, squares[:, None], degrees, inside)
-        rows = -(-column // degrees)
+        inside = self.degrees <= problem.widest_in_node
+        self.seconds = cost.group_seconds(column, squares[:, None], self.degrees, inside)  # (classes, degrees)
+        self.rows: Integers = -(-column // self.degrees)  # (classes, degrees) a slot
+        self.fits: Flags = self.rows <= problem.cap  # (classes, degrees)
         short = len(problem.tokens) * SHORT_FROM[0] // SHORT_FROM[1]
-        density = float(problem.work[short] / problem.tokens[short])
+        self.short_density = float(problem.work[short] / problem.tokens[short])  # seconds a token, which fill gaps
         light = 2 * np.cumsum(problem.tokens) > int(problem.tokens.sum())
         tokens, square_sum = (int(column[light].sum()) for column in (problem.tokens, problem.squares))
-        full = float(problem.request.cost.work_seconds(tokens, square_sum)) / tokens * problem.cap
-        work = problem.request.cost.work_seconds(longest, squares)
-        latency = problem.request.cost.latency_seconds(np.arange(1, problem.widest_block + 1))
-        return cls(
-            problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density, full, work, latency
-        )
+        # of a slot full of the shortest items, which together hold half of all tokens
+        self.full_seconds = float(cost.work_seconds(tokens, square_sum)) / tokens * problem.cap
+        self.work = cost.work_seconds(longest, squares)  # (classes,)
+        # of groups of 1, 2, … slots of the widest block, however few rows they have
+        self.latency = cost.latency_seconds(np.arange(1, problem.widest_block + 1))
 
     @cached_property
     def item_seconds(self) -> Floats:

@@ -76,7 +76,7 @@ def plan_dynamic(
     check_choice("effort", effort, get_args(EffortName))
     if not request.lengths:
         return request.make_plan((), "dynamic", max_cp=max_cp)
-    problem = Problem.from_request(request, degrees)
+    problem = Problem(request, degrees)
     goal = lower_bound_seconds(
         request.lengths,
         request.slots,
@@ -131,7 +131,7 @@ def _problem_of_powers_of_two(problem: Problem) -> Problem | None:
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
     if request.cost.network is None or request.slots > HALVED_SLOTS or len(degrees) in (0, len(problem.degrees)):
         return None
-    return Problem.from_request(request, degrees) if problem.tokens[0] <= degrees[-1] * problem.cap else None
+    return Problem(request, degrees) if problem.tokens[0] <= degrees[-1] * problem.cap else None
 
 
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
@@ -148,7 +148,7 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
             or least + request.cost.update_seconds >= best
         ):
             continue
-        packer = Packer.for_request(request, cp)
+        packer = Packer(request, cp)
         yield [_sort_documents(batch) for batch in packer.micro_batches()]
 
 

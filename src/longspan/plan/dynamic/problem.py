@@ -6,14 +6,12 @@ if min_cp is above the node size), from which groups take free ones.
 """
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from longspan.layout import Floats, Integers
+from longspan.layout import Flags, Floats, Integers
 from longspan.plan.planners.options import Request
 
 DegreeSet = range | tuple[int, ...]  # rising
@@ -26,30 +24,20 @@ MORE_MICRO_BATCHES = 2  # than the caps demand
 EXACT_DEGREES = 40  # every degree up to this is considered, then multiples of the node size ever farther apart
 
 
-@dataclass(frozen=True, eq=False)
 class Problem:
     """One step to plan: items in falling order of tokens, and what a slot and a group may hold. Documents have
-    tokens; a slot has rows, its share of them.
+    tokens; a slot has rows, its share of them. Groups may have these `degrees`, at most the slots. Above `PACKED_ABOVE`
+    documents a slot, those of less than a pack's tokens lie end to end, and a pack begins every `pack_tokens`, at most
+    a sixteenth of a slot's cap.
     """
 
-    request: Request
-    degrees: DegreeSet  # that a group may have, at most the slots
-    cap: int  # rows of a slot, in whole row multiples
-    documents: tuple[tuple[int, ...], ...]  # of each item, ids
-    tokens: Integers  # (items,) with the rows that prefixes share once
-    squares: Integers  # (items,) sum of squared document lengths; of families as `Request.family_sizes`
-    families: NDArray[np.bool_]  # (items,) whether it is a family
-    blocks: tuple[tuple[int, int], ...]  # first slot and number of slots
-
-    @classmethod
-    def from_request(cls, request: Request, degrees: DegreeSet) -> "Problem":
-        """Make the problem of a request whose groups may have these degrees: its families longest first. Above
-        `PACKED_ABOVE` documents a slot, those of less than a pack's tokens lie end to end, and a pack begins every
-        `pack_tokens`, at most a sixteenth of a slot's cap. Without a limit of rows the cap is all rows.
-        """
+    def __init__(self, request: Request, degrees: DegreeSet) -> None:
+        self.request = request
+        self.degrees = degrees
         rows, squares = request.family_sizes
         order = np.argsort(-rows, kind="stable")
         cap = int(rows.sum()) if request.rows is None else request.rows
+        self.cap = cap  # rows of a slot, in whole row multiples
         ids = order.tolist()
         items: tuple[tuple[int, ...], ...] = tuple((d,) for d in ids)
         tokens = rows[order]
@@ -68,10 +56,14 @@ class Problem:
             items = tuple(tuple(parts[i].tolist()) for i in rank.tolist())
             tokens = tokens[rank]
             squares = squares[rank]
-        families = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
-        items = tuple(tuple(chain.from_iterable(request.families[i] for i in item)) for item in items)
-        blocks = divide_into_blocks(request.slots, request.node_size, degrees[0], degrees[-1])
-        return cls(request, degrees, cap, items, tokens, squares, families, blocks)
+        self.tokens: Integers = tokens  # (items,) with the rows that prefixes share once
+        self.squares: Integers = squares  # (items,) sum of squared document lengths; see `Request.family_sizes`
+        # (items,) whether it is a family
+        self.families: Flags = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
+        # ids of the documents of each item
+        self.documents = tuple(tuple(chain.from_iterable(request.families[i] for i in item)) for item in items)
+        # first slot and number of slots
+        self.blocks = divide_into_blocks(request.slots, request.node_size, degrees[0], degrees[-1])
 
     @property
     def min_cp(self) -> int:

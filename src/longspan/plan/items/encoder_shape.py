@@ -130,7 +130,7 @@ def read_window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
     if full is None or not (pixels := vision.count("window_size")):
         return 0, 0
     windows = sum(layer not in full for layer in range(layers))
-    return windows, pixels // _read_size(vision, "patch") if windows else 0
+    return windows, pixels // _read_size(vision, "patch_size") if windows else 0
 
 
 def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> EncoderShape:
@@ -140,11 +140,11 @@ def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> Encod
     """
     width = vision.count("embed_dim", "hidden_size")
     layers = vision.count("depth")
-    merge = _read_size(vision, "merge")
+    merge = _read_size(vision, "spatial_merge_size")
     mlp_width = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     windows, window = read_window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
-    pixels = (vision.count("in_channels", "in_chans") or 3) * _read_size(vision, "patch") ** 2
+    pixels = (vision.count("in_channels", "in_chans") or 3) * _read_size(vision, "patch_size") ** 2
     return EncoderShape(
         width=width,
         head_dim=width // vision.count("num_heads"),
@@ -152,7 +152,7 @@ def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> Encod
         window_layers=windows,
         window=window,
         block_weights=layers * width * (4 * width + (3 if gated else 2) * mlp_width),
-        embed_weights=width * pixels * _read_size(vision, "frames"),
+        embed_weights=width * pixels * _read_size(vision, "temporal_patch_size"),
         projector_weights=mergers * width * merge**2 * (width * merge**2 + hidden),
         merge=merge,
     )
@@ -165,7 +165,7 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
     """
     width = vision.count("hidden_size")
     layers = vision.count("num_hidden_layers")
-    patches = (vision.count("image_size") // _read_size(vision, "patch")) ** 2
+    patches = (vision.count("image_size") // _read_size(vision, "patch_size")) ** 2
     class_rows = int("clip" in vision.model_type)
     layers_read = [layers]
     rows = model.count("mm_tokens_per_image") or _GEMMA_ROWS
@@ -192,7 +192,7 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
         head_dim=width // vision.count("num_attention_heads"),
         full_layers=max(layers_read),
         block_weights=max(layers_read) * width * (4 * width + 2 * vision.count("intermediate_size")),
-        embed_weights=width * (vision.count("num_channels") or 3) * _read_size(vision, "patch") ** 2,
+        embed_weights=width * (vision.count("num_channels") or 3) * _read_size(vision, "patch_size") ** 2,
         projector_weights=projector,
         entry_weights=entry,
         patches=patches,
@@ -201,10 +201,7 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
     )
 
 
-_NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "temporal_patch_size"}
-
-
-def _read_size(vision: ConfigReader, size: str) -> int:
+def _read_size(vision: ConfigReader, name: str) -> int:
     """Return an edge of images or patches in pixels, of a configuration's number or of its pair (height, width)."""
-    value: Any = vision.value(_NAMES[size])
-    return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[size])  # pyright: ignore[reportUnknownArgumentType]
+    value: Any = vision.value(name)
+    return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(name)  # pyright: ignore[reportUnknownArgumentType]

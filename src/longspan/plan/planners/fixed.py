@@ -8,15 +8,13 @@ apart.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longspan.errors import PlanError, plural
-from longspan.layout import Floats, Integers, Layout
+from longspan.layout import Flags, Floats, Integers, Layout
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import (
@@ -60,7 +58,7 @@ def plan_fixed(
     """
     request = Request.from_arguments(lengths, home, options, keywords)
     cp = request.check_degree(home, cp)
-    return request.make_plan(Packer.for_request(request, cp).micro_batches() if request.lengths else (), "fixed")
+    return request.make_plan(Packer(request, cp).micro_batches() if request.lengths else (), "fixed")
 
 
 def smallest_fitting_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
@@ -127,35 +125,27 @@ def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, 
     return places
 
 
-@dataclass(frozen=True, eq=False)
 class Packer:
-    """Documents longest first, and the groups that they can go to; a family counts as one document here.
+    """Documents longest first, and the groups of `cp` slots, which divide those of the request, that they can go to; a
+    family counts as one document here.
 
     An *assignment* is an array (documents,) with the place of each document, in that order: micro-batch x groups +
     group. A *bin* holds the documents of one place, before it is decided which place that is.
     """
 
-    request: Request
-    cp: int
-    order: Integers  # (documents,) ids, longest first, equal lengths by id
-    lengths: list[int]  # (documents,) in that order
-    squares: Integers  # (documents,) in that order; of families as `Request.family_sizes`
-    work: list[float]  # (documents,) seconds, in that order
-    room: int  # rows that a group holds
-    inside: NDArray[np.bool_]  # (groups,) whether all its slots share a node
-
-    @classmethod
-    def for_request(cls, request: Request, cp: int) -> "Packer":
-        """Make the packer of a request for groups of `cp` slots, which divides its slots."""
+    def __init__(self, request: Request, cp: int) -> None:
+        self.request = request
+        self.cp = cp
         rows, squares = request.family_sizes
-        order = np.argsort(-rows, kind="stable")
-        lengths = rows[order]
-        squares = squares[order]
+        self.order: Integers = np.argsort(-rows, kind="stable")  # ids, longest first, equal lengths by id
+        lengths = rows[self.order]
+        self.lengths: list[int] = lengths.tolist()  # in that order, as squares and work
+        self.squares = squares[self.order]  # of families as `Request.family_sizes`
+        self.work: list[float] = request.cost.work_seconds(lengths, self.squares).tolist()  # seconds
+        self.room = int(lengths.sum()) if request.rows is None else request.rows * cp  # rows that a group holds
         first = np.arange(0, request.slots, cp)
-        room = int(lengths.sum()) if request.rows is None else request.rows * cp
-        inside = first // request.node_size == (first + cp - 1) // request.node_size
-        work = request.cost.work_seconds(lengths, squares)
-        return cls(request, cp, order, lengths.tolist(), squares, work.tolist(), room, inside)
+        # (groups,) whether all its slots share a node
+        self.inside: Flags = first // request.node_size == (first + cp - 1) // request.node_size
 
     def assignments_to_price(self) -> Iterator[Integers]:
         """Yield assignments that are worth pricing.
@@ -252,9 +242,7 @@ class Packer:
             load[place[m] - m * groups] += seconds
         return place.reshape(-1)[assignment]
 
-    def _seconds_of_places(
-        self, assignment: Integers, inside: NDArray[np.bool_] | bool, count: int | None = None
-    ) -> Floats:
+    def _seconds_of_places(self, assignment: Integers, inside: Flags | bool, count: int | None = None) -> Floats:
         """Return the seconds of each place (micro-batches, groups), without the launch; 0 for one without documents.
         `inside` is whether the slots of each group, or of all, share a node; `count` the micro-batches (None: those of
         the assignment).
@@ -263,7 +251,7 @@ class Packer:
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
 
-    def _bin_seconds(self, bins: Integers, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
+    def _bin_seconds(self, bins: Integers, count: int, inside: Flags | bool) -> Floats:
         """Return the seconds of `count` bins of documents, without the launch; 0 for an empty one. `bins` has the bin
         of each document.
         """

@@ -352,7 +352,7 @@ class Request(PlanOptions):
         chooses_sizes = "a2a+p2p" in self.types and self.hierarchical_context_parallel_sizes is None
         if not chooses_type and not chooses_sizes:
             return (*micro_batches, *dummies)
-        table = GroupTable.from_micro_batches(micro_batches)
+        table = GroupTable(micro_batches)
         cost = replace(self.cost, cp_comm_type="auto") if chooses_type else self.cost.under("a2a+p2p", 0)
         ways = cost.ways_of(table.degree)
         seconds = np.array([table.group_seconds_with_type(way, self.node_size) for way in ways])
