@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
@@ -170,8 +170,9 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
     group = shard.micro_batch.groups[index]
     where = f" of group {index}"
     types, owner = (group.cp_comm_type, where) if arguments.cp_comm_type is None else (arguments.cp_comm_type, "")
-    comm_type = types
-    if not isinstance(types, str):
+    if isinstance(types, str):
+        comm_type = types
+    else:
         layer = arguments.layer
         if not isinstance(layer, Integral) or not 0 <= layer < len(types):
             raise AttentionError(
@@ -540,7 +541,7 @@ class _Attend(torch.autograd.Function):
 
         def run(call: AttendCall, *tensors: Tensor) -> list[Any]:
             present = iter(tensors)
-            dout, out, *saved = [x if x is None else next(present) for x in dout_and_saved]
+            dout, out, *saved = cast(list[Any], [x if x is None else next(present) for x in dout_and_saved])
             parts: list[Gradients] = []
             for (rows, cp_comm_type, members), count in zip(reversed(call.parts), reversed(slices), strict=True):
                 part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * count :]]

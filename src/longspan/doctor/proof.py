@@ -373,7 +373,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
             except LongspanError as error:
                 outcomes[number] = Outcome(case, "refused", message=str(error))
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for home, numbered in cases_of_homes.items():
         first_numbers = {_preparation_key(case): number for number, case in reversed(numbered)}
         numbered.sort(key=lambda pair: (first_numbers[_preparation_key(pair[1])], pair[0]))

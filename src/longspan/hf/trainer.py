@@ -157,7 +157,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
 
         Without `training` it is a reference, which takes no step.
         """
-        prepared = longspan.prepare(
+        prepared: Any = longspan.prepare(
             model, self.world, options=options_of_prepare(self, model, self.memory_plan, training=training)
         )
         guard_prepared_model(prepared, architecture_name(prepared), SAVES)

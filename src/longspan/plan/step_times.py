@@ -204,7 +204,7 @@ def _free_times(table: GroupTable, busy: Floats, active: NDArray[np.bool_]) -> t
     count, slots = busy.shape
     # The lowest slot that groups join each slot to, by hooking and pointer jumping: a slot takes the lowest label in
     # any of its groups, and then that label's label, until nothing changes. Labels count through all micro-batches.
-    label = np.arange(count * slots)
+    label = np.arange(busy.size)
     cells = table.micro_batch[table.group] * slots + table.slot
     first = np.cumsum(table.degree) - table.degree
     while len(cells):

@@ -76,7 +76,7 @@ class ParkedLayer:
         self._on_host: list[tuple[HostRange, Tensor]] = []  # memory of the arena, and the parked tensor in it
         self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
         self._versions: dict[int, int] = {}  # torch's counts of in-place changes, when a tensor was parked
-        self._copied: torch.cuda.Event | None = None  # after the last copy, there or back
+        self._copied: torch.Event | None = None  # after the last copy, there or back
 
     def __call__(self, x: Tensor) -> Callable[[], Tensor]:
         """Copy a tensor to the host, unless it is empty or elsewhere; returns the function that fetches it."""

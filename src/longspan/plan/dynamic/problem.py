@@ -52,8 +52,8 @@ class Problem:
             tokens = np.add.reduceat(tokens, first)
             squares = np.add.reduceat(squares, first)
             rank = np.argsort(-tokens, kind="stable")
-            parts = np.split(order, first[1:])
-            items = tuple(tuple(parts[i].tolist()) for i in rank.tolist())
+            parts: list[tuple[int, ...]] = [tuple(part.tolist()) for part in np.split(order, first[1:])]
+            items = tuple(parts[i] for i in rank.tolist())
             tokens = tokens[rank]
             squares = squares[rank]
         self.tokens: Integers = tokens  # (items,) with the rows that prefixes share once
