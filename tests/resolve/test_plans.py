@@ -26,9 +26,9 @@ from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.choice import PlannerConfig, StepPlanner, plan_by_custom_planner, plan_steps_ahead
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
-from longspan.resolve.resolved import choose_degree, resolve
+from longspan.resolve.resolved import Reasons, choose_degree, resolve
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine
-from longspan.resolve.ways import RankedWay, Way, planner_reason, set_usual_mode
+from longspan.resolve.ways import RankedWay, Way, set_usual_mode
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
@@ -199,10 +199,10 @@ def test_a_choice_of_plans_is_said_in_plain_words() -> None:
     fixed = {cp: RankedWay("fixed", cp, 8192, seconds, priced=False) for cp, seconds in ((2, 1.0), (1, 1.02), (4, 1.8))}
     dynamic = RankedWay("dynamic", 0, 8192, 0.998, priced=False)
     words = "as fast as dynamic, 2 % faster than degree 1, 1.8 times as fast as degree 4"
-    assert planner_reason([fixed[2], dynamic, fixed[1], fixed[4]]) == f"fixed, degree 2 (predicted {words})"
+    assert Reasons((fixed[2], dynamic, fixed[1], fixed[4])).planner == f"fixed, degree 2 (predicted {words})"
     words = "0.5 s a step, 5 % faster than degree 2"
     ways = RankedWay("dynamic", 0, 8192, 0.5), RankedWay("fixed", 2, 8192, 0.525)
-    assert planner_reason(ways) == f"dynamic (predicted {words})"
+    assert Reasons(ways).planner == f"dynamic (predicted {words})"
 
 
 def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:

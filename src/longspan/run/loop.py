@@ -20,13 +20,14 @@ from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import CorpusDocuments
 from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
+from longspan.evaluation.result import Evaluation
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.choice import plan_steps_ahead
 from longspan.run.checks import check_config
-from longspan.run.evaluations import Evaluations, Final, read_prompts_of_run
+from longspan.run.evaluations import Evaluations, read_prompts_of_run
 from longspan.run.facts import TrainResult
 from longspan.run.folder import check_free_disk, run_lock
 from longspan.run.loggers import logger_classes
@@ -235,24 +236,25 @@ class _Loop:
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)
         done = saves.done
-        manifest = run.corpus.manifest
-        final = Final()
+        final: tuple[Evaluation, ...] = ()
+        named: tuple[Evaluation, ...] = ()
         if not stopped:
             evaluated_step = saves.load_best() if saves.end_reason else done
             save_final_model(run)
-            final = self.evaluations.evaluate_at_end(evaluated_step)
+            final, named, stopped = self.evaluations.evaluate_at_end(evaluated_step)
             saves.save_if_best(self.evaluations.take_new_rows())
             saves.remove_old_saves()
+        scores = run.config.train.loss or run.corpus.labels is not None
         return TrainResult(
             dir=run.dir,
             done=done,
             steps=run.config.train.steps,
-            stopped=stopped or final.stopped,
+            stopped=stopped,
             end_reason=saves.end_reason,
-            final=final.at_degrees,
-            named=final.named,
+            final=final,
+            named=named,
             last_loss=self.records.last_loss(done),
-            vocab_size=0 if run.config.train.loss or run.corpus.labels is not None else manifest.tokenizer_size,
+            vocab_size=0 if scores else run.corpus.manifest.tokenizer_size,
             world=len(run.world.home.ranks),
         )
 

@@ -2,6 +2,7 @@
 stock peft and transformers."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
