@@ -169,10 +169,8 @@ def test_rows_auto_are_those_whose_steps_are_fastest(monkeypatch: pytest.MonkeyP
 
 def test_a_mode_auto_is_free_where_weights_fit_whole_and_steps_are_faster() -> None:
     lengths = [int(n) for n in np.random.default_rng(0).lognormal(8, 1.3, 300).clip(64, 32768)]
-    padded: dict[str, object] = {
-        "context__planner": "padded",
-        "context__context_parallel_size": 4,
-    }  # slots wait for the longest row
+    # slots wait for the longest row
+    padded: dict[str, object] = {"context__planner": "padded", "context__context_parallel_size": 4}
     cases: list[tuple[str, int, dict[str, object]]] = [
         ("free", 200, padded),
         ("lockstep", 200, {"context__planner": "dynamic"}),

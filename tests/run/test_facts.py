@@ -24,13 +24,8 @@ from longspan.train import step_figures as figures_module
 from longspan.train.step_figures import StepFigures, make_step_figures
 from tests.report.runs import FACTS
 
-CONFIG = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-}
+CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+CONFIG["vocab_size"] = 512
 
 
 def device_text(device: str, **figures: Any) -> str:
@@ -123,10 +118,8 @@ def test_kernels_are_said_by_kind_of_layer_and_group(monkeypatch: pytest.MonkeyP
     full, window = AttendCall(1, 1, 64, 64), AttendCall(1, 1, 64, 64, mask=Mask(window=128))
     assert of_calls(full, window).kernels == ("cpu_flash",) and of_calls().kernels == ()
     dropout = replace(full, dropout=Dropout(0.1, seed=0))
-    assert of_calls(dropout, window).kernels == (
-        "reference (layers with full attention)",
-        "cpu_flash (layers with window of 128)",
-    )
+    of_layers = "reference (layers with full attention)", "cpu_flash (layers with window of 128)"
+    assert of_calls(dropout, window).kernels == of_layers
     alone = {True: "cudnn", False: "fa4"}
     monkeypatch.setattr(execution, "choose_kernel", lambda call, name: SimpleNamespace(name=alone[call.one_document]))
     assert of_calls(full).kernels == ("cudnn where each group has one document, else fa4",)
@@ -134,9 +127,8 @@ def test_kernels_are_said_by_kind_of_layer_and_group(monkeypatch: pytest.MonkeyP
 
 def test_the_slow_kernel_on_gpus_is_a_caution() -> None:
     call = AttendCall(1, 1, 64, 64, torch.float32, torch.device("cuda"))
-    assert (
-        of_calls(call).slow_kernel_reason() == "the slow reference kernel is all that can do float32, heads of 64 here"
-    )
+    reason = of_calls(call).slow_kernel_reason()
+    assert reason == "the slow reference kernel is all that can do float32, heads of 64 here"
     assert of_calls(AttendCall(1, 1, 64, 64, torch.float32)).slow_kernel_reason() == ""
 
 

@@ -73,10 +73,8 @@ def receive_on_rank_1(rank: int, configs: list[RunConfig]) -> list[tuple[str, in
 
 def test_a_signal_on_one_rank_saves_on_all(tmp_path: Path) -> None:
     keys = {"train__steps": 3, "evaluation__every": 0, "evaluation__documents": 0}
-    configs = [
-        small_config(tmp_path / name, checkpoint__save_signals=on, **keys)
-        for name, on in (("on", ["SIGUSR1"]), ("off", []))
-    ]
+    save_on = {"on": ["SIGUSR1"], "off": []}
+    configs = [small_config(tmp_path / name, checkpoint__save_signals=on, **keys) for name, on in save_on.items()]
     assert run_ranks(receive_on_rank_1, 2, configs) == [[("", 3), ("SIGUSR1", 2)]] * 2
     assert [saved_steps(tmp_path / name) for name in ("on", "off")] == [[2, 3], [2]]
 

@@ -37,18 +37,16 @@ def test_a_longest_document_that_is_known_changes_nothing() -> None:
     lines = list[str]()
     assert scale_positions(KNOWN, ModelConfig(), 100, "a.txt", lines.append) is KNOWN and not lines
     assert scale_positions(KNOWN, ModelConfig(rope_scaling="yarn"), 100, "a.txt", lines.append) is KNOWN
-    assert lines == [
-        'rope: the longest document has 100 tokens and the model knows 100: model.rope_scaling = "yarn" changes nothing'
-    ]
+    (line,) = lines
+    assert line.endswith(' has 100 tokens and the model knows 100: model.rope_scaling = "yarn" changes nothing')
 
 
 def test_a_factor_is_chosen_and_said() -> None:
     lines = list[str]()
     scaled = scale_positions(KNOWN, ModelConfig(rope_scaling="yarn"), 130, "a.txt", lines.append)
     assert scaled.rope_parameters["factor"] == 1.5 and scaled.max_position_embeddings == 150
-    assert lines == [
-        "rope: yarn by 1.5, for documents of up to 150 tokens; the model knows 100, and the longest document has 130"
-    ]
+    (line,) = lines
+    assert line.startswith("rope: yarn by 1.5, for documents of up to 150 tokens; the model knows 100, and the longest")
     given = scale_positions(KNOWN, ModelConfig(rope_scaling="linear:4"), 130, "a.txt", lines.append)
     assert given.rope_parameters["factor"] == 4.0
 
@@ -126,11 +124,8 @@ def test_evaluations_follow_unless_they_say_otherwise() -> None:
     config, _ = chosen(eval_context_parallel_size=4, eval_cp_comm_type="all_gather")
     assert config.evaluation.cp_comm_type == "all_gather"
     wide, _ = chosen(heads=2, context_parallel_size=2, eval_context_parallel_size=4)  # 2 heads, 4 slots
-    assert (wide.context.cp_comm_type, wide.context.partition, wide.evaluation.cp_comm_type) == (
-        "a2a",
-        "contiguous",
-        "auto",
-    )
+    assert (wide.context.cp_comm_type, wide.context.partition) == ("a2a", "contiguous")
+    assert wide.evaluation.cp_comm_type == "auto"
     of_set = load_config(None, {"model.preset": "bamba-tiny"})
     assert set_default_partition(of_set).context.partition == "contiguous"
 
@@ -186,10 +181,8 @@ def test_every_rank_plans_for_the_worlds_hosts_and_refuses_others(
 ) -> None:
     config = replace(RunConfig(), parallel=parallel)
     results = run_ranks(resolve, ranks, config, ranks, local)
-    line = (
-        f"context.node_size is 5, and this world has {slots} slots a host (LOCAL_WORLD_SIZE / tp); use {slots}, "
-        'or "auto", its default'
-    )
+    line = f"context.node_size is 5, and this world has {slots} slots a host (LOCAL_WORLD_SIZE / tp); use {slots}, or"
+    line += ' "auto", its default'
     assert results == [(slots, line)] * ranks
     fitted = replace(config, context=ContextConfig(planner="dynamic", max_tokens_per_slot=0, node_size=slots))
     plan = PlannerConfig.training(fitted).plan((40, 30, 20, 9, 9), home_of(parallel, ranks))

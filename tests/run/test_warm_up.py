@@ -123,10 +123,8 @@ def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
     plan = Plan(slots=5, lengths=(600, 1500, 9000, 600, 900), micro_batches=(batch, other), targets=12595)
     groups = smallest_group_of_each_kind([plan])
     assert [group.lengths for group in groups.values()] == [(9000,), (600, 900)]
-    assert [[g.slots for g in b.groups] for b in repeat_on_all_slots(other.groups[0], 5)] == [
-        [(0, 1), (2, 3)],
-        [(3, 4)],
-    ]
+    laid = [[group.slots for group in batch.groups] for batch in repeat_on_all_slots(other.groups[0], 5)]
+    assert laid == [[(0, 1), (2, 3)], [(3, 4)]]
 
 
 @pytest.mark.parametrize("planner", ["fixed", "dynamic"])

@@ -126,9 +126,8 @@ def test_questions_on_few_texts_are_trained_as_separate_documents(alone: tuple[R
     line = re.search(r"step 1: (\d+) documents in (\d) families: ([\d,]+) of ([\d,]+) tokens are computed once", said)
     assert line is not None, said
     assert said.count("computed once") == 1
-    assert (
-        int(line[2]) == TEXTS and line[4] == f"{sum(whole):,}" and re.search(r", [23]\.\d times fewer operations", said)
-    )
+    assert int(line[2]) == TEXTS and line[4] == f"{sum(whole):,}"
+    assert re.search(r", [23]\.\d times fewer operations", said)
     row = read_metrics(Path(shared.run.dir) / "metrics.jsonl")[0]
     assert row["tokens"] == plan.tokens and row["spared_tokens"] == sum(whole) - plan.tokens
 
@@ -226,11 +225,7 @@ def test_families_are_drawn(alone: tuple[RunConfig, RunConfig, str], capsys: pyt
 
 
 MUTANTS: dict[str, Change] = {
-    "a prefix one row longer": (
-        "data.corpus_documents",
-        "return int(is_target.argmax()) if",
-        "return int(is_target.argmax()) + 1 if",
-    ),
+    "a prefix one row longer": ("data.corpus_documents", "(is_target.argmax()) if", "(is_target.argmax()) + 1 if"),
     "parts read from the beginning": ("data.corpus_documents", "return rows + self.start", "return rows"),
     "another family's prefix": ("data.shared_prefixes", "source[part] = document", "source[part] = 0"),
     "parts one row early": ("data.shared_prefixes", "+ lengths[parent]\n", "+ lengths[parent] - 1\n"),

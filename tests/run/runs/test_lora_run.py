@@ -134,9 +134,7 @@ def test_adapters_of_experts_are_read_and_merged(kind: Any, tmp_path: Path) -> N
         assert (merged(input_ids=IDS).logits - wanted).abs().max() <= 1e-12 * wanted.abs().max()
         with stock.disable_adapter():
             assert (stock(input_ids=IDS).logits - wanted).abs().max() > 1e-4
-    with pytest.raises(
-        ModelError, match=r"lora.dropout is 0.1, and lora.target_modules has experts \(experts.down_proj"
-    ):
+    with pytest.raises(ModelError, match=r"dropout is 0.1, and lora.target_modules has experts \(experts.down_proj"):
         _run_over(str(base), tmp_path / "other", lora__target_modules=["experts.down_proj"], lora__dropout=0.1)
 
 
@@ -343,9 +341,7 @@ def test_a_sum_covers_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             changes[-1].view(-1)[place] += 1
         assert first not in {sum_of(**{name: changed}) for changed in changes}, name
     assert first == sum_of()
-    monkeypatch.setattr(
-        unadapted_module, "BLOCKS", 4
-    )  # of a large folder not every byte is read, but the size and both ends are
+    monkeypatch.setattr(unadapted_module, "BLOCKS", 4)  # of a large folder the size, both ends and some more are read
     file, first = tmp_path / "model.safetensors", sum_of()
     whole = file.read_bytes()
     for changed in (whole[:-1] + b"x", b"x" + whole[1:], whole + b"x"):

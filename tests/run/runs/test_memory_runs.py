@@ -20,13 +20,8 @@ from longspan.train.run_model import prepare as preparing
 from tests.run.runs.homes import gone_on_from_the_first_checkpoint
 from tests.train.small import small_config, train_rank
 
-SETTINGS: dict[str, object] = {
-    "model__dtype": "float64",
-    "train__steps": 2,
-    "evaluation__every": 0,
-    "context__max_tokens_per_slot": 32,
-    "evaluation__documents": 0,
-}
+SETTINGS: dict[str, object] = {"model__dtype": "float64", "train__steps": 2, "context__max_tokens_per_slot": 32}
+SETTINGS |= {"evaluation__every": 0, "evaluation__documents": 0}
 ADAPTERS = {"model__preset": "qwen3-deep-tiny", "lora__rank": 4, "optimizer__lr": 1e-3}
 HYBRID = {"model__preset": "bamba-tiny", "context__partition": "zigzag", "context__planner": "dynamic"}
 ROOM = 1 << 40

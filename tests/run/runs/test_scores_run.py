@@ -47,13 +47,14 @@ PAIRS: list[Row] = [
 ]
 LABELS: list[Row] = [{"text": words(2 + 13 * i % 60), "label": i % 3} for i in range(14)]
 NUMBERS: list[Row] = [{"prompt": words(3), "completion": words(2 + 5 * i), "label": i / 7} for i in range(8)]
-KEYS: dict[str, Any] = {
-    "model__dtype": "float64",
-    "train__steps": 3,
-    "optimizer__warmup_steps": 0,
+KEYS: dict[str, Any] = {"model__dtype": "float64", "train__steps": 3, "optimizer__warmup_steps": 0}
+KEYS |= {
     "optimizer__lr": 0.02,
+    "optimizer__weight_decay": 0.0,
+    "checkpoint__every": 2,
+    "evaluation__every": 0,
+    "train__tokens_per_step": 160,
 }
-KEYS |= {"optimizer__weight_decay": 0.0, "checkpoint__every": 2, "evaluation__every": 0, "train__tokens_per_step": 160}
 CENTERED = "center_rewards_coefficient=0.1"
 PLANS: dict[str, Any] = {"context__planner": "dynamic", "context__context_parallel_size": 0}
 
@@ -172,16 +173,8 @@ def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
         ([pair], of_folder["two"], "of 2 scores, and model.num_labels is 1"),
         ([pair], of_folder["tokens"], "ForTokenClassification of 2 scores, and model.num_labels is 1; give a"),
         ([pair] * 2, of_folder["endless"], "no pad_token_id and its tokenizer neither pad_token nor eos_token"),
-        (
-            [{**text, "label": 1}] * 8,
-            of_folder["stale"] | two,
-            "problem_type 'multi_label_classification' takes 2 labels of a row, and rows have 1 for 2 scores; set",
-        ),
-        (
-            [pair],
-            {"train__loss_arguments": (CENTERED,)},
-            "center_rewards_coefficient=0.1, .* model.num_labels 1, and .* 0",
-        ),
+        ([{**text, "label": 1}] * 8, of_folder["stale"] | two, "takes 2 labels of a row, and rows have 1 for 2 scores"),
+        ([pair], {"train__loss_arguments": (CENTERED,)}, "coefficient=0.1, .* model.num_labels 1, and .* 0"),
     ]
     for i, (rows, keys, message) in enumerate(cases):
         yield config_of(folder / str(i), base, rows, **ALONE | keys), message
