@@ -266,3 +266,22 @@ def test_turns_are_trained_as_separate_documents(ranks: int, keys: dict[str, Any
     assert plan.parents is not None and plan.tokens < plans_of(separate)[0].tokens / 1.4
     generations = max(sum(1 for _ in group.ancestors()) for batch in plan.micro_batches for group in batch.groups)
     assert generations == 2
+
+
+TERMS: dict[str, dict[str, Any]] = {
+    "depths": {"mtp__num_layers": 1},
+    "routers": {
+        "model__preset": "qwen3-moe-tiny", "train__router_aux_loss_coef": 0.1, "train__router_z_loss_coef": 0.1
+    },
+}  # fmt: skip
+
+
+@pytest.mark.whole  # daily: the terms of a step, tests/train/own_loss/test_family_terms.py
+@pytest.mark.parametrize("name", ["depths", "routers"])
+def test_terms_of_a_run_count_shared_rows_as_separate_documents_do(name: str, tmp_path: Path) -> None:
+    path = questions(tmp_path)
+    shared = config_of(tmp_path, path, "shared", **TERMS[name])
+    separate = config_of(tmp_path, path, "separate", data__share_prefixes="none", **TERMS[name])
+    run_ranks(run_in_float64, 1, [shared, separate], 1, timeout=120)
+    assert plans_of(shared)[0].parents is not None and plans_of(separate)[0].parents is None
+    assert farthest(shared, separate) <= 1e-12

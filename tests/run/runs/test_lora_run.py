@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
+from longspan import World
 from longspan.checkpoint import base as unadapted_module
 from longspan.checkpoint.base import weights_fingerprint
 from longspan.checkpoint.storage import read_metadata
@@ -28,11 +29,16 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.local_folders import with_local_folders
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
+from longspan.evaluation.evaluate_saved import evaluate_saved
+from longspan.evaluation.request import EvalRequest, Subject, find_saved_weights
+from longspan.layout import Layout
 from longspan.model import load_model
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.run import checks
 from longspan.run.checks import check_config
-from tests.model.stock import SIZES
+from longspan.train.start.start_times import Starts
+from tests.model.frozen.formats.folders import quantise_float8, read_float8
+from tests.model.stock import SIZES, without_trials
 from tests.run.runs.homes import ALONE, farthest, gone_on_from_the_first_checkpoint, lines_of, losses_of_run, train_rows
 from tests.train.small import small_config, write_texts
 
@@ -217,6 +223,30 @@ def _run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
     return config
 
 
+def test_a_base_in_8_bits_merges_into_dequantised_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Training of all weights over it is refused."""
+    base = write_base(tmp_path / "base")
+    quantise_float8(base, weight_block_size=None, activation_scheme="static")
+    config = _run_over(str(base), tmp_path)
+    assert cli_main(["export", config.run.dir, str(tmp_path / "out"), "--merge", "--dtype", "float64"]) == 0
+    exact = {name: x.double() for name, x in read_float8(base, torch.float64).items()}
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == exact.keys()
+    saved = {name.removeprefix("base_model.model."): x.double() for name, x in adapter(config).items()}
+    adapted = {name.replace("lora_A.", "") for name in saved if "lora_A" in name}
+    assert len(adapted) == 14
+    for name, weight in exact.items():
+        if name in adapted:
+            a, b = (saved[name.replace("weight", f"lora_{matrix}.weight")] for matrix in "AB")
+            assert b.abs().max() > 0
+            weight = weight + 2 * b @ a
+        assert (merged[name] - weight).abs().max() <= 1e-12 * weight.abs().max(), name
+    capfd.readouterr()
+    whole = [f"{config.run.dir}/config.toml", "--lora.rank", "0", "--run.dir", str(tmp_path / "whole")]
+    assert cli_main(["train", *whole, "--world", "1", "--device", "cpu"]) == 2
+    assert "is quantized (fp8, by its config.json), and whole weights are trained" in capfd.readouterr().err
+
+
 def _set_base(run: str, folder: Path) -> None:
     config = load_config(f"{run}/config.toml")
     Path(run, "config.toml").write_text(to_toml(replace(config, model=replace(config.model, path=str(folder)))))
@@ -227,10 +257,11 @@ def _refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     return capfd.readouterr().err
 
 
-def _eval_loss(run: str, capfd: pytest.CaptureFixture[str], *words: str) -> float:
-    capfd.readouterr()
-    assert cli_main(["eval", run, "--world", "1", "--device", "cpu", "--json", *words]) == 0
-    return json.loads(capfd.readouterr().out)["eval_loss"]
+def _eval_loss(run: str) -> float:
+    request = EvalRequest(subjects=(Subject(find_saved_weights(run), load_config(f"{run}/config.toml")),))
+    with World(Layout(1), backend="gloo", device="cpu") as world, without_trials():
+        (result,) = evaluate_saved(request, world, print, lambda *_: None, Starts())
+    return result.sets[0].evaluation.loss
 
 
 def _refused_start(run: str, *words: str) -> str:
@@ -252,7 +283,7 @@ def test_a_base_is_known_by_its_weights(
     write_texts(Path("texts"))
     _run_over("base", tmp_path, data__path="texts", checkpoint__dir="saved")
     monkeypatch.chdir(tmp_path / "there")  # with a base of its own, without texts and checkpoints
-    loss = _eval_loss(run, capfd)
+    loss = _eval_loss(run)
     assert cli_main(["export", run, str(out), "--merge"]) == 0
     assert load_file(out / "model.safetensors")["model.embed_tokens.weight"].equal(
         load_file(base / "model.safetensors")["model.embed_tokens.weight"]
@@ -269,7 +300,7 @@ def test_a_base_is_known_by_its_weights(
     assert gone in _refused(capfd, "eval", run) and gone in _refused_start(run)
     assert gone in _refused(capfd, "export", run, str(tmp_path / "no"), "--merge")
     _set_base(run, moved)  # the same weights
-    assert _eval_loss(run, capfd) == loss
+    assert _eval_loss(run) == loss
     _set_base(run, tmp_path / "link")
     assert cli_main(["export", run, str(out), "--merge", "--overwrite"]) == 0
 
@@ -290,7 +321,7 @@ def test_a_base_is_known_by_its_weights(
     assert "going on from" in lines_of(0, resumed, 1) and len(train_rows(resumed)) == 2
     assert f'path = "{tmp_path}/there/../moved"' in (Path(run) / "config.toml").read_text()
     (Path(run) / "base.json").unlink()  # as a run of before
-    assert math.isfinite(_eval_loss(run, capfd))
+    assert math.isfinite(_eval_loss(run))
     with pytest.raises(ConfigError, match=r"model.path was '.*moved' when .* was saved and is '.*/m' now"):
         lines_of(
             0, parse_train([f"{run}/config.toml", "--train.steps", "3", "--model.path", str(tmp_path / "m")])[1], 1
