@@ -82,9 +82,7 @@ def test_a_signal_on_one_rank_saves_on_all(tmp_path: Path) -> None:
 ABSENT = 2  # documents of one step are not to be had when they are first selected
 
 
-def test_the_next_step_is_prepared_before_the_sums_of_a_step_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_step_is_prepared_before_sums_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = list[str]()
     plan_inline, select, make_sums = AsyncPlanner._plan_inline, StepOrder.select, StepEnd._split_and_check_sums
 

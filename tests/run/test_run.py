@@ -374,9 +374,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_sigusr1_to_all_processes_saves_and_sigterm_to_the_launcher_saves_and_leaves(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_sigusr1_to_all_processes_saves_and_sigterm_leaves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     keys = {"checkpoint__save_signals": ["SIGUSR1"], "checkpoint__preempted_exit_code": 75, "evaluation__every": 0}
     config = small_config(tmp_path, train__steps=10_000, **keys)
     (tmp_path / "config.toml").write_text(to_toml(config))
@@ -406,9 +404,7 @@ def test_sigusr1_to_all_processes_saves_and_sigterm_to_the_launcher_saves_and_le
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_holds_out_what_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path, evaluation__documents="auto", train__steps=3, evaluation__every=0, **ALONE)
     assert config.model.preset == "qwen3-tiny"
     first = lines_of(0, config, 1)

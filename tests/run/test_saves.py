@@ -69,7 +69,7 @@ def saves_of(keys: dict[str, object], rank: int = 0, done: int = 0) -> Saves:
     return Saves(run, lambda _: None)
 
 
-def test_the_first_ranks_clock_counts_from_the_last_checkpoint(
+def test_the_first_ranks_clock_counts_from_a_save(
     saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -112,7 +112,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "saves", "left"), ERRORS, ids=str)
-def test_errors_of_all_ranks_are_raised_after_a_checkpoint(
+def test_errors_of_all_ranks_come_after_a_save(
     saved: list[tuple[int, int]], error: LongspanError, saves: bool, left: str
 ) -> None:
     error = type(error)(str(error)) if not error.on_all_ranks else error
@@ -125,9 +125,7 @@ def test_errors_of_all_ranks_are_raised_after_a_checkpoint(
     assert vars(run.saver)["left"] == left  # a checkpoint that was being written before
 
 
-def test_nothing_new_is_not_saved_and_a_disk_that_is_full_is_said(
-    saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_new_is_not_saved(saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     run = saves_of({}, done=4)
     with pytest.raises(RunFolderError), run.save_before_errors():
         raise on_all_ranks(RunFolderError("full"))

@@ -96,9 +96,7 @@ def chosen(model: Any = NEXT, heads: int = 8, **given: Any) -> tuple[RunConfig, 
         ("padded", "zigzag", ""),
     ],
 )
-def test_a_hybrid_exchanges_heads_over_contiguous_rows_unless_slots_are_padded(
-    planner: str, partition: str, others: str
-) -> None:
+def test_hybrids_exchange_heads_over_contiguous_rows_unless_padded(planner: str, partition: str, others: str) -> None:
     """Contiguous slots have unlike numbers of real rows where documents are padded, and the head skips padding."""
     config, reason = chosen(planner=planner, context_parallel_size=4)
     assert (config.context.partition, config.context.cp_comm_type) == (partition, "a2a")
@@ -179,9 +177,7 @@ HOSTS = [(6, 4, ParallelConfig(tp=2), 2), (4, 2, ParallelConfig(pp=2), 2)]
 
 
 @pytest.mark.parametrize(("ranks", "local", "parallel", "slots"), HOSTS)
-def test_every_rank_plans_for_the_worlds_hosts_and_refuses_others(
-    ranks: int, local: int, parallel: ParallelConfig, slots: int
-) -> None:
+def test_every_rank_plans_for_its_hosts(ranks: int, local: int, parallel: ParallelConfig, slots: int) -> None:
     config = replace(RunConfig(), parallel=parallel)
     results = run_ranks(resolve, ranks, config, ranks, local)
     line = f"context.node_size is 5, and this world has {slots} slots a host (LOCAL_WORLD_SIZE / tp); use {slots}, or"
@@ -214,9 +210,7 @@ def test_a_run_on_two_hosts_keeps_its_groups_inside_them(tmp_path: Path) -> None
     assert load_config(tmp_path / "run" / "config.toml").context.node_size == "auto"
 
 
-def test_saved_weights_are_evaluated_on_other_hosts_than_the_run_had(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_weights_are_evaluated_on_other_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = small_config(tmp_path, train__steps=1, evaluation__every=0, **ALONE)
     lines_of(0, config, 1)
     toml = tmp_path / "run" / "config.toml"

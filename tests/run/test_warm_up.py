@@ -128,9 +128,7 @@ def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
 
 
 @pytest.mark.parametrize("planner", ["fixed", "dynamic"])
-def test_communicators_are_made_before_the_first_pass(
-    planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_are_made_before_the_first_pass(planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(warm_up_module, "_run_plan", lambda training, plan, *, backward: calls.append(backward))
     monkeypatch.setattr(warm_up_module, "allocate_adam_states", lambda optimizer: None)

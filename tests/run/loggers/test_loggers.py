@@ -49,7 +49,7 @@ def test_an_empty_list_of_loggers_is_read_and_written() -> None:
             load_config(None, {key: []})
 
 
-def test_a_logger_that_is_not_installed_is_an_error_with_the_command(
+def test_a_logger_that_is_not_installed_is_named_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logger, "find_spec", lambda name: None)
@@ -223,9 +223,7 @@ class Service(ModuleType):
 
 
 @pytest.mark.parametrize("name", ["trackio", "mlflow"])
-def test_loggers_of_the_examples_go_on_where_a_resumed_run_does(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loggers_of_the_examples_go_on_with_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service, run = Service(name), tmp_path / "mine"
     run.mkdir()
     monkeypatch.setitem(sys.modules, name, service)

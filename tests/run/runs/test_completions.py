@@ -132,7 +132,7 @@ def test_an_adapters_run_completes_as_stock_peft(tmp_path: Path) -> None:
     _check_completions(config, saved, AutoTokenizer.from_pretrained(model))
 
 
-def test_the_verb_completes_as_the_run_and_reads_folders_and_files(
+def test_the_verb_completes_as_the_run_from_folders_and_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = _prompted(tmp_path, context__context_parallel_size=1, evaluation__context_parallel_size=1)

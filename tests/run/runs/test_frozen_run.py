@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[f
     return config, losses_of_run(config, 2)
 
 
-def test_losses_and_the_adapter_are_those_over_the_dequantised_folder(
+def test_losses_and_adapter_are_those_of_dequantised_weights(
     trained: tuple[RunConfig, list[float]], tmp_path: Path
 ) -> None:
     config, losses = trained
@@ -60,7 +60,7 @@ def test_a_resumed_run_keeps_its_frozen_weights(trained: tuple[RunConfig, list[f
 
 
 @pytest.mark.whole
-def test_an_evaluation_is_over_the_same_values(
+def test_evaluation_is_over_these_values(
     trained: tuple[RunConfig, list[float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, losses = trained

@@ -95,7 +95,7 @@ def test_a_run_goes_on_at_another_home(trained: Trained, home: str, tmp_path: Pa
     assert max(float((adapter(other)[name] - tensor).abs().max()) for name, tensor in wanted.items()) <= 1e-9
 
 
-def test_stock_peft_and_transformers_read_what_is_saved(
+def test_stock_libraries_read_what_is_saved(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = trained
@@ -170,7 +170,7 @@ def test_the_adapter_of_a_tied_head_is_not_merged(tmp_path: Path, capfd: pytest.
     assert cli_main(["export", config.run.dir, str(tmp_path / "out")]) == 0
 
 
-def test_the_folder_of_an_adapter_is_no_model(
+def test_the_folder_of_an_adapter_is_refused(
     trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(trained[0].run.dir) / "model"
@@ -200,7 +200,7 @@ def test_evaluation_with_and_without_the_adapter(trained: Trained, capsys: pytes
     assert base == pytest.approx(compared(adapted), rel=1e-14) and base > losses[-1]
 
 
-def test_what_has_no_adapter_is_not_compared_with_its_base(
+def test_without_an_adapter_no_base_is_compared(
     trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = small_config(tmp_path)

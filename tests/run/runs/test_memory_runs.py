@@ -78,7 +78,7 @@ def _train_with_less(rank: int, config: RunConfig, resumed: bool) -> tuple[str, 
     [(ADAPTERS | {"checkpoint__every": 1}, True), pytest.param(HYBRID, False, marks=pytest.mark.whole)],
     ids=["adapters", "hybrid"],
 )
-def test_what_layers_keep_changes_no_loss_and_no_gradient(
+def test_what_layers_keep_changes_no_loss_or_gradient(
     changes: dict[str, object], resumed: bool, tmp_path: Path
 ) -> None:
     config = small_config(tmp_path, **SETTINGS | changes)

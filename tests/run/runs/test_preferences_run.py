@@ -198,7 +198,7 @@ def without_seconds(config: RunConfig) -> list[dict[str, Any]]:
 
 
 @pytest.mark.whole
-def test_saved_weights_are_evaluated_by_the_loss_of_their_run(
+def test_saved_weights_are_evaluated_by_their_loss(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The card says the loss. Of other rows no reference is kept: the cross entropy of their answers is told."""

@@ -103,7 +103,7 @@ WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(WITHOUT_DATA)))
-def test_what_the_model_alone_decides_is_refused_before_data_are_read(
+def test_what_the_model_decides_is_refused_before_data_are_read(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, kind, message = WITHOUT_DATA[number]
@@ -113,9 +113,7 @@ def test_what_the_model_alone_decides_is_refused_before_data_are_read(
         train_rows(small_config(tmp_path, **ALONE | {"optimizer__lr": 1e-3} | made), 1)
 
 
-def test_models_and_data_that_do_not_fit_are_refused_before_texts_are_read(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_refused_before_texts_are_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     bare, more, small = _folder(tmp_path / "bare"), _folder(tmp_path / "more"), _folder(tmp_path / "small", 250)
     train_tokenizer(["some text"], 280).save_pretrained(small)
     weights = load_file(more / "model.safetensors")

@@ -65,9 +65,7 @@ def chats() -> list[tuple[dict[str, Any], Answers]]:
     return rows
 
 
-def test_a_file_is_evaluated_as_the_run_reads_it(
-    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_evaluated_as_a_run_reads_it(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(shutil.copytree(base, tmp_path / "base"))
     thoughts = "{% if loop.last and m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}"
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("{{ m.content }}", thoughts + "{{ m.content }}"))
