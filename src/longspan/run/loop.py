@@ -7,7 +7,7 @@ profiled; memory/, where memory was short; hang/, where a collective failed.
 """
 
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from longspan.comm.device import peak_memory_bytes
 from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import CorpusDocuments
+from longspan.data.shared_prefixes import cut_documents
 from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
 from longspan.evaluation.result import Evaluation
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -33,7 +34,7 @@ from longspan.run.loggers import logger_classes
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import open_records, record_start_seconds, save_plan, write_facts
-from longspan.run.run_data import StepReader, TrainingRun
+from longspan.run.run_data import TrainingRun
 from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
@@ -48,7 +49,8 @@ class Steps:
     def __init__(self, run: TrainingRun, plans: AsyncPlanner, log: LogLine) -> None:
         self._run = run
         self._log = log
-        self._reader = StepReader(run, plans)
+        self._plans = plans
+        self._next: tuple[int, Any, Plan] | None = None  # a step that is selected ahead, its documents and its plan
         self._slow_slots = SlowSlots()
         steps = run.config.train.profile_steps
         self._profiles = StepProfiles(steps, run.dir / FOLDER, run.world, log) if steps else None
@@ -61,12 +63,16 @@ class Steps:
         do not count for slow slots.
         """
         run = self._run
-        reader = self._reader
         started = time.perf_counter()
         profiles = self._profiles
-        documents, plan = reader.read_step(step)
+        if self._next is not None and self._next[0] == step:
+            _, documents, plan = self._next
+        else:
+            plan = self._plans.plan(step)  # waited for if need be
+            documents = self._select_documents(step, plan)
+        self._next = None
         if isinstance(run.model, MultimodalModel):
-            reader.prefetch_step(step + 1, run.model)
+            self._prefetch_step(step + 1, run.model)
         with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
             result = run.take_step(plan, documents, step, partial(self._work_beside_step, step))
         seconds = time.perf_counter() - started
@@ -106,7 +112,7 @@ class Steps:
     def _work_beside_step(self, step: int) -> None:
         """Do on the host, while `step` (from 0) computes, what needs no other rank: read the next step, and say once
         where documents that begin alike are more than a group holds."""
-        self._reader.prefetch_step(step + 1)
+        self._prefetch_step(step + 1)
         run = self._run
         if self._logged_divided or not is_first_rank(run.world):
             return
@@ -115,6 +121,37 @@ class Steps:
         if line:
             self._log(f"step {step + 1}: {line}")
             self._logged_divided = True
+
+    def _select_documents(self, step: int, plan: Plan) -> Any:
+        """Select the documents of a step, with common prefixes apart where the plan has them so."""
+        run = self._run
+        documents = run.order.select(run.corpus, step)
+        if plan.parents is None:
+            return documents
+        return cut_documents(documents, plan.lengths, plan.parents, depths=run.config.mtp.num_layers)
+
+    def _prefetch_step(self, step: int, model: MultimodalModel | None = None) -> None:
+        """Select the documents of the next step, where its plan is ready: no rank waits, and errors are left to it.
+
+        With `model`, also plan the waves of its images and read them, in threads, while this step runs.
+        """
+        run = self._run
+        if (
+            self._next is not None
+            or step >= run.config.train.steps
+            or (model is not None and not run.corpus.images)
+        ):
+            return
+        with suppress(Exception):
+            plan = self._plans.plan_if_made(step)
+            if plan is None:
+                return
+            documents = self._select_documents(step, plan)
+            self._next = (step, documents, plan)
+            if model is not None:
+                from longspan.train.terms.waves_ahead import plan_waves_ahead
+
+                plan_waves_ahead(model, plan, documents, depths=run.config.mtp.num_layers)
 
     def agree_after_step(
         self, stop: StopSignal, failure: LongspanError | None, saves: Saves
