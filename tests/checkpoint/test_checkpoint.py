@@ -362,12 +362,8 @@ def is_damaged(
 def is_on_slow_disks(rank: int, root: Path, model: nn.Module, world: World, patch: pytest.MonkeyPatch) -> list[int]:
     """How often ranks tell each other that they still work while the second one writes, hashes and reads slowly."""
     patch.setattr(waiting, "_BEAT", 0.01)
-    disk_work = (
-        (storage_module, "write_chunks", 0.3),
-        (files_module, "_file_digest", 0.3),
-        (storage_module, "_read_part", 0.008),
-    )
-    for place, name, seconds in disk_work if rank == 1 else ():
+    disk_work = [(storage_module, "write_chunks", 0.3), (storage_module, "_read_part", 0.008)]
+    for place, name, seconds in [*disk_work, (files_module, "_file_digest", 0.3)] if rank == 1 else ():
         patch.setattr(place, name, slow(seconds, getattr(place, name)))
     optim = build_optimizer(model, lr=1e-2)
     update(model, optim)

@@ -116,11 +116,8 @@ def test_every_document_of_a_set_is_evaluated_once(
     least = -(-max(lengths) // (widest * multiple)) * multiple
     cap = least + data.draw(st.sampled_from([0, 7, 1000, 10**6]))
     options = PlanOptions(max_tokens_per_slot=cap, micro_batch_multiple=pp, row_multiple=multiple, node_size=slots)
-    planners = {
-        "fixed": partial(plan_fixed, cp=cp),
-        "padded": partial(plan_padded, cp=cp),
-        "dynamic": partial(plan_dynamic, effort="fast"),
-    }
+    fast = partial(plan_dynamic, effort="fast")
+    planners = {"fixed": partial(plan_fixed, cp=cp), "padded": partial(plan_padded, cp=cp), "dynamic": fast}
 
     def make(options: PlanOptions) -> Plan:
         return planners[planner](lengths, home, options=options)

@@ -191,10 +191,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[LongspanError], str]] =
 
 
 def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    configs = [
-        with_sets(tmp_path / str(number), {"name": "books"} | table, **changes)
-        for number, (table, changes, *_) in enumerate(REFUSED)
-    ]
+    tables = [({"name": "books"} | table, changes) for table, changes, *_ in REFUSED]
+    configs = [with_sets(tmp_path / str(i), table, **changes) for i, (table, changes) in enumerate(tables)]
     for error, config, (*_, kind, message) in zip(refusals(configs), configs, REFUSED, strict=True):
         assert type(error) is kind and re.search(message, str(error)), (message, error)
         assert not list(Path(config.run.dir).glob("metrics.jsonl"))

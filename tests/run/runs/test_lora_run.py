@@ -285,9 +285,8 @@ def test_a_base_is_known_by_its_weights(
     monkeypatch.chdir(tmp_path / "there")  # with a base of its own, without texts and checkpoints
     loss = _eval_loss(run)
     assert cli_main(["export", run, str(out), "--merge"]) == 0
-    assert load_file(out / "model.safetensors")["model.embed_tokens.weight"].equal(
-        load_file(base / "model.safetensors")["model.embed_tokens.weight"]
-    )
+    exported, kept = (load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in (out, base))
+    assert exported.equal(kept)
     assert json.loads((Path(run) / "model/adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     assert "2 of 2 steps" not in (told := lines_of(0, parse_train([f"{run}/config.toml"])[1], 1)), told
 
@@ -322,10 +321,9 @@ def test_a_base_is_known_by_its_weights(
     assert f'path = "{tmp_path}/there/../moved"' in (Path(run) / "config.toml").read_text()
     (Path(run) / "base.json").unlink()  # as a run of before
     assert math.isfinite(_eval_loss(run))
+    _, other = parse_train([f"{run}/config.toml", "--train.steps", "3", "--model.path", str(tmp_path / "m")])
     with pytest.raises(ConfigError, match=r"model.path was '.*moved' when .* was saved and is '.*/m' now"):
-        lines_of(
-            0, parse_train([f"{run}/config.toml", "--train.steps", "3", "--model.path", str(tmp_path / "m")])[1], 1
-        )
+        lines_of(0, other, 1)
 
 
 def test_a_base_of_the_hub_is_named_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,10 +256,8 @@ def test_prompts_with_images(tmp_path: Path, loss: str) -> None:
     """Over two slots, with an encoder of tp 2, losses, norms and figures are those of one rank."""
     model = model_folder(tmp_path / "model")
     rows = [json.loads(line) for line in rows_with_images(tmp_path / "rows").read_text().splitlines()]
-    pairs = [
-        {"images": row.get("images", []), "chosen": row["messages"], "rejected": [row["messages"][0], says("no")]}
-        for row in rows
-    ]
+    answers = [{"chosen": row["messages"], "rejected": [row["messages"][0], says("no")]} for row in rows]
+    pairs = [{"images": row.get("images", []), **pair} for row, pair in zip(rows, answers, strict=True)]
     (tmp_path / "rows/rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     keys = {"train__loss": loss, "train__steps": 2, "train__tokens_per_step": 800}
     alone = settings(tmp_path / "one", tmp_path / "rows/rows.jsonl", model, context__max_tokens_per_slot=512, **keys)
