@@ -93,13 +93,9 @@ DAMAGE = [
     (
         "manifest.json",
         lambda path: with_format(path, None),
-        r"it has format None, and this version of longspan reads format 2; use the version that wrote it",
+        r"it has format None, and .* reads format 2; use the version",
     ),
-    (
-        "manifest.json",
-        lambda path: with_format(path, 1),
-        r"it has format 1, .*; use the version that wrote it, or a newer one; longspan 0.3 rewrites format 1",
-    ),
+    ("manifest.json", lambda path: with_format(path, 1), r"it has format 1, .*; longspan 0.3 rewrites format 1"),
 ]
 
 
@@ -211,13 +207,13 @@ def test_weights_and_moments_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_these_files_and_its_own_are_read(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.randn(3, 4, dtype=torch.bfloat16),
-        "b": torch.arange(5),
-        "c": torch.tensor(2.0),
+    tensors = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5), "c": torch.tensor(2.0)}
+    tensors |= {
         "d": torch.ones(0, 4),
+        "e": torch.randn(4, 6).T,
+        "f": torch.randn(2, 4).to(torch.float8_e4m3fn),
+        "g": torch.tensor([True]),
     }
-    tensors |= {"e": torch.randn(4, 6).T, "f": torch.randn(2, 4).to(torch.float8_e4m3fn), "g": torch.tensor([True])}
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
     dcp.save(tensors, storage_writer=SafetensorsWriter(ours), no_dist=True)
@@ -228,9 +224,8 @@ def test_torch_reads_these_files_and_its_own_are_read(tmp_path: Path) -> None:
         dcp.load(loaded, storage_reader=reader, no_dist=True)
         assert all(torch.equal(loaded[name].double(), x.double()) for name, x in tensors.items())
     stored = load_file(ours / FIRST)
-    assert stored.keys() == tensors.keys() and all(
-        torch.equal(stored[n].double(), x.double()) for n, x in tensors.items()
-    )
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name].double(), x.double()) for name, x in tensors.items())
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -367,12 +362,8 @@ def is_damaged(
 def is_on_slow_disks(rank: int, root: Path, model: nn.Module, world: World, patch: pytest.MonkeyPatch) -> list[int]:
     """How often ranks tell each other that they still work while the second one writes, hashes and reads slowly."""
     patch.setattr(waiting, "_BEAT", 0.01)
-    disk_work = (
-        (storage_module, "write_chunks", 0.3),
-        (files_module, "_file_digest", 0.3),
-        (storage_module, "_read_part", 0.008),
-    )
-    for place, name, seconds in disk_work if rank == 1 else ():
+    disk_work = [(storage_module, "write_chunks", 0.3), (storage_module, "_read_part", 0.008)]
+    for place, name, seconds in [*disk_work, (files_module, "_file_digest", 0.3)] if rank == 1 else ():
         patch.setattr(place, name, slow(seconds, getattr(place, name)))
     optim = build_optimizer(model, lr=1e-2)
     update(model, optim)
@@ -441,9 +432,7 @@ def test_what_a_checkpoint_holds_and_what_is_said_of_others(tmp_path: Path) -> N
     assert "step-000002: optimizer.json is damaged" in damaged and extra[0] == extra[1]
     assert extra[0].startswith("model entry _extra_state is a dict, and a checkpoint holds tensors of F64, F32, ")
     frozen, others = first["has_some_moments"]
-    assert re.search(
-        r"no moments of 1 parameter that this optimizer updates \(model.layers.0.*\), which were fro", frozen
-    )
+    assert re.search(r"no moments of 1 parameter that this optimizer updates \(model.layers.0.*\), which wer", frozen)
     assert "no moments for OnePassAdamW: it was saved with another optimizer; use that one" in others
     files = [FIRST, SECOND, "optimizer.json", "state.json"]
     assert sorted(checked + also_checked) == sorted(files * 2) and min(map(len, (checked, also_checked))) >= 2

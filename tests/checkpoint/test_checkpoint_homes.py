@@ -118,13 +118,10 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(MODELS[request.param]()).save_pretrained(folder / "model")
     train_tokenizer(["some text"], 300).save_pretrained(folder / "model")
-    changes = {
-        "model__path": str(folder / "model"),
-        "train__steps": CHAINS[request.param][-1].until,
-        "checkpoint__every": 1,
-    }
+    chain = CHAINS[request.param]
+    changes = {"model__path": str(folder / "model"), "train__steps": chain[-1].until, "checkpoint__every": 1}
     config = small_config(folder, **SETTINGS, **changes)
-    return CHAINS[request.param], config, _documents(config, 1)
+    return chain, config, _documents(config, 1)
 
 
 def _of_leg(config: RunConfig, leg: Leg, folder: Path) -> RunConfig:
@@ -150,9 +147,8 @@ def test_a_run_goes_through_homes_that_differ_in_everything(straight: Any, tmp_p
         assert worst(found, wanted) < BOUND, leg
     assert seen == documents
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert facts["parameters"] == sum(
-        x.numel() for x in load_file(tmp_path / "run" / "model" / "model.safetensors").values()
-    )
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert facts["parameters"] == sum(x.numel() for x in saved.values())
     losses = [[float(row["loss"]) for row in read_metrics(Path(c.run.dir) / "metrics.jsonl")] for c in (mine, config)]
     assert farthest(*losses) < BOUND
 

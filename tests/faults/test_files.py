@@ -73,9 +73,7 @@ def test_a_run_whose_folder_is_removed_saves_and_ends(train: Callable[..., list[
 
 
 @pytest.mark.whole
-def test_a_run_ends_well_without_files_that_the_next_one_asks_for(
-    train: Callable[..., list[int]], tmp_path: Path
-) -> None:
+def test_a_run_ends_well_without_files_that_are_read_later(train: Callable[..., list[int]], tmp_path: Path) -> None:
     assert train(remove_all_but_the_run) == [3, 3] and saved_steps(tmp_path) == [3]
     with pytest.raises(LongspanError, match=r"data.path '.*texts' does not exist"):
         train()

@@ -49,9 +49,7 @@ sys.exit(main(["train", *sys.argv[2:]]))
 
 
 @pytest.mark.parametrize(("during", "in_background"), [("step", "off"), ("save", "auto"), ("save", "off")])
-def test_a_killed_rank_is_named_and_costs_the_steps_since_the_save(
-    during: str, in_background: str, tmp_path: Path
-) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_save(during: str, in_background: str, tmp_path: Path) -> None:
     keys = {"train__steps": 6, "checkpoint__every": 2, "evaluation__every": 0, "checkpoint__async_mode": in_background}
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, **keys)))
     (tmp_path / "program.py").write_text(KILL_ONCE)

@@ -57,9 +57,9 @@ from importlib import import_module
 from longspan.launch import fork_server
 from longspan.launch.launch import run_local
 
-def look(rank, imported):
+def look(rank, ahead, imported):
     import torch
-    usable, preloaded = not torch.cuda._is_in_bad_fork(), "transformers.modeling_utils" in sys.modules
+    usable, preloaded = not torch.cuda._is_in_bad_fork(), ahead in sys.modules
     import_module(imported)
     where = os.environ["RANK"], torch.get_num_threads(), os.getcwd()
     return os.getpid(), usable, preloaded, rank, *where
@@ -69,7 +69,7 @@ def leave(rank):
 
 if __name__ == "__main__":
     fork_server.PRELOAD = (*fork_server.PRELOAD[:4], sys.argv[1])
-    print(*run_local(look, 1, (sys.argv[2],), threads=1)[0])
+    print(*run_local(look, 1, sys.argv[1:], threads=1)[0])
     try:
         run_local(leave, 1)
     except BaseException as error:
@@ -77,18 +77,27 @@ if __name__ == "__main__":
 """
 
 
+whole = pytest.mark.whole
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("transformers.modeling_utils", "torchao"), pytest.param("other", "other", marks=pytest.mark.whole)],
+    [
+        ("as_transformers_does", "torchao"),
+        pytest.param("transformers.modeling_utils", "torchao", marks=whole),
+        pytest.param("other", "other", marks=whole),
+    ],
 )
 def test_an_import_of_the_fork_server_uses_no_cuda(module: str, name: str, tmp_path: Path) -> None:
-    """transformers imports torchao, which uses CUDA as it is imported; after another one that does ranks begin anew."""
+    """transformers imports torchao, which uses CUDA as it is imported, where it is installed: the daily row does the
+    same without transformers' other imports. After another module that uses CUDA ranks begin anew."""
     site, folder = tmp_path / "site", tmp_path / "folder"
     for path in (folder, site / "torchao-0.18.0.dist-info", site / "torchao/prototype/safetensors"):
         path.mkdir(parents=True)
     (site / "torchao-0.18.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.18.0\n")
     for path in (site / "torchao/__init__.py", site / "other.py"):
         path.write_text(USED_AT_IMPORT)
+    (site / "as_transformers_does.py").write_text("try:\n    import torchao\nexcept ImportError:\n    pass\n")
     (tmp_path / "program.py").write_text(IMPORTS_CUDA)
     search = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -188,9 +197,7 @@ def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     main.__qualname__ = "main"  # as of a function below `if __name__ == "__main__":`, which ranks do not find
     monkeypatch.setattr(sys.modules[__name__], "main", main, raising=False)
-    below = (
-        r"does not find what it shall run \(Can't get attribute 'main' on .*; define it at the top of its module, and"
-    )
+    below = r"find what it shall run \(Can't get attribute 'main' on .*; define it at the top of its module, and"
     with pytest.raises(CommError, match=below):
         run_ranks(main, 1)
 

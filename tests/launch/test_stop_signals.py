@@ -218,11 +218,8 @@ def fail_after_a_signal(rank: int, folder: Path) -> None:
 
 def test_an_error_after_a_signal_is_raised_and_not_hidden_by_it(tmp_path: Path) -> None:
     def send() -> None:
-        forwards = Forwarding._forward_signal.__qualname__
-        while (
-            len(list(tmp_path.iterdir())) < 2
-            or getattr(signal.getsignal(signal.SIGTERM), "__qualname__", "") != forwards
-        ):
+        name = Forwarding._forward_signal.__qualname__
+        while len([*tmp_path.iterdir()]) < 2 or name != getattr(signal.getsignal(signal.SIGTERM), "__qualname__", ""):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -234,9 +231,8 @@ def test_an_error_after_a_signal_is_raised_and_not_hidden_by_it(tmp_path: Path) 
 
 
 def fork_server_of(pid: int) -> int:
-    return next(
-        (child for child in children_of(pid) if "multiprocessing.forkserver" in read_process(child, "cmdline")), 0
-    )
+    servers = (child for child in children_of(pid) if "multiprocessing.forkserver" in read_process(child, "cmdline"))
+    return next(servers, 0)
 
 
 def a_rank_is_there(pid: int) -> bool:
@@ -254,9 +250,8 @@ def press_as_timeout_does(process: "subprocess.Popen[str]", number: int) -> None
 
 
 def of_session(pid: int) -> list[str]:
-    fields = [
-        path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()
-    ]
+    paths = (path for path in Path("/proc").glob("[0-9]*/stat") if path.exists())
+    fields = [path.read_text().rpartition(")")[2].split() for path in paths]
     return [state for state, _, _, session, *_ in fields if int(session) == pid and state != "Z"]
 
 

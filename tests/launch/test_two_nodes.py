@@ -134,9 +134,7 @@ def test_ranks_with_their_nodes() -> None:
     assert many.describe_ranks(range(1, 12)).endswith("all ranks (8) of node 8 and 3 more nodes")
 
 
-def test_without_namespaces_it_goes_on_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_namespaces_a_line_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(two_nodes, "missing_permission", lambda: "unshare: Operation not permitted")
     assert two_nodes._network(5e6, []) is None and two_nodes._network(None, []) is None
     said = capsys.readouterr().err

@@ -111,13 +111,13 @@ def _measured_steps() -> Iterator[Case]:
         if name in known or isinstance(model, Path):
             continue
         known.add(name)
-        keys = {
-            "model.config": "of a record",
-            "optimizer.lr": 1e-5,
-            "train.steps": 1,
+        keys = {"model.config": "of a record", "optimizer.lr": 1e-5, "train.steps": 1}
+        keys |= {
             "run.machine": row.device.lower(),
+            "parallel.tp": home.tp,
+            "parallel.pp": home.pp,
+            "parallel.ep": home.ep,
         }
-        keys |= {"parallel.tp": home.tp, "parallel.pp": home.pp, "parallel.ep": home.ep}
         yield Case(name, load_config(None, keys), model, home, row.device.lower(), steps=[lengths])
 
 

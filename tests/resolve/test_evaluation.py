@@ -116,11 +116,8 @@ def test_every_document_of_a_set_is_evaluated_once(
     least = -(-max(lengths) // (widest * multiple)) * multiple
     cap = least + data.draw(st.sampled_from([0, 7, 1000, 10**6]))
     options = PlanOptions(max_tokens_per_slot=cap, micro_batch_multiple=pp, row_multiple=multiple, node_size=slots)
-    planners = {
-        "fixed": partial(plan_fixed, cp=cp),
-        "padded": partial(plan_padded, cp=cp),
-        "dynamic": partial(plan_dynamic, effort="fast"),
-    }
+    fast = partial(plan_dynamic, effort="fast")
+    planners = {"fixed": partial(plan_fixed, cp=cp), "padded": partial(plan_padded, cp=cp), "dynamic": fast}
 
     def make(options: PlanOptions) -> Plan:
         return planners[planner](lengths, home, options=options)
@@ -177,9 +174,8 @@ def test_a_pipeline_is_filled_with_micro_batches_of_fewer_rows() -> None:
     assert len(plan.micro_batches) == 4 and plan.max_tokens_per_slot == 2048
     dynamic = plan_evaluation(lambda o: plan_dynamic(lengths, home, options=o), lengths, home, options, 8)
     assert dynamic.predicted_seconds <= plan.predicted_seconds * (1 + 1e-9)
-    assert plan_evaluation(partial(make, cp=4), [], home, options, 4) == make(
-        replace(options, cost=Cost().forward_only()), 4
-    )
+    forward = replace(options, cost=Cost().forward_only())
+    assert plan_evaluation(partial(make, cp=4), [], home, options, 4) == make(forward, 4)
 
 
 def test_micro_batches_are_not_shorter_than_their_launch() -> None:
@@ -199,9 +195,9 @@ def test_reasons_have_numbers_and_name_what_is_left_out() -> None:
     options = PlanOptions(max_tokens_per_slot=4096, heads=4, cp_comm_type="a2a")
     comparison = compare_degrees([8192] * 3, home, options=options)
     assert [choice.cp for choice in comparison.choices] == [2, 4]
-    assert comparison.left_out == (
-        "cp 1 holds 4,096 rows, the longest document has 8,192",
-        "cp 8 does not divide 4 query heads",
+    one, eight = comparison.left_out
+    assert (
+        one == "cp 1 holds 4,096 rows, the longest document has 8,192" and eight == "cp 8 does not divide 4 query heads"
     )
     line = comparison.reason("long")
     assert line.startswith(f"evaluation of long at cp {comparison.best.cp}, a2a: 3 documents in ")

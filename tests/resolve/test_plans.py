@@ -26,9 +26,9 @@ from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.choice import PlannerConfig, StepPlanner, plan_by_custom_planner, plan_steps_ahead
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
-from longspan.resolve.resolved import choose_degree, resolve
+from longspan.resolve.resolved import Reasons, choose_degree, resolve
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine
-from longspan.resolve.ways import RankedWay, Way, planner_reason, set_usual_mode
+from longspan.resolve.ways import RankedWay, Way, set_usual_mode
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
@@ -59,18 +59,13 @@ def _write(path: Path, machine: Machine) -> str:
 def test_plans_made_ahead_are_those_made_inline() -> None:
     fixed = config_of(context__max_tokens_per_slot=256, context__context_parallel_size=2)
     own = PlannerConfig.training(config_of(**DYNAMIC | {"context__planner": f"{OWN}one_by_one"}), cost=slow)
-    for choice, count in (
-        (PlannerConfig.training(config_of(**DYNAMIC)), 2),
-        (PlannerConfig.training(fixed), 0),
-        (own, 2),
-    ):
-        with (
-            plan_steps_ahead(choice, order(), HOME, ahead=2) as ahead,
-            plan_steps_ahead(choice, order(), HOME, ahead=0) as inline,
-        ):
+    dynamic = PlannerConfig.training(config_of(**DYNAMIC))
+    for choice, count in ((dynamic, 2), (PlannerConfig.training(fixed), 0), (own, 2)):
+        inline = StepPlanner(choice, order(), HOME)
+        with plan_steps_ahead(choice, order(), HOME, ahead=2) as ahead:
             assert ahead.ahead == count
             for step in (4, 5, 63, 64, 4):
-                assert (plan := ahead.plan(step)) == inline.plan(step)
+                assert (plan := ahead.plan(step)) == inline(step)
                 assert list(plan.lengths) == LENGTHS[list(order().documents_of_step(step))].tolist()
             assert isinstance(ahead.plan(4).cost, Slow) == (choice is own)
     with (
@@ -189,9 +184,7 @@ def test_the_choice_is_that_of_which_degree() -> None:
     assert plan.predicted_seconds <= comparison.best.planned.predicted_seconds * (1 + 1e-9)
     assert {group.degree for group in plan.groups} == {found.degree}
     assert choose_degree(found, lengths, home) == (found, "") and choose_degree(choice, [], home) == (choice, "")
-    with pytest.raises(
-        ConfigError, match=r'evaluation.context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'
-    ):
+    with pytest.raises(ConfigError, match=r'context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'):
         choose_degree(choice, [10**6], home)
 
 
@@ -199,10 +192,10 @@ def test_a_choice_of_plans_is_said_in_plain_words() -> None:
     fixed = {cp: RankedWay("fixed", cp, 8192, seconds, priced=False) for cp, seconds in ((2, 1.0), (1, 1.02), (4, 1.8))}
     dynamic = RankedWay("dynamic", 0, 8192, 0.998, priced=False)
     words = "as fast as dynamic, 2 % faster than degree 1, 1.8 times as fast as degree 4"
-    assert planner_reason([fixed[2], dynamic, fixed[1], fixed[4]]) == f"fixed, degree 2 (predicted {words})"
+    assert Reasons((fixed[2], dynamic, fixed[1], fixed[4])).planner == f"fixed, degree 2 (predicted {words})"
     words = "0.5 s a step, 5 % faster than degree 2"
     ways = RankedWay("dynamic", 0, 8192, 0.5), RankedWay("fixed", 2, 8192, 0.525)
-    assert planner_reason(ways) == f"dynamic (predicted {words})"
+    assert Reasons(ways).planner == f"dynamic (predicted {words})"
 
 
 def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
@@ -257,9 +250,7 @@ def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
     choice, home = PlannerConfig.evaluation(replace(config, evaluation=levels)), Layout(8)
     (group,) = choice.plan([390], home).micro_batches[0].groups
     assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))
-    with pytest.raises(
-        ConfigError, match=r"evaluation.context_parallel_size auto and evaluation.max_tokens_per_slot 100"
-    ):
+    with pytest.raises(ConfigError, match=r"context_parallel_size auto and evaluation.max_tokens_per_slot 100"):
         choice.check_longest_document(801, home, "a document")
 
 
@@ -312,10 +303,7 @@ def test_a_planner_decides_groups_and_the_options_the_rest() -> None:
         (f"{OWN}fails", r"own_things\.fails' failed for 1 document on 4 slots: KeyError: 'slots'"),
         (f"{OWN}fewer_slots", r"must return a longspan\.Plan of 4 slots \(home\.slots\)"),
         (f"{OWN}left_out", r"returned a plan that cannot run: document 0 \(2048 rows\) is in no micro-batch"),
-        (
-            f"{OWN}all_on_one_slot",
-            r"cannot run: slot 0 holds 2048 rows .*above (context|evaluation).max_tokens_per_slot 1024",
-        ),
+        (f"{OWN}all_on_one_slot", r"slot 0 holds 2048 rows .*above (context|evaluation).max_tokens_per_slot 1024"),
     ],
 )
 def test_a_planner_that_does_not_fit_is_refused_before_a_process_group(name: str, message: str) -> None:
@@ -361,13 +349,8 @@ def test_a_run_with_a_planner_of_its_own_and_a_degree_that_was_chosen(tmp_path: 
     sets += [{"name": "books", "context_parallel_size": "auto"}]
     for of_set in sets:
         of_set["path"] = str(write_texts(tmp_path / of_set["name"], count=5))
-    keys = {
-        "context__planner": f"{OWN}one_by_one",
-        DEGREE: "auto",
-        "evaluation__planner": "fixed",
-        "evaluation.sets": sets,
-    }
-    config = small_config(tmp_path, **keys, train__steps=2, evaluation__every=1)
+    keys = {"context__planner": f"{OWN}one_by_one", DEGREE: "auto", "evaluation__planner": "fixed"}
+    config = small_config(tmp_path, **keys, evaluation__sets=sets, train__steps=2, evaluation__every=1)
     run_ranks(train_rank, 2, config, 2)
     folder = Path(config.run.dir)
     plans, rows = list(read_plans(folder / "plans.jsonl")), read_metrics(folder / "metrics.jsonl")
@@ -377,9 +360,8 @@ def test_a_run_with_a_planner_of_its_own_and_a_degree_that_was_chosen(tmp_path: 
     evaluated = {row.get("eval_name"): row for row in rows if "eval_loss" in row and row["step"] == 1}
     assert (evaluated["others"]["planner"], evaluated["others"]["cp"]) == ("fixed", 2)
     facts = json.loads((folder / "run.json").read_text())
-    for reason, name in zip(
-        (text for name, text in facts["lines"] if name == "evaluation"), (None, "books"), strict=True
-    ):
+    reasons = [text for name, text in facts["lines"] if name == "evaluation"]
+    for reason, name in zip(reasons, (None, "books"), strict=True):
         said = re.match(rf"{f'of {name} ' if name else ''}at cp (\d+)[:,] ", reason)
         assert said and evaluated[name]["cp"] == int(said.group(1)), reason
         assert " documents; cp " in reason and " x as long; dynamic plan " in reason

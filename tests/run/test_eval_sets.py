@@ -147,9 +147,8 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
     whole, said = counts("a", rows)
     (name, trained, documents), *others = whole
     assert (name, others) == ("all", [("some", 3, 4), ("part", 2, 2), ("new", 0, 2)]) and trained == documents > 20
-    assert said[1] == (
-        "3 of 4 documents of evaluation set some are also trained on, token for token: their loss is not that "
-        "of unseen text"
+    assert said[1].startswith(
+        "3 of 4 documents of evaluation set some are also trained on, token for token: their loss is"
     )
     assert counts("a", rows, resumed=True) == (whole, said) == counts("b", rows)  # from the cache
     twice = write_rows(tmp_path / "twice.jsonl", [*TEXTS, *TEXTS])  # as two configurations of one data set
@@ -169,9 +168,8 @@ def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(straight: 
     many = replace(books, path=str(write_texts(tmp_path / "many", count=16)), max_tokens_per_slot=256)
     stopped = replace(config.with_sets([many]), run=replace(config.run, dir=str(tmp_path / "run")))
     stopped = replace(stopped, evaluation=replace(stopped.evaluation, metrics=(f"{HERE}.told_to_stop",), every=0))
-    (text, result), (resumed, end) = run(
-        stopped, stopped.with_sets(config.evaluation.sets[:1])
-    )  # other sets are no other run
+    others = stopped.with_sets(config.evaluation.sets[:1])  # which are no other run
+    (text, result), (resumed, end) = run(stopped, others)
     assert re.search(r"of books after step 3 was stopped after 1 of \d+ micro-batches .*: SIGTERM was received", text)
     assert (result.stopped, result.done) == ("SIGTERM", 3)
     assert (tmp_path / "run" / "checkpoints" / "step-000003").is_dir()
@@ -185,28 +183,16 @@ LONG = r"evaluation.sets.books.context_parallel_size 1 and \S*slot 64 do not sui
 LONG += r"\(147 tokens, of file06.py\) on 2 ranks: .* evaluation.sets.books.max_document_tokens cuts longer texts"
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[LongspanError], str]] = [
     ({"path": "/nowhere"}, {}, DataError, r"evaluation.sets.books.path '/nowhere' does not exist"),
-    (
-        {},
-        {"evaluation__metrics": [f"{HERE}.top_four"]},
-        ConfigError,
-        r"evaluation.metrics has '\S*top_four', .* has no function",
-    ),
-    (
-        {},
-        {"evaluation__metrics": ["nowhere.f"]},
-        ConfigError,
-        r"evaluation.metrics has 'nowhere.f', and nowhere cannot be imp",
-    ),
+    ({}, {"evaluation__metrics": [f"{HERE}.top_four"]}, ConfigError, r"metrics has '\S*top_four', .* has no function"),
+    ({}, {"evaluation__metrics": ["nowhere.f"]}, ConfigError, r"has 'nowhere.f', and nowhere cannot be imp"),
     ({}, {"evaluation__metrics": [f"{HERE}.loss"]}, ConfigError, r"^evaluation.metrics: a metric is called 'loss'"),
     ({"max_document_tokens": 0, "context_parallel_size": 1}, {}, ConfigError, LONG),
 ]
 
 
 def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    configs = [
-        with_sets(tmp_path / str(number), {"name": "books"} | table, **changes)
-        for number, (table, changes, *_) in enumerate(REFUSED)
-    ]
+    tables = [({"name": "books"} | table, changes) for table, changes, *_ in REFUSED]
+    configs = [with_sets(tmp_path / str(i), table, **changes) for i, (table, changes) in enumerate(tables)]
     for error, config, (*_, kind, message) in zip(refusals(configs), configs, REFUSED, strict=True):
         assert type(error) is kind and re.search(message, str(error)), (message, error)
         assert not list(Path(config.run.dir).glob("metrics.jsonl"))
@@ -214,9 +200,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> N
 
 def test_documents_of_a_set_are_no_longer_than_the_model_knows(tmp_path: Path) -> None:
     check = partial(check_set_length, preset_config("qwen3-tiny", vocab_size=300), ModelConfig(), 60)
-    with pytest.raises(
-        ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with evaluation.sets.books.max_document_tok"
-    ):
+    with pytest.raises(ConfigError, match=r"1000000 tokens \(of set 'books'\), .*sets.books.max_document_tok"):
         check("books", 10**6)
     check("books", 60)
 

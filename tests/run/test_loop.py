@@ -73,10 +73,8 @@ def receive_on_rank_1(rank: int, configs: list[RunConfig]) -> list[tuple[str, in
 
 def test_a_signal_on_one_rank_saves_on_all(tmp_path: Path) -> None:
     keys = {"train__steps": 3, "evaluation__every": 0, "evaluation__documents": 0}
-    configs = [
-        small_config(tmp_path / name, checkpoint__save_signals=on, **keys)
-        for name, on in (("on", ["SIGUSR1"]), ("off", []))
-    ]
+    save_on = {"on": ["SIGUSR1"], "off": []}
+    configs = [small_config(tmp_path / name, checkpoint__save_signals=on, **keys) for name, on in save_on.items()]
     assert run_ranks(receive_on_rank_1, 2, configs) == [[("", 3), ("SIGUSR1", 2)]] * 2
     assert [saved_steps(tmp_path / name) for name in ("on", "off")] == [[2, 3], [2]]
 
@@ -84,9 +82,7 @@ def test_a_signal_on_one_rank_saves_on_all(tmp_path: Path) -> None:
 ABSENT = 2  # documents of one step are not to be had when they are first selected
 
 
-def test_the_next_step_is_prepared_before_the_sums_of_a_step_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_step_is_prepared_before_sums_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = list[str]()
     plan_inline, select, make_sums = AsyncPlanner._plan_inline, StepOrder.select, StepEnd._split_and_check_sums
 

@@ -18,9 +18,8 @@ from tests.train.small import small_config, train_rank
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = small_config(
-        tmp_path_factory.mktemp("profiled"), train__steps=2, train__profile_steps=(2, 3), evaluation__every=0
-    )
+    keys = {"train__steps": 2, "train__profile_steps": (2, 3), "evaluation__every": 0}
+    config = small_config(tmp_path_factory.mktemp("profiled"), **keys)
     run_ranks(train_rank, 2, config, 2)
     return Path(config.run.dir)
 

@@ -63,9 +63,8 @@ def run(config: RunConfig, ranks: int) -> TrainResult:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    config = small_config(
-        tmp_path_factory.mktemp("straight"), train__steps=4, checkpoint__every=2, run__loggers=[f"{LOGGERS}.FileLogger"]
-    )
+    keys = {"train__steps": 4, "checkpoint__every": 2, "run__loggers": [f"{LOGGERS}.FileLogger"]}
+    config = small_config(tmp_path_factory.mktemp("straight"), **keys)
     return config, run(config, 2)
 
 
@@ -87,10 +86,7 @@ def test_a_hierarchical_run_says_which_ranks_form_a_level(straight: Straight, tm
     keys |= {"context__cp_comm_type": "a2a+p2p", "context__hierarchical_context_parallel_sizes": (2, 2)}
     config = small_config(tmp_path, train__steps=2, evaluation__every=0, **keys)
     run(config, 4)
-    losses = [
-        [row["loss"] for row in read_metrics(Path(c.run.dir) / "metrics.jsonl") if "loss" in row]
-        for c in (config, straight[0])
-    ]
+    losses = [[row["loss"] for row in train_rows(c)] for c in (config, straight[0])]
     assert losses[0] == pytest.approx(losses[1][:2], rel=1e-5)
     groups = [json.loads((Path(c.run.dir) / "run.json").read_text())["attention_groups"] for c in (straight[0], config)]
     assert groups == [["p2p of 2 [0, 1]"], ["a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]"]]
@@ -118,12 +114,9 @@ def test_what_a_run_leaves(straight: Straight) -> None:
     rows = read_metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    wanted = (
-        "step loss tokens targets grad_norm lr seconds tokens_per_second memory_bytes micro_batches efficiency groups "
-        "tflops"
-    )
+    wanted = "step loss tokens targets grad_norm lr seconds tokens_per_second memory_bytes micro_batches efficiency"
     saved = ["save_shown_seconds", "save_seconds", "save_bytes"]  # in the first row after a checkpoint is published
-    assert all([name for name in row if name not in saved] == wanted.split() for row in steps)
+    assert all([name for name in row if name not in saved] == f"{wanted} groups tflops".split() for row in steps)
     of_saves = [row for row in rows if "save_bytes" in row]
     assert of_saves and all(row["save_bytes"] > 10_000 for row in of_saves)
     assert all(row["save_shown_seconds"] > 0 and row["save_seconds"] > 0 for row in of_saves)
@@ -150,19 +143,15 @@ def test_what_is_running_is_kept_and_priced_on_no_other_machine(straight: Straig
     assert not any({"mfu", "predicted_seconds", "bound_share"} & row.keys() for row in rows)
 
 
-def test_every_plan_is_kept_and_its_groups_are_in_the_metrics(straight: Straight) -> None:
+def test_every_plan_is_kept_and_loggers_get_every_row_once_from_the_first_rank(straight: Straight) -> None:
     folder = Path(straight[0].run.dir)
     plans, rows = dict(read_plans(folder / "plans.jsonl")), read_metrics(folder / "metrics.jsonl")
     steps = {row["step"]: row["groups"] for row in rows if "groups" in row}
     assert steps == {step: group_counts(plan) for step, plan in plans.items()} and list(steps) == [1, 2, 3, 4]
     first = Plan.from_json((folder / "plans" / "step-000001.json").read_text())
     assert plans[1] == first and plans[1].cost == first.cost
-
-
-def test_loggers_get_every_row_once_in_a_session_from_the_first_rank(straight: Straight) -> None:
-    folder = Path(straight[0].run.dir)
     sessions = [json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines()]
-    assert sessions == [{"done": 0, "rows": read_metrics(folder / "metrics.jsonl"), "summary": False, "closed": True}]
+    assert sessions == [{"done": 0, "rows": rows, "summary": False, "closed": True}]
 
 
 def test_the_last_evaluations_agree_over_degrees(straight: Straight) -> None:
@@ -209,52 +198,36 @@ def test_a_finished_run_is_shown_again_and_not_trained(straight: Straight, tmp_p
     assert (folder / "config.toml").read_text() == as_trained
 
 
-PLANNERS = [
-    {
-        "context__planner": "padded",
-        "context__cp_comm_type": "all_gather",
-        "evaluation__planner": "padded",
-        "checkpoint__minutes": 1e-6,
-    },
-    {
-        "context__planner": "dynamic",
-        "context__mode": "free",
-        "context__max_tokens_per_slot": 32,
-        "context__partition": "contiguous",
-        "context__cp_comm_type": ["a2a", "all_gather"],
-        "train__activation_checkpointing": "selective+host",
-        "parallel__reshard_after_forward": False,
-        "evaluation__context_parallel_size": 1,
-    },
-]
-
-
 def test_other_plans_of_the_same_tokens_have_the_same_losses(straight: Straight, tmp_path: Path) -> None:
-    keys = {"train__steps": 2, "evaluation__every": 0}  # while the rate rises, whatever the steps of the run
-    configs = [small_config(tmp_path / str(i), **keys, **changes) for i, changes in enumerate(PLANNERS)]
+    keys: dict[str, Any] = {"train__steps": 2, "evaluation__every": 0}  # while the rate rises
+    padded = keys | {"context__planner": "padded", "context__cp_comm_type": "all_gather", "checkpoint__minutes": 1e-6}
+    free = keys | {"context__planner": "dynamic", "context__mode": "free", "context__max_tokens_per_slot": 32}
+    free |= {"context__partition": "contiguous", "context__cp_comm_type": ["a2a", "all_gather"]}
+    free |= {"train__activation_checkpointing": "selective+host", "parallel__reshard_after_forward": False}
+    configs = [
+        small_config(tmp_path / "padded", **padded, evaluation__planner="padded"),
+        small_config(tmp_path / "free", **free, evaluation__context_parallel_size=1),
+    ]
     run_ranks(run_each, 2, configs)
     for config in configs:
-        check_losses_and_plans(straight, config)
-
-
-def check_losses_and_plans(straight: Straight, config: RunConfig) -> None:
-    losses, others = ([row["loss"] for row in rows_of(c) if "loss" in row] for c in (straight[0], config))
-    assert losses[:2] == pytest.approx(others, rel=1e-5)
-    evaluated = [(row["step"], row["cp"]) for row in rows_of(config) if "eval_loss" in row]
-    assert evaluated == [(2, 1), (2, 2)], "each degree once, as asked for where that is it"
-    saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
-    assert saved == ({1, 2} if config.checkpoint.minutes < 1 else {2})
-    plans = [Plan.from_json(path.read_bytes()) for path in sorted((Path(config.run.dir) / "plans").glob("step-*.json"))]
-    wide = [group for plan in plans for batch in plan.micro_batches for group in batch.groups if group.degree > 1]
-    assert wide and {group.partition for group in wide} == {config.context.partition}
-    plan = plans[0]
-    assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
-    if plan.cost.closing_seconds:  # the other slot's half of 2 bytes a weight, and of 4 a gradient, and FSDP2's copies
-        weights = ModelShape.of(Path(config.run.dir) / "model").stored_weights
-        cpus = Machine.cpus()
-        wire = weights * 6 / 2 / cpus.sharding_bytes_per_second
-        closing = cpus.micro_batch_seconds + 2 * weights * cpus.weight_copy_seconds + wire
-        assert plan.cost.closing_seconds == pytest.approx(closing, rel=1e-12)
+        losses, others = ([row["loss"] for row in rows_of(c) if "loss" in row] for c in (straight[0], config))
+        assert losses[:2] == pytest.approx(others, rel=1e-5)
+        evaluated = [(row["step"], row["cp"]) for row in rows_of(config) if "eval_loss" in row]
+        assert evaluated == [(2, 1), (2, 2)], "each degree once, as asked for where that is it"
+        folder = Path(config.run.dir)
+        saved = {step_of(path) for path in (folder / "checkpoints").iterdir()}
+        assert saved == ({1, 2} if config.checkpoint.minutes < 1 else {2})
+        plans = [Plan.from_json(path.read_bytes()) for path in sorted((folder / "plans").glob("step-*.json"))]
+        wide = [group for plan in plans for group in plan.groups if group.degree > 1]
+        assert wide and {group.partition for group in wide} == {config.context.partition}
+        closing = plans[0].cost.closing_seconds
+        assert bool(closing) == (config.context.mode == "free")
+        if closing:  # the other slot's half of 2 bytes a weight, and of 4 a gradient, and FSDP2's copies
+            weights = ModelShape.of(folder / "model").stored_weights
+            cpus = Machine.cpus()
+            wire = weights * 6 / 2 / cpus.sharding_bytes_per_second
+            seconds = cpus.micro_batch_seconds + 2 * weights * cpus.weight_copy_seconds + wire
+            assert closing == pytest.approx(seconds, rel=1e-12)
 
 
 def test_dropout_of_a_configuration_is_that_of_training(straight: Straight, tmp_path: Path) -> None:
@@ -279,29 +252,15 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
     on_nodes = fresh(context__node_size=8, run__dir=str(tmp_path / "none"))
     refusing = fresh(run__loggers=[f"{LOGGERS}.FileLogger", f"{LOGGERS}.Refusing"])
     cases: list[tuple[RunConfig, type[LongspanError], str]] = [
-        (
-            resumed(checkpoint__resume="never"),
-            CheckpointError,
-            r"checkpoint.resume is 'never' and .*step-000004 is there",
-        ),
+        (resumed(checkpoint__resume="never"), CheckpointError, r"resume is 'never' and .*step-000004 is there"),
         (resumed(train__seed=1), ConfigError, r"train.seed was 0 when .*000004 .* and is 1 now; set it back"),
         (resumed(data__max_document_tokens=32), ConfigError, r"data.max_document_tokens was 64 .* and is 32 now"),
         (resumed(train__steps=3), ConfigError, r"is at step 4, beyond train.steps 3"),
-        (
-            ended,
-            ConfigError,
-            r"has come to its end at step 4 .*: optimizer.lr was 0.006 and is 0.5 now; "
-            r"optimizer.weight_decay was .*raise",
-        ),
+        (ended, ConfigError, r"end at step 4 .*: optimizer.lr was 0.006 and is 0.5 now; optimizer.weight_.*raise"),
         (fresh(checkpoint__resume="must"), CheckpointError, r"checkpoint.resume is 'must' and there is no checkpoint"),
         (fresh(model__path=str(tmp_path / "nowhere")), ModelError, r"no model folder .*nowhere"),
         (fresh(model__path=model, data__path=str(tmp_path / "none")), DataError, r"does not exist"),
         (vocabulary, DataError, r"has ids up to 399, the embedding of .*model has 300 rows"),
-        (
-            fresh(context__cp_comm_type=["p2p"] * 3),
-            ConfigError,
-            r"context.cp_comm_type lists 3 types, the model has 2 layers",
-        ),
         (on_nodes, ConfigError, r"^context\.node_size is 8, and this world has 2 slots a host[^\n]*$"),
         (refusing, ConfigError, r"logger tests\.run\.loggers\.fake_loggers\.Refusing .* no server for run"),
     ]
@@ -314,7 +273,7 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
 def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> None:
     keys = ({"encoder.lr": lr / 10, "optimizer.lr": lr, "train.steps": 6} for lr in (1.0, 2.0))
     before, now = (load_config(None, given) for given in keys)
-    state = {"step": 6, "begin": 7, "config": before.tables()}
+    state = {"step": 6, "begin": 7, "config": json.loads(json.dumps(before.tables()))}
     data: Any = SimpleNamespace(order=SimpleNamespace(begin_of_step={6: 7}.get))
     with pytest.raises(ConfigError, match=r"encoder.lr was 0.1 and is 0.2 now; optimizer.lr was 1.0 and is 2.0 now"):
         set_up.check_steps_left(now, data, Path("step-000006"), state, print)
@@ -338,22 +297,16 @@ def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
     config = small_config(tmp_path, train__steps=1, evaluation__every=0, evaluation__documents=0)
     folder = Path(config.run.dir)
     lock = _lock_file(folder, print)
-    with pytest.raises(
-        RunFolderError, match=rf"another run is at work in .*: process {os.getpid()} on {gethostname()};"
-    ):
+    with pytest.raises(RunFolderError, match=rf"another run is at .*: process {os.getpid()} on {gethostname()};"):
         run(config, 2)
     assert [path.name for path in folder.iterdir()] == ["run.lock"]
     lock.close()
-    with pytest.raises(
-        RunFolderError, match=r"^\S*plans.jsonl: No space left on device \([\d,]+ bytes are free\); make"
-    ) as refused:
+    with pytest.raises(RunFolderError, match=r"^\S*plans.jsonl: No space .* \([\d,]+ bytes are free\)") as refused:
         run_ranks(_train_on_a_full_disk, 2, config)
     assert f"The weights after 1 step are saved in {folder / 'checkpoints'}" in refused.value.__notes__
     state = json.loads((folder / "checkpoints" / "step-000001" / "state.json").read_text())
     assert (state["step"], state["order"]) == (1, ORDER)
-    with pytest.raises(
-        CheckpointError, match=rf"saved by a run with order 2 of documents, .* has order {ORDER}: resume"
-    ):
+    with pytest.raises(CheckpointError, match=rf"a run with order 2 of documents, .* has order {ORDER}: resume"):
         set_up._check_same_run(config, state | {"order": 2}, Path("step-000001"))
     mixed = replace(config, data=replace(config.data, sources=(SourceConfig("a"), SourceConfig("b"))))
     with pytest.raises(CheckpointError, match=rf"run with order {ORDER} of .* has order {ORDER_OF_SOURCES}: resume"):
@@ -391,21 +344,15 @@ def test_a_corpus_that_changed_is_refused(straight: Straight) -> None:
     before = changed.read_text()
     changed.write_text("other text\n")
     try:
-        with pytest.raises(
-            DataError, match=r"changed since the run began: file03.py had \d+ bytes and has 11; restore"
-        ):
+        with pytest.raises(DataError, match=r"since the run began: file03.py had \d+ bytes and has 11; restore"):
             lines_of(0, replace(config, context=context, evaluation=evaluation), 1)
     finally:
         changed.write_text(before)
 
 
 def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
-    steep = {
-        "optimizer__lr": 1e30,
-        "optimizer__warmup_steps": 0,
-        "optimizer__max_grad_norm": 0.0,
-        "optimizer__class": "sgd",
-    }
+    steep = {"optimizer__lr": 1e30, "optimizer__warmup_steps": 0, "optimizer__max_grad_norm": 0.0}
+    steep |= {"optimizer__class": "sgd"}
     configs = {every: small_config(tmp_path / str(every), checkpoint__every=every, **steep) for every in (1, 0)}
     for (every, config), error in zip(configs.items(), refusals([*configs.values()]), strict=True):
         assert type(error) is NonFiniteError
@@ -427,15 +374,9 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_sigusr1_to_all_processes_saves_and_sigterm_to_the_launcher_saves_and_leaves(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    keys = {
-        "checkpoint__save_signals": ["SIGUSR1"],
-        "checkpoint__save_total_limit": 0,
-        "checkpoint__preempted_exit_code": 75,
-    }
-    config = small_config(tmp_path, train__steps=10_000, evaluation__every=0, **keys)
+def test_sigusr1_to_all_processes_saves_and_sigterm_leaves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    keys = {"checkpoint__save_signals": ["SIGUSR1"], "checkpoint__preempted_exit_code": 75, "evaluation__every": 0}
+    config = small_config(tmp_path, train__steps=10_000, **keys)
     (tmp_path / "config.toml").write_text(to_toml(config))
 
     def press() -> None:
@@ -463,9 +404,7 @@ def test_sigusr1_to_all_processes_saves_and_sigterm_to_the_launcher_saves_and_le
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_holds_out_what_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path, evaluation__documents="auto", train__steps=3, evaluation__every=0, **ALONE)
     assert config.model.preset == "qwen3-tiny"
     first = lines_of(0, config, 1)
@@ -474,9 +413,7 @@ def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
     monkeypatch.setattr(order, "ONE_IN", 3)
     more = {"train": replace(config.train, steps=5), "model": replace(config.model, preset="")}
     longer = lines_of(0, replace(config, **more), 1)
-    assert f"; {count} text held out (evaluation.documents)" in longer, (
-        "and not a third, as a run that begins now would"
-    )
+    assert f"; {count} text held out (evaluation.documents)" in longer, "not a third, as of a run that begins now"
     rows = train_rows(config)
     assert "\nresumed    at step 3 on 1 rank\n" in longer and "\nresumed" not in first
     facts = json.loads((tmp_path / "run" / "run.json").read_text())

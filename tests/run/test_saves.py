@@ -64,20 +64,18 @@ def saves_of(keys: dict[str, object], rank: int = 0, done: int = 0) -> Saves:
     config = load_config(None, keys)
     world = SimpleNamespace(rank=rank, home=SimpleNamespace(ranks=(0, 1)), timeout=60.0)
     order = SimpleNamespace(version=2, begin_of_step=lambda step: step)
-    run: Any = SimpleNamespace(
-        config=config, world=world, done=done, checkpoints="c", model=None, optimizer=None, order=order
-    )
+    of_model = {"model": None, "optimizer": None, "order": order}
+    run: Any = SimpleNamespace(config=config, world=world, done=done, checkpoints="c", **of_model)
     return Saves(run, lambda _: None)
 
 
-def test_the_first_ranks_clock_counts_from_the_last_checkpoint(
+def test_the_first_ranks_clock_counts_from_a_save(
     saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    first, second, never = (
-        saves_of({"checkpoint.minutes": minutes}, rank) for minutes, rank in ((2.0, 0), (2.0, 1), (0.0, 0))
-    )
+    of_ranks = (2.0, 0), (2.0, 1), (0.0, 0)
+    first, second, never = (saves_of({"checkpoint.minutes": minutes}, rank) for minutes, rank in of_ranks)
     answers = []
     for seconds in (100.0, 130.0, 200.0, 260.0):
         now[0] = seconds
@@ -114,7 +112,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "saves", "left"), ERRORS, ids=str)
-def test_errors_of_all_ranks_are_raised_after_a_checkpoint(
+def test_errors_of_all_ranks_come_after_a_save(
     saved: list[tuple[int, int]], error: LongspanError, saves: bool, left: str
 ) -> None:
     error = type(error)(str(error)) if not error.on_all_ranks else error
@@ -127,9 +125,7 @@ def test_errors_of_all_ranks_are_raised_after_a_checkpoint(
     assert vars(run.saver)["left"] == left  # a checkpoint that was being written before
 
 
-def test_nothing_new_is_not_saved_and_a_disk_that_is_full_is_said(
-    saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_new_is_not_saved(saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     run = saves_of({}, done=4)
     with pytest.raises(RunFolderError), run.save_before_errors():
         raise on_all_ranks(RunFolderError("full"))
@@ -166,9 +162,10 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
     higher = BestCheckpoint("code/eval_hits:higher", tmp_path, world, said.append)
     higher.load_bests(60, [60, 30])
     assert higher.step == 0 and "is of another figure" in said[-1]
-    assert higher.record_if_best(rows(1.0, eval_hits=0.5), 70) and not higher.record_if_best(
-        rows(1.0, eval_hits=0.4), 80
-    )
+    assert [higher.record_if_best(rows(1.0, eval_hits=hits), step) for step, hits in ((70, 0.5), (80, 0.4))] == [
+        True,
+        False,
+    ]
     with pytest.raises(ConfigError, match=r"checkpoint.keep_best names eval_hits, and the evaluation has eval_loss"):
         higher.record_if_best(rows(1.0), 90)
     (tmp_path / "best.json").write_text("{")
@@ -197,13 +194,7 @@ DISKS: list[tuple[dict[str, object], int, int, int, str]] = [
     (EVERY_4, 0, 37, 0, "refused: for 2 of 3 more checkpoints at once (0 are there)"),
     (EVERY_4, 2, 14, 0, ""),  # an old one goes when the next is there
     (EVERY_4, 2, 13, 0, "refused: for 0 of 1 more checkpoint at once (2 are there)"),
-    (
-        EVERY_1 | {"checkpoint.save_total_limit": 1, "checkpoint.keep_best": "eval_loss"},
-        0,
-        37,
-        0,
-        "refused: for 2 of 3",
-    ),
+    (EVERY_1 | {"checkpoint.save_total_limit": 1, "checkpoint.keep_best": "eval_loss"}, 0, 37, 0, "refused: for 2 of"),
     (EVERY_1 | {"checkpoint.save_total_limit": 0}, 0, 121, 0, "refused: for 9 of 10 more checkpoints"),
     (OF_ADAPTER, 0, 4, 0, ""),
     (OF_ADAPTER, 0, 3, 0, "refused: a checkpoint takes 2.794 GiB, RUN/model 953.7 MiB, and"),
@@ -273,11 +264,10 @@ def test_the_disk_is_compared_with_the_checkpoints_that_it_is_to_hold(
 
 
 def test_a_run_keeps_its_best_checkpoint(tmp_path: Path) -> None:
-    keys = {
+    keys = ALONE | {
         "checkpoint__keep_best": "eval_loss:higher",
         "checkpoint__save_total_limit": 1,
         "evaluation__every": 2,
-        **ALONE,
     }
     for steps in (3, 5):
         train_rows(small_config(tmp_path, train__steps=steps, checkpoint__every=1, **keys), 1)
@@ -287,13 +277,8 @@ def test_a_run_keeps_its_best_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_run_ends_without_patience_with_its_best_weights_and_a_resume_counts_on(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {
-        "optimizer__arguments": ("maximize=true",),  # every step is worse than the one before
-        "evaluation__every": 1,
-        "checkpoint__save_total_limit": 1,
-        "train__steps": 9,
-        **ALONE,
-    }
+    keys: dict[str, Any] = {"evaluation__every": 1, "checkpoint__save_total_limit": 1, "train__steps": 9, **ALONE}
+    keys["optimizer__arguments"] = ("maximize=true",)  # every step is worse than the one before
     for patience, last in ((2, 3), (3, 4), (3, 4)):  # the third start ends at once
         config = small_config(tmp_path, evaluation__patience=patience, **keys)
         assert config.checkpoint.keep_best == "eval_loss"

@@ -37,18 +37,16 @@ def test_a_longest_document_that_is_known_changes_nothing() -> None:
     lines = list[str]()
     assert scale_positions(KNOWN, ModelConfig(), 100, "a.txt", lines.append) is KNOWN and not lines
     assert scale_positions(KNOWN, ModelConfig(rope_scaling="yarn"), 100, "a.txt", lines.append) is KNOWN
-    assert lines == [
-        'rope: the longest document has 100 tokens and the model knows 100: model.rope_scaling = "yarn" changes nothing'
-    ]
+    (line,) = lines
+    assert line.endswith(' has 100 tokens and the model knows 100: model.rope_scaling = "yarn" changes nothing')
 
 
 def test_a_factor_is_chosen_and_said() -> None:
     lines = list[str]()
     scaled = scale_positions(KNOWN, ModelConfig(rope_scaling="yarn"), 130, "a.txt", lines.append)
     assert scaled.rope_parameters["factor"] == 1.5 and scaled.max_position_embeddings == 150
-    assert lines == [
-        "rope: yarn by 1.5, for documents of up to 150 tokens; the model knows 100, and the longest document has 130"
-    ]
+    (line,) = lines
+    assert line.startswith("rope: yarn by 1.5, for documents of up to 150 tokens; the model knows 100, and the longest")
     given = scale_positions(KNOWN, ModelConfig(rope_scaling="linear:4"), 130, "a.txt", lines.append)
     assert given.rope_parameters["factor"] == 4.0
 
@@ -90,19 +88,20 @@ def chosen(model: Any = NEXT, heads: int = 8, **given: Any) -> tuple[RunConfig, 
     return config, reason
 
 
-@pytest.mark.parametrize("planner", ["fixed", "dynamic"])
-def test_a_hybrid_has_contiguous_rows_and_exchanges_heads(planner: str) -> None:
+@pytest.mark.parametrize(
+    ("planner", "partition", "others"),
+    [
+        ("fixed", "contiguous", "zigzag under p2p"),
+        ("dynamic", "contiguous", "zigzag under p2p"),
+        ("padded", "zigzag", ""),
+    ],
+)
+def test_hybrids_exchange_heads_over_contiguous_rows_unless_padded(planner: str, partition: str, others: str) -> None:
+    """Contiguous slots have unlike numbers of real rows where documents are padded, and the head skips padding."""
     config, reason = chosen(planner=planner, context_parallel_size=4)
-    assert (config.context.partition, config.context.cp_comm_type) == ("contiguous", "a2a")
-    assert config.evaluation.cp_comm_type == "a2a"
-    assert reason.startswith("contiguous under a2a, by cost; ") and "zigzag under p2p" in reason
-
-
-def test_padded_documents_of_a_hybrid_are_in_zigzag() -> None:
-    """Contiguous slots have unlike numbers of real rows, and the head skips padding."""
-    config, reason = chosen(planner="padded", context_parallel_size=4)
-    assert (config.context.partition, config.context.cp_comm_type) == ("zigzag", "a2a")
-    assert reason.startswith("zigzag under a2a, by cost; ")
+    assert (config.context.partition, config.context.cp_comm_type) == (partition, "a2a")
+    assert config.evaluation.cp_comm_type == "a2a" or partition == "zigzag"
+    assert reason.startswith(f"{partition} under a2a, by cost; ") and others in reason
 
 
 @pytest.mark.parametrize(
@@ -126,11 +125,8 @@ def test_evaluations_follow_unless_they_say_otherwise() -> None:
     config, _ = chosen(eval_context_parallel_size=4, eval_cp_comm_type="all_gather")
     assert config.evaluation.cp_comm_type == "all_gather"
     wide, _ = chosen(heads=2, context_parallel_size=2, eval_context_parallel_size=4)  # 2 heads, 4 slots
-    assert (wide.context.cp_comm_type, wide.context.partition, wide.evaluation.cp_comm_type) == (
-        "a2a",
-        "contiguous",
-        "auto",
-    )
+    assert (wide.context.cp_comm_type, wide.context.partition) == ("a2a", "contiguous")
+    assert wide.evaluation.cp_comm_type == "auto"
     of_set = load_config(None, {"model.preset": "bamba-tiny"})
     assert set_default_partition(of_set).context.partition == "contiguous"
 
@@ -181,15 +177,11 @@ HOSTS = [(6, 4, ParallelConfig(tp=2), 2), (4, 2, ParallelConfig(pp=2), 2)]
 
 
 @pytest.mark.parametrize(("ranks", "local", "parallel", "slots"), HOSTS)
-def test_every_rank_plans_for_the_worlds_hosts_and_refuses_others(
-    ranks: int, local: int, parallel: ParallelConfig, slots: int
-) -> None:
+def test_every_rank_plans_for_its_hosts(ranks: int, local: int, parallel: ParallelConfig, slots: int) -> None:
     config = replace(RunConfig(), parallel=parallel)
     results = run_ranks(resolve, ranks, config, ranks, local)
-    line = (
-        f"context.node_size is 5, and this world has {slots} slots a host (LOCAL_WORLD_SIZE / tp); use {slots}, "
-        'or "auto", its default'
-    )
+    line = f"context.node_size is 5, and this world has {slots} slots a host (LOCAL_WORLD_SIZE / tp); use {slots}, or"
+    line += ' "auto", its default'
     assert results == [(slots, line)] * ranks
     fitted = replace(config, context=ContextConfig(planner="dynamic", max_tokens_per_slot=0, node_size=slots))
     plan = PlannerConfig.training(fitted).plan((40, 30, 20, 9, 9), home_of(parallel, ranks))
@@ -218,9 +210,7 @@ def test_a_run_on_two_hosts_keeps_its_groups_inside_them(tmp_path: Path) -> None
     assert load_config(tmp_path / "run" / "config.toml").context.node_size == "auto"
 
 
-def test_saved_weights_are_evaluated_on_other_hosts_than_the_run_had(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_weights_are_evaluated_on_other_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = small_config(tmp_path, train__steps=1, evaluation__every=0, **ALONE)
     lines_of(0, config, 1)
     toml = tmp_path / "run" / "config.toml"

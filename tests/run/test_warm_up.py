@@ -123,16 +123,12 @@ def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
     plan = Plan(slots=5, lengths=(600, 1500, 9000, 600, 900), micro_batches=(batch, other), targets=12595)
     groups = smallest_group_of_each_kind([plan])
     assert [group.lengths for group in groups.values()] == [(9000,), (600, 900)]
-    assert [[g.slots for g in b.groups] for b in repeat_on_all_slots(other.groups[0], 5)] == [
-        [(0, 1), (2, 3)],
-        [(3, 4)],
-    ]
+    laid = [[group.slots for group in batch.groups] for batch in repeat_on_all_slots(other.groups[0], 5)]
+    assert laid == [[(0, 1), (2, 3)], [(3, 4)]]
 
 
 @pytest.mark.parametrize("planner", ["fixed", "dynamic"])
-def test_communicators_are_made_before_the_first_pass(
-    planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_are_made_before_the_first_pass(planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(warm_up_module, "_run_plan", lambda training, plan, *, backward: calls.append(backward))
     monkeypatch.setattr(warm_up_module, "allocate_adam_states", lambda optimizer: None)

@@ -37,7 +37,8 @@ def test_images_count() -> None:
     assert found["predicted_seconds"] == 0.5 and found["bound_share"] == round((plan.lower_bound_seconds + 0.1) / 2, 6)
     # without a price they leave no share of the peak
     assert "tflops" not in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0, [4])
-    assert "tflops" in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0)
+    assert [*StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0)] == ["tflops"]
+    assert StepFigures(shape=None, devices=2).step_figures(plan, 2.0) == {}
 
 
 def pace(tp: int = 0, vocabulary: int = slot_pace.LEAST_LOGITS // 4) -> SlotPaceTerm:

@@ -19,7 +19,9 @@ from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
 from longspan.resolve.partition import choose_partition
-from longspan.resolve.ways import RankedWay, Ranking, Way, planner_reason, rank_ways, set_usual_mode
+from longspan.resolve.ways import RankedWay, Ranking, Way, rank_ways, set_usual_mode
+
+NAMED = 3  # other ways in a reason
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,29 @@ class Reasons:
 
     @property
     def planner(self) -> str:
-        return planner_reason(self.ways) if self.ways else ""
+        """Why the first of the ways is taken, in one sentence; "" without any."""
+        if not self.ways:
+            return ""
+        best, *others = self.ways
+        words = f"{best.planner}, degree {best.degree}" if best.planner in ONE_DEGREE else best.planner
+        if not others:
+            return f"{words}, which alone is possible"
+        seconds = f"{best.seconds:.3g} s a step, " if best.priced else ""
+        texts = [f"{_speed_text(other.seconds / best.seconds)} {other.text}" for other in others[:NAMED]]
+        return f"{words} (predicted {seconds}{', '.join(texts)})"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"planner": self.planner}
+
+
+def _speed_text(times: float) -> str:
+    """How fast a plan is beside one that takes so many times as long."""
+    percent = 100 * (times - 1)
+    if abs(percent) < 0.5:
+        return "as fast as"
+    if times >= 1.5:
+        return f"{times:.1f} times as fast as"
+    return f"{abs(percent):.0f} % {'faster' if percent > 0 else 'slower'} than"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ UNIT = 1024  # rows of a slot, by which the most rows are above the mean
 MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
 MOST_EP = 8
 LIMITS = 5  # of rows that are compared
-NAMED = 3  # other choices in a reason
 UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of them
 
 
@@ -240,27 +239,6 @@ class RankedWay:
     @property
     def text(self) -> str:
         return f"degree {self.degree}" if self.planner in ONE_DEGREE else self.planner
-
-
-def planner_reason(ways: Sequence[RankedWay]) -> str:
-    """Why the first of these ways is taken, in one sentence."""
-    best, *others = ways
-    words = f"{best.planner}, degree {best.degree}" if best.planner in ONE_DEGREE else best.planner
-    if not others:
-        return f"{words}, which alone is possible"
-    seconds = f"{best.seconds:.3g} s a step, " if best.priced else ""
-    texts = [f"{_speed_text(other.seconds / best.seconds)} {other.text}" for other in others[:NAMED]]
-    return f"{words} (predicted {seconds}{', '.join(texts)})"
-
-
-def _speed_text(times: float) -> str:
-    """How fast a plan is beside one that takes so many times as long."""
-    percent = 100 * (times - 1)
-    if abs(percent) < 0.5:
-        return "as fast as"
-    if times >= 1.5:
-        return f"{times:.1f} times as fast as"
-    return f"{abs(percent):.0f} % {'faster' if percent > 0 else 'slower'} than"
 
 
 @dataclass(frozen=True)

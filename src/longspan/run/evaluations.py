@@ -49,15 +49,6 @@ def read_prompts_of_run(run: TrainingRun) -> Sequence[Prompt]:
 
 
 @dataclass(frozen=True)
-class Final:
-    """The evaluations after the last step; `stopped` is the signal that ended them early, "" for none."""
-
-    at_degrees: tuple[Evaluation, ...] = ()
-    named: tuple[Evaluation, ...] = ()
-    stopped: str = ""
-
-
-@dataclass(frozen=True)
 class Evaluations:
     """Evaluates the sets of a run; all ranks call each method together.
 
@@ -95,9 +86,9 @@ class Evaluations:
             self._record_completions(done)
         return ""
 
-    def evaluate_at_end(self, done: int) -> Final:
-        """Evaluate all sets, the held-out documents at every degree, with the weights after `done` steps; after a
-        signal that is all that is returned.
+    def evaluate_at_end(self, done: int) -> tuple[tuple[Evaluation, ...], tuple[Evaluation, ...], str]:
+        """Evaluate all sets with the weights after `done` steps. Returns the evaluations of held-out documents at every
+        degree, those of named sets, and the signal that ended them early ("" for none), then without evaluations.
         """
         at_degrees = list[Evaluation]()
         set_evaluations = list[Evaluation]()
@@ -107,12 +98,12 @@ class Evaluations:
                 if evaluation is not None:
                     evaluations.append(evaluation)
                 elif signal := signal_of_any_rank(self.run.world, self.stop.received):
-                    return Final(stopped=signal)
+                    return (), (), signal
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
             (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
         self._record_completions(done)
-        return Final(tuple(at_degrees), tuple(set_evaluations))
+        return tuple(at_degrees), tuple(set_evaluations), ""
 
     def list_work(self) -> Iterator[tuple[int, int, int]]:
         """Yield of each set what `ProgressDisplay.set_length` takes."""

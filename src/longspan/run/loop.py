@@ -7,8 +7,7 @@ profiled; memory/, where memory was short; hang/, where a collective failed.
 """
 
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,23 @@ from longspan.comm.device import peak_memory_bytes
 from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import CorpusDocuments
+from longspan.data.shared_prefixes import cut_documents
 from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
+from longspan.evaluation.result import Evaluation
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.choice import plan_steps_ahead
 from longspan.run.checks import check_config
-from longspan.run.evaluations import Evaluations, Final, read_prompts_of_run
+from longspan.run.evaluations import Evaluations, read_prompts_of_run
 from longspan.run.facts import TrainResult
 from longspan.run.folder import check_free_disk, run_lock
 from longspan.run.loggers import logger_classes
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records import Records, open_records, record_start_seconds, save_plan, write_facts
-from longspan.run.run_data import StepReader, TrainingRun
+from longspan.run.records import open_records, record_start_seconds, save_plan, write_facts
+from longspan.run.run_data import TrainingRun
 from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
@@ -48,7 +49,8 @@ class Steps:
     def __init__(self, run: TrainingRun, plans: AsyncPlanner, log: LogLine) -> None:
         self._run = run
         self._log = log
-        self._reader = StepReader(run, plans)
+        self._plans = plans
+        self._next: tuple[int, Any, Plan] | None = None  # a step that is selected ahead, its documents and its plan
         self._slow_slots = SlowSlots()
         steps = run.config.train.profile_steps
         self._profiles = StepProfiles(steps, run.dir / FOLDER, run.world, log) if steps else None
@@ -61,12 +63,16 @@ class Steps:
         do not count for slow slots.
         """
         run = self._run
-        reader = self._reader
         started = time.perf_counter()
         profiles = self._profiles
-        documents, plan = reader.read_step(step)
+        if self._next is not None and self._next[0] == step:
+            _, documents, plan = self._next
+        else:
+            plan = self._plans.plan(step)  # waited for if need be
+            documents = self._select_documents(step, plan)
+        self._next = None
         if isinstance(run.model, MultimodalModel):
-            reader.prefetch_step(step + 1, run.model)
+            self._prefetch_step(step + 1, run.model)
         with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
             result = run.take_step(plan, documents, step, partial(self._work_beside_step, step))
         seconds = time.perf_counter() - started
@@ -106,7 +112,7 @@ class Steps:
     def _work_beside_step(self, step: int) -> None:
         """Do on the host, while `step` (from 0) computes, what needs no other rank: read the next step, and say once
         where documents that begin alike are more than a group holds."""
-        self._reader.prefetch_step(step + 1)
+        self._prefetch_step(step + 1)
         run = self._run
         if self._logged_divided or not is_first_rank(run.world):
             return
@@ -115,6 +121,37 @@ class Steps:
         if line:
             self._log(f"step {step + 1}: {line}")
             self._logged_divided = True
+
+    def _select_documents(self, step: int, plan: Plan) -> Any:
+        """Select the documents of a step, with common prefixes apart where the plan has them so."""
+        run = self._run
+        documents = run.order.select(run.corpus, step)
+        if plan.parents is None:
+            return documents
+        return cut_documents(documents, plan.lengths, plan.parents, depths=run.config.mtp.num_layers)
+
+    def _prefetch_step(self, step: int, model: MultimodalModel | None = None) -> None:
+        """Select the documents of the next step, where its plan is ready: no rank waits, and errors are left to it.
+
+        With `model`, also plan the waves of its images and read them, in threads, while this step runs.
+        """
+        run = self._run
+        if (
+            self._next is not None
+            or step >= run.config.train.steps
+            or (model is not None and not run.corpus.images)
+        ):
+            return
+        with suppress(Exception):
+            plan = self._plans.plan_if_made(step)
+            if plan is None:
+                return
+            documents = self._select_documents(step, plan)
+            self._next = (step, documents, plan)
+            if model is not None:
+                from longspan.train.terms.waves_ahead import plan_waves_ahead
+
+                plan_waves_ahead(model, plan, documents, depths=run.config.mtp.num_layers)
 
     def agree_after_step(
         self, stop: StopSignal, failure: LongspanError | None, saves: Saves
@@ -206,98 +243,96 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
             prompts = read_prompts_of_run(run) if config.evaluation.prompts else ()
             evaluations = Evaluations(run, display, records, stop, prompts)
             display.set_length(run.config.train.steps, evaluations.list_work())
-            result = _Loop(run, display, records, evaluations, starts).train(stop)
+            result = _train_and_evaluate(evaluations, starts)
         write_facts(run, "summary.json", result.summary())
         return result
 
 
-@dataclass(frozen=True)
-class _Loop:
-    """The steps of one session of a run, from its warm-up to the last evaluation; all ranks call each method."""
+def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult:
+    """Warm up and take the remaining steps; unless a signal stopped them, save the model and make the last evaluations.
 
-    run: TrainingRun
-    display: ProgressDisplay
-    records: Records
-    evaluations: Evaluations
-    starts: Starts
+    `evaluations` has the run, its display, its records and its signals; all ranks call it.
+    """
+    run = evaluations.run
+    log = evaluations.display.log
+    with plan_steps_ahead(run.training_choice, run.order, run.world.home) as plans:
+        if run.done < run.config.train.steps:
+            check_free_disk(run, log)
+            plans.start(run.done)  # they are made while kernels are compiled
+        starts.end_part("records")
+        if needs_warm_up(run.world):
+            warm_up_coming_steps(run, log, starts)
+        starts.end_part("kernels")
+        saves = Saves(run, log)
+        stopped = _run_steps(Steps(run, plans, log), evaluations, saves, starts)
+    done = saves.done
+    final: tuple[Evaluation, ...] = ()
+    named: tuple[Evaluation, ...] = ()
+    if not stopped:
+        evaluated_step = saves.load_best() if saves.end_reason else done
+        save_final_model(run)
+        final, named, stopped = evaluations.evaluate_at_end(evaluated_step)
+        saves.save_if_best(evaluations.take_new_rows())
+        saves.remove_old_saves()
+    scores = run.config.train.loss or run.corpus.labels is not None
+    return TrainResult(
+        dir=run.dir,
+        done=done,
+        steps=run.config.train.steps,
+        stopped=stopped,
+        end_reason=saves.end_reason,
+        final=final,
+        named=named,
+        last_loss=evaluations.records.last_loss(done),
+        vocab_size=0 if scores else run.corpus.manifest.tokenizer_size,
+        world=len(run.world.home.ranks),
+    )
 
-    def train(self, stop: StopSignal) -> TrainResult:
-        """Take the remaining steps; unless a signal stopped them, save the model and make the last evaluations."""
-        run = self.run
-        with plan_steps_ahead(run.training_choice, run.order, run.world.home) as plans:
-            if run.done < run.config.train.steps:
-                check_free_disk(run, self.display.log)
-                plans.start(run.done)  # they are made while kernels are compiled
-            self.starts.end_part("records")
-            if needs_warm_up(run.world):
-                warm_up_coming_steps(run, self.display.log, self.starts)
-            self.starts.end_part("kernels")
-            saves = Saves(run, self.display.log)
-            stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)
-        done = saves.done
-        manifest = run.corpus.manifest
-        final = Final()
-        if not stopped:
-            evaluated_step = saves.load_best() if saves.end_reason else done
-            save_final_model(run)
-            final = self.evaluations.evaluate_at_end(evaluated_step)
-            saves.save_if_best(self.evaluations.take_new_rows())
-            saves.remove_old_saves()
-        return TrainResult(
-            dir=run.dir,
-            done=done,
-            steps=run.config.train.steps,
-            stopped=stopped or final.stopped,
-            end_reason=saves.end_reason,
-            final=final.at_degrees,
-            named=final.named,
-            last_loss=self.records.last_loss(done),
-            vocab_size=0 if run.config.train.loss or run.corpus.labels is not None else manifest.tokenizer_size,
-            world=len(run.world.home.ranks),
-        )
 
-    def run_steps(self, steps: Steps, stop: StopSignal, saves: Saves) -> str:
-        """Run the remaining steps; return the signal that stopped them ("" for none).
+def _run_steps(steps: Steps, evaluations: Evaluations, saves: Saves, starts: Starts) -> str:
+    """Run the remaining steps; return the signal that stopped them ("" for none).
 
-        A checkpoint comes before an evaluation, in which the step could be lost. A run that goes on first makes the
-        evaluation that was due where it stopped. `run.done` are the steps before this start, `saves.done` all steps.
-        """
-        run = self.run
-        settings = self.run.config.train
-        evaluated = self.records.metrics.evaluated
-        stopped = ""
-        is_over = False
-        with saves.save_before_errors():
-            if 0 < run.done < settings.steps:
-                stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
-                saves.save_if_best(self.evaluations.take_new_rows())
-                is_over = saves.loses_patience(evaluated)
-            while saves.done < settings.steps and not stopped and not is_over:
-                self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
-                row, plan = steps.take_step(saves.done)
-                saves.done += 1
-                row |= saves.take_save_columns()
-                _, failure = result_or_error(partial(self.records.write_step, row, plan), RunFolderError)
-                self.display.show_step(row)
-                stopped, save_on, minutes_over = steps.agree_after_step(stop, failure, saves)
-                if saves.done == run.done + 1:
-                    self.starts.end_part("first step")
-                    record_start_seconds(run, self.starts, self.display.log)
-                if saves.done in (run.done + 1, settings.steps) or stopped:
-                    save_plan(run, plan, f"step-{saves.done:06d}")
-                if stopped or save_on or saves.is_checkpoint_due(minutes_over=minutes_over):
-                    saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
-                    stop.save_asked = ""  # also what other ranks received meanwhile
-                saves.reserve_memory()
-                if save_on and not stopped:
-                    self.display.log(f"{save_on} was received: step {saves.done} is saved, and the run goes on")
-                if saves.done < settings.steps and not stopped:
-                    stopped = self.evaluations.evaluate_due(saves.done)
-                    rows = self.evaluations.take_new_rows()
-                    saves.save_if_best(rows)
-                    is_over = bool(rows) and saves.loses_patience(evaluated)
-                    if stopped or is_over:
-                        saves.save_if_unsaved()
-            saves.wait()
-            saves.take_save_columns()  # logs the checkpoint that no step's row follows
-        return stopped
+    A checkpoint comes before an evaluation, in which the step could be lost. A run that goes on first makes the
+    evaluation that was due where it stopped. `run.done` are the steps before this start, `saves.done` all steps.
+    """
+    run = evaluations.run
+    display = evaluations.display
+    records = evaluations.records
+    stop = evaluations.stop
+    settings = run.config.train
+    stopped = ""
+    is_over = False
+    with saves.save_before_errors():
+        if 0 < run.done < settings.steps:
+            stopped = evaluations.evaluate_due(run.done, unless_recorded=True)
+            saves.save_if_best(evaluations.take_new_rows())
+            is_over = saves.loses_patience(records.metrics.evaluated)
+        while saves.done < settings.steps and not stopped and not is_over:
+            display.begin_work(f"step {saves.done + 1}/{settings.steps}")
+            row, plan = steps.take_step(saves.done)
+            saves.done += 1
+            row |= saves.take_save_columns()
+            _, failure = result_or_error(partial(records.write_step, row, plan), RunFolderError)
+            display.show_step(row)
+            stopped, save_on, minutes_over = steps.agree_after_step(stop, failure, saves)
+            if saves.done == run.done + 1:
+                starts.end_part("first step")
+                record_start_seconds(run, starts, display.log)
+            if saves.done in (run.done + 1, settings.steps) or stopped:
+                save_plan(run, plan, f"step-{saves.done:06d}")
+            if stopped or save_on or saves.is_checkpoint_due(minutes_over=minutes_over):
+                saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
+                stop.save_asked = ""  # also what other ranks received meanwhile
+            saves.reserve_memory()
+            if save_on and not stopped:
+                display.log(f"{save_on} was received: step {saves.done} is saved, and the run goes on")
+            if saves.done < settings.steps and not stopped:
+                stopped = evaluations.evaluate_due(saves.done)
+                rows = evaluations.take_new_rows()
+                saves.save_if_best(rows)
+                is_over = bool(rows) and saves.loses_patience(records.metrics.evaluated)
+                if stopped or is_over:
+                    saves.save_if_unsaved()
+        saves.wait()
+        saves.take_save_columns()  # logs the checkpoint that no step's row follows
+    return stopped

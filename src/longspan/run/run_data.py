@@ -1,11 +1,9 @@
-"""What a run reads (its corpus, the order of its documents, its evaluation sets), step by step; the run as a value."""
+"""What a run reads: its corpus, the order of its documents, its evaluation sets; and the run as a value."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +29,10 @@ from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
 from longspan.data.run_epochs import documents_line
 from longspan.data.run_order import make_step_order
-from longspan.data.shared_prefixes import cut_documents
 from longspan.data.step_order import StepOrder, documents_of_units, sample_documents
 from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
 from longspan.files import name_file_in_errors
-from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.plan import AsyncPlanner, Plan
 from longspan.resolve.choice import query_heads
 from longspan.resolve.resolved import Reasons
 from longspan.run.checks import check_longest_of_set, check_longest_training_document
@@ -221,53 +216,3 @@ def open_data(
         sets = run_on_every_rank(world, add_images, DataError)
     longest = int(np.argmax(corpus.lengths))
     return RunData(model, corpus, order, tuple(sets), (int(corpus.lengths[longest]), corpus.origin(longest)))
-
-
-@dataclass(eq=False)
-class StepReader:
-    """Selects the documents of each step, once a step, with its plan."""
-
-    run: TrainingRun
-    plans: AsyncPlanner
-    _next: tuple[int, Any, Plan] | None = None  # step, documents and plan
-
-    def read_step(self, step: int) -> tuple[Any, Plan]:
-        """Return the documents of a step (from 0), cut as its plan shares prefixes, and the plan, waited for if need
-        be.
-        """
-        prefetched = self._next
-        self._next = None
-        if prefetched is not None and prefetched[0] == step:
-            return prefetched[1:]
-        plan = self.plans.plan(step)
-        return self._select_documents(step, plan), plan
-
-    def _select_documents(self, step: int, plan: Plan) -> Any:
-        """Select the documents of a step, with common prefixes apart where the plan has them so."""
-        documents = self.run.order.select(self.run.corpus, step)
-        if plan.parents is None:
-            return documents
-        return cut_documents(documents, plan.lengths, plan.parents, depths=self.run.config.mtp.num_layers)
-
-    def prefetch_step(self, step: int, model: MultimodalModel | None = None) -> None:
-        """Select the documents of the next step, where its plan is ready: no rank waits, and `read_step` raises errors.
-
-        With `model`, also plan the waves of its images and read them, in threads, while this step runs.
-        """
-        run = self.run
-        if (
-            self._next is not None
-            or step >= run.config.train.steps
-            or (model is not None and not run.corpus.images)
-        ):
-            return
-        with suppress(Exception):
-            plan = self.plans.plan_if_made(step)
-            if plan is None:
-                return
-            documents = self._select_documents(step, plan)
-            self._next = (step, documents, plan)
-            if model is not None:
-                from longspan.train.terms.waves_ahead import plan_waves_ahead
-
-                plan_waves_ahead(model, plan, documents, depths=run.config.mtp.num_layers)

@@ -44,7 +44,15 @@ def gather_facts(
         if gpu:
             check_gpu_memory_limit(train)
         if chooses_measures(train, gpu=gpu) or config.context.max_tokens_per_slot == AUTO:
-            budget = memory_budget(config, world)
+            host = int(HOST_SHARE * (free_host_bytes() or 0) / world.ranks_of_host)  # 0: not known
+            device = train.device_memory_limit or host or sys.maxsize
+            if gpu and not train.device_memory_limit:
+                # The CUDA context exists by now, and a plan of memory counts its bytes too, CONTEXT_BYTES at most.
+                free, all_bytes = torch.cuda.mem_get_info(world.device)
+                device = int(GPU_SHARE * min(all_bytes, free + CONTEXT_BYTES))
+            # the least of all ranks; the control group has only a maximum
+            least = world.control.largest_over_ranks([-float(device), -float(host)], "the least free memory")
+            budget = MemoryBudget(device=int(-least[0]), host=int(-least[1]))
     return Facts(
         home=world.home,
         machine=run_machine(config, gpu=gpu),
@@ -86,16 +94,3 @@ def resolve_on_ranks(
     if resolved.memory is not None and facts.budget and chooses_measures(config.train, gpu=facts.gpu):
         log(resolved.memory.summary_line(facts.budget))
     return resolved if facts.gpu or config.train.device_memory_limit else replace(resolved, memory=None)
-
-
-def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
-    """Return the bytes that a rank may fill of device and host, the least of all ranks (host 0: not known)."""
-    host = int(HOST_SHARE * (free_host_bytes() or 0) / world.ranks_of_host)
-    device = config.train.device_memory_limit or host or sys.maxsize
-    if world.device.type == "cuda" and not config.train.device_memory_limit:
-        # The CUDA context exists by now, and a plan of memory counts its bytes too, CONTEXT_BYTES at most.
-        free, all_bytes = torch.cuda.mem_get_info(world.device)
-        device = int(GPU_SHARE * min(all_bytes, free + CONTEXT_BYTES))
-    # The control group has only a maximum.
-    negative_bytes = world.control.largest_over_ranks([-float(device), -float(host)], "the least free memory")
-    return MemoryBudget(device=int(-negative_bytes[0]), host=int(-negative_bytes[1]))

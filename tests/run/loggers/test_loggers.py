@@ -49,7 +49,7 @@ def test_an_empty_list_of_loggers_is_read_and_written() -> None:
             load_config(None, {key: []})
 
 
-def test_a_logger_that_is_not_installed_is_an_error_with_the_command(
+def test_a_logger_that_is_not_installed_is_named_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logger, "find_spec", lambda name: None)
@@ -86,10 +86,8 @@ def test_a_missing_login_is_found_before_processes_start(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "run_on_ranks", lambda *_, **__: pytest.fail("processes started"))
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, run__loggers=["wandb"])))
-    error, words = (
-        (pytest.fail.Exception, "processes") if is_there else (ConfigError, "no login to it: wandb login, or")
-    )
-    with pytest.raises(error, match=words):
+    error = pytest.fail.Exception if is_there else ConfigError
+    with pytest.raises(error, match="processes started" if is_there else "no login to it: wandb login, or"):
         train.main([str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"])
 
 
@@ -125,18 +123,13 @@ def test_the_reason_of_a_logger_stands_in_a_sentence(tmp_path: Path) -> None:
     def refuse(start: RunStart) -> Any:
         raise RuntimeError("No key. Use `wandb login` to log in.")
 
-    with pytest.raises(
-        ConfigError, match=r"cannot start: RuntimeError: No key. Use `wandb login` to log in; or leave it"
-    ):
+    with pytest.raises(ConfigError, match=r"start: RuntimeError: No key. Use `wandb login` to log in; or leave it"):
         RunLoggers({"wandb": refuse}, start_of(tmp_path), print)
 
 
 def test_rows_by_the_names_that_loggers_show() -> None:
+    """Numbers alone, as the example of the function has them."""
     assert scalars_by_display_name({"step": 3, "loss": 1, "note": "x", "missing": None}) == {"train/loss": 1}
-    assert scalars_by_display_name(eval_row(3, 4) | {"seconds": 0.5}) == {
-        "eval/loss_cp4": 2.0 / 3,
-        "eval/seconds_cp4": 0.5,
-    }
 
 
 def test_a_resumed_run_goes_on_in_the_same_tensorboard_folder(tmp_path: Path) -> None:
@@ -188,14 +181,8 @@ def test_completions_are_a_table_of_wandb(tmp_path: Path, monkeypatch: pytest.Mo
     finally:
         wandb.teardown()
     (file,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/completions_*.table.json")
-    assert (
-        json.loads(file.read_text())
-        == {
-            "columns": ["step", "prompt", "completion"],
-            "data": [[1, "Why?", "It scatters."]],
-        }
-        and not said
-    )
+    table = {"columns": ["step", "prompt", "completion"], "data": [[1, "Why?", "It scatters."]]}
+    assert json.loads(file.read_text()) == table and not said
 
 
 def wandb_rows(file: Path) -> Iterator[dict[str, str]]:
@@ -236,9 +223,7 @@ class Service(ModuleType):
 
 
 @pytest.mark.parametrize("name", ["trackio", "mlflow"])
-def test_loggers_of_the_examples_go_on_where_a_resumed_run_does(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loggers_of_the_examples_go_on_with_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service, run = Service(name), tmp_path / "mine"
     run.mkdir()
     monkeypatch.setitem(sys.modules, name, service)

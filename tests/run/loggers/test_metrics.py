@@ -11,10 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from longspan.comm import received_signals as stop_module
-from longspan.comm.device import peak_memory_bytes
 from longspan.comm.received_signals import StopSignal
 from longspan.launch.output import FILE, outlive_output
 from longspan.launch.stop_signals import SIGNALS
@@ -36,12 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    rows = [
-        {"step": 1, "loss": 0.5},
-        {"step": 2, "loss": 0.25},
-        {"step": 2, "eval_loss": 1.0},
-        {"step": 3, "loss": 0.1},
-    ]
+    rows = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.2}, {"step": 2, "eval_loss": 1.0}, {"step": 3, "loss": 0.1}]
     with MetricsLog(path, after_step=0) as log:
         for number, row in enumerate(rows, 1):
             log.write(row)
@@ -73,14 +66,8 @@ def test_resumed_plans_go_on_after_their_step(tmp_path: Path) -> None:
     with PlanLog(path, after_step=2) as log:
         log.write(3, plans[5])
     assert list(read_plans(path)) == [(1, plans[1]), (2, plans[2]), (3, plans[5])]
-    with PlanLog(None, after_step=0) as log:
-        log.write(1, plans[1])
     with PlanLog(path, after_step=0):
         assert path.read_bytes() == b""
-
-
-def test_memory_is_that_of_this_process() -> None:
-    assert 2**24 < peak_memory_bytes(torch.device("cpu")) < 2**40
 
 
 ROW = {"loss": 2.5, "lr": 6e-3, "grad_norm": 1.234, "tokens_per_second": 9000.0, "memory_bytes": 2**29}
@@ -138,13 +125,6 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
     assert out.getvalue() == lines, "nothing is written after the end"
 
 
-def test_lines_are_in_the_file_at_once() -> None:
-    file = io.BytesIO()
-    out = io.TextIOWrapper(file, encoding="utf-8")
-    ProgressDisplay(3, out).log("hello")
-    assert file.getvalue() == b"hello\n" and not out.closed
-
-
 def test_on_gpus_a_line_says_how_much_of_them_the_model_uses() -> None:
     out = io.StringIO()
     with ProgressDisplay(300, out) as display:
@@ -192,13 +172,6 @@ def test_the_time_that_is_left_stands_in_lines_of_a_resumed_run(clock: list[floa
             clock[0] += 1.0
             display.show_step(ROW | {"step": step})
     assert [line.endswith("  10 s left") for line in out.getvalue().splitlines()] == [True, False]
-
-
-def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    with ProgressDisplay(3, None) as display:
-        display.log("x")
-        display.show_step(ROW | {"step": 1})
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -132,26 +132,22 @@ def test_an_adapters_run_completes_as_stock_peft(tmp_path: Path) -> None:
     _check_completions(config, saved, AutoTokenizer.from_pretrained(model))
 
 
-def test_the_verb_completes_as_the_run_and_reads_folders_and_files(
+def test_the_verb_completes_as_the_run_from_folders_and_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = _prompted(tmp_path, context__context_parallel_size=1, evaluation__context_parallel_size=1)
     lines_of(0, config, 1)
-    last = read_metrics(Path(config.run.dir) / "completions.jsonl")[-2:]
+    first, second = (row["completion"] for row in read_metrics(Path(config.run.dir) / "completions.jsonl")[-2:])
     words = ["--max-new-tokens", "7", "--json", "--world", "1"]
-    for target in (config.run.dir, f"{config.run.dir}/model"):
-        prompts = [word for prompt in PROMPTS.splitlines() for word in ("--prompt", prompt)]
-        assert cli_main(["generate", target, *prompts, *words, "--dtype", "float64"]) == 0
-        rows = json.loads(capsys.readouterr().out)
-        assert [row["completion"] for row in rows] == [row["completion"] for row in last]
     (tmp_path / "rows.jsonl").write_text('{"text": "def rank"}\n{"prompt": "def rank", "temperature": 1.5}\n')
+    given = [word for prompt in PROMPTS.splitlines() for word in ("--prompt", prompt)]
+    given += ["--prompts", str(tmp_path / "rows.jsonl"), "--dtype", "float64"]
     drawn = list[str]()
-    for seed in ("1", "1", "2"):
-        flags = ["--prompts", str(tmp_path / "rows.jsonl"), "--seed", seed, "--dtype", "float64"]
-        assert cli_main(["generate", config.run.dir, *words, *flags]) == 0
-        plain, sampled = json.loads(capsys.readouterr().out)
-        assert plain["completion"] == last[0]["completion"]
-        drawn.append(sampled["completion"])
+    for target, seed in ((config.run.dir, "1"), (f"{config.run.dir}/model", "1"), (config.run.dir, "2")):
+        assert cli_main(["generate", target, *given, *words, "--seed", seed]) == 0
+        *plain, sampled = (row["completion"] for row in json.loads(capsys.readouterr().out))
+        assert plain == [first, second, first]
+        drawn.append(sampled)
     assert drawn[0] == drawn[1] != drawn[2]
     for flags, message in (
         ([], "there is no prompt"),

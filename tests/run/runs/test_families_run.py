@@ -126,9 +126,8 @@ def test_questions_on_few_texts_are_trained_as_separate_documents(alone: tuple[R
     line = re.search(r"step 1: (\d+) documents in (\d) families: ([\d,]+) of ([\d,]+) tokens are computed once", said)
     assert line is not None, said
     assert said.count("computed once") == 1
-    assert (
-        int(line[2]) == TEXTS and line[4] == f"{sum(whole):,}" and re.search(r", [23]\.\d times fewer operations", said)
-    )
+    assert int(line[2]) == TEXTS and line[4] == f"{sum(whole):,}"
+    assert re.search(r", [23]\.\d times fewer operations", said)
     row = read_metrics(Path(shared.run.dir) / "metrics.jsonl")[0]
     assert row["tokens"] == plan.tokens and row["spared_tokens"] == sum(whole) - plan.tokens
 
@@ -226,11 +225,7 @@ def test_families_are_drawn(alone: tuple[RunConfig, RunConfig, str], capsys: pyt
 
 
 MUTANTS: dict[str, Change] = {
-    "a prefix one row longer": (
-        "data.corpus_documents",
-        "return int(is_target.argmax()) if",
-        "return int(is_target.argmax()) + 1 if",
-    ),
+    "a prefix one row longer": ("data.corpus_documents", "(is_target.argmax()) if", "(is_target.argmax()) + 1 if"),
     "parts read from the beginning": ("data.corpus_documents", "return rows + self.start", "return rows"),
     "another family's prefix": ("data.shared_prefixes", "source[part] = document", "source[part] = 0"),
     "parts one row early": ("data.shared_prefixes", "+ lengths[parent]\n", "+ lengths[parent] - 1\n"),
@@ -271,3 +266,22 @@ def test_turns_are_trained_as_separate_documents(ranks: int, keys: dict[str, Any
     assert plan.parents is not None and plan.tokens < plans_of(separate)[0].tokens / 1.4
     generations = max(sum(1 for _ in group.ancestors()) for batch in plan.micro_batches for group in batch.groups)
     assert generations == 2
+
+
+TERMS: dict[str, dict[str, Any]] = {
+    "depths": {"mtp__num_layers": 1},
+    "routers": {
+        "model__preset": "qwen3-moe-tiny", "train__router_aux_loss_coef": 0.1, "train__router_z_loss_coef": 0.1
+    },
+}  # fmt: skip
+
+
+@pytest.mark.whole  # daily: the terms of a step, tests/train/own_loss/test_family_terms.py
+@pytest.mark.parametrize("name", ["depths", "routers"])
+def test_terms_of_a_run_count_shared_rows_as_separate_documents_do(name: str, tmp_path: Path) -> None:
+    path = questions(tmp_path)
+    shared = config_of(tmp_path, path, "shared", **TERMS[name])
+    separate = config_of(tmp_path, path, "separate", data__share_prefixes="none", **TERMS[name])
+    run_ranks(run_in_float64, 1, [shared, separate], 1, timeout=120)
+    assert plans_of(shared)[0].parents is not None and plans_of(separate)[0].parents is None
+    assert farthest(shared, separate) <= 1e-12

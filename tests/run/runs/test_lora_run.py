@@ -2,6 +2,7 @@
 stock peft and transformers."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
+from longspan import World
 from longspan.checkpoint import base as unadapted_module
 from longspan.checkpoint.base import weights_fingerprint
 from longspan.checkpoint.storage import read_metadata
@@ -27,11 +29,16 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.local_folders import with_local_folders
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
+from longspan.evaluation.evaluate_saved import evaluate_saved
+from longspan.evaluation.request import EvalRequest, Subject, find_saved_weights
+from longspan.layout import Layout
 from longspan.model import load_model
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.run import checks
 from longspan.run.checks import check_config
-from tests.model.stock import SIZES
+from longspan.train.start.start_times import Starts
+from tests.model.frozen.formats.folders import quantise_float8, read_float8
+from tests.model.stock import SIZES, without_trials
 from tests.run.runs.homes import ALONE, farthest, gone_on_from_the_first_checkpoint, lines_of, losses_of_run, train_rows
 from tests.train.small import small_config, write_texts
 
@@ -88,7 +95,7 @@ def test_a_run_goes_on_at_another_home(trained: Trained, home: str, tmp_path: Pa
     assert max(float((adapter(other)[name] - tensor).abs().max()) for name, tensor in wanted.items()) <= 1e-9
 
 
-def test_stock_peft_and_transformers_read_what_is_saved(
+def test_stock_libraries_read_what_is_saved(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = trained
@@ -133,9 +140,7 @@ def test_adapters_of_experts_are_read_and_merged(kind: Any, tmp_path: Path) -> N
         assert (merged(input_ids=IDS).logits - wanted).abs().max() <= 1e-12 * wanted.abs().max()
         with stock.disable_adapter():
             assert (stock(input_ids=IDS).logits - wanted).abs().max() > 1e-4
-    with pytest.raises(
-        ModelError, match=r"lora.dropout is 0.1, and lora.target_modules has experts \(experts.down_proj"
-    ):
+    with pytest.raises(ModelError, match=r"dropout is 0.1, and lora.target_modules has experts \(experts.down_proj"):
         _run_over(str(base), tmp_path / "other", lora__target_modules=["experts.down_proj"], lora__dropout=0.1)
 
 
@@ -165,7 +170,7 @@ def test_the_adapter_of_a_tied_head_is_not_merged(tmp_path: Path, capfd: pytest.
     assert cli_main(["export", config.run.dir, str(tmp_path / "out")]) == 0
 
 
-def test_the_folder_of_an_adapter_is_no_model(
+def test_the_folder_of_an_adapter_is_refused(
     trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(trained[0].run.dir) / "model"
@@ -195,7 +200,7 @@ def test_evaluation_with_and_without_the_adapter(trained: Trained, capsys: pytes
     assert base == pytest.approx(compared(adapted), rel=1e-14) and base > losses[-1]
 
 
-def test_what_has_no_adapter_is_not_compared_with_its_base(
+def test_without_an_adapter_no_base_is_compared(
     trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = small_config(tmp_path)
@@ -218,6 +223,30 @@ def _run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
     return config
 
 
+def test_a_base_in_8_bits_merges_into_dequantised_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Training of all weights over it is refused."""
+    base = write_base(tmp_path / "base")
+    quantise_float8(base, weight_block_size=None, activation_scheme="static")
+    config = _run_over(str(base), tmp_path)
+    assert cli_main(["export", config.run.dir, str(tmp_path / "out"), "--merge", "--dtype", "float64"]) == 0
+    exact = {name: x.double() for name, x in read_float8(base, torch.float64).items()}
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == exact.keys()
+    saved = {name.removeprefix("base_model.model."): x.double() for name, x in adapter(config).items()}
+    adapted = {name.replace("lora_A.", "") for name in saved if "lora_A" in name}
+    assert len(adapted) == 14
+    for name, weight in exact.items():
+        if name in adapted:
+            a, b = (saved[name.replace("weight", f"lora_{matrix}.weight")] for matrix in "AB")
+            assert b.abs().max() > 0
+            weight = weight + 2 * b @ a
+        assert (merged[name] - weight).abs().max() <= 1e-12 * weight.abs().max(), name
+    capfd.readouterr()
+    whole = [f"{config.run.dir}/config.toml", "--lora.rank", "0", "--run.dir", str(tmp_path / "whole")]
+    assert cli_main(["train", *whole, "--world", "1", "--device", "cpu"]) == 2
+    assert "is quantized (fp8, by its config.json), and whole weights are trained" in capfd.readouterr().err
+
+
 def _set_base(run: str, folder: Path) -> None:
     config = load_config(f"{run}/config.toml")
     Path(run, "config.toml").write_text(to_toml(replace(config, model=replace(config.model, path=str(folder)))))
@@ -228,10 +257,11 @@ def _refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     return capfd.readouterr().err
 
 
-def _eval_loss(run: str, capfd: pytest.CaptureFixture[str], *words: str) -> float:
-    capfd.readouterr()
-    assert cli_main(["eval", run, "--world", "1", "--device", "cpu", "--json", *words]) == 0
-    return json.loads(capfd.readouterr().out)["eval_loss"]
+def _eval_loss(run: str) -> float:
+    request = EvalRequest(subjects=(Subject(find_saved_weights(run), load_config(f"{run}/config.toml")),))
+    with World(Layout(1), backend="gloo", device="cpu") as world, without_trials():
+        (result,) = evaluate_saved(request, world, print, lambda *_: None, Starts())
+    return result.sets[0].evaluation.loss
 
 
 def _refused_start(run: str, *words: str) -> str:
@@ -253,11 +283,10 @@ def test_a_base_is_known_by_its_weights(
     write_texts(Path("texts"))
     _run_over("base", tmp_path, data__path="texts", checkpoint__dir="saved")
     monkeypatch.chdir(tmp_path / "there")  # with a base of its own, without texts and checkpoints
-    loss = _eval_loss(run, capfd)
+    loss = _eval_loss(run)
     assert cli_main(["export", run, str(out), "--merge"]) == 0
-    assert load_file(out / "model.safetensors")["model.embed_tokens.weight"].equal(
-        load_file(base / "model.safetensors")["model.embed_tokens.weight"]
-    )
+    exported, kept = (load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in (out, base))
+    assert exported.equal(kept)
     assert json.loads((Path(run) / "model/adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     assert "2 of 2 steps" not in (told := lines_of(0, parse_train([f"{run}/config.toml"])[1], 1)), told
 
@@ -270,7 +299,7 @@ def test_a_base_is_known_by_its_weights(
     assert gone in _refused(capfd, "eval", run) and gone in _refused_start(run)
     assert gone in _refused(capfd, "export", run, str(tmp_path / "no"), "--merge")
     _set_base(run, moved)  # the same weights
-    assert _eval_loss(run, capfd) == loss
+    assert _eval_loss(run) == loss
     _set_base(run, tmp_path / "link")
     assert cli_main(["export", run, str(out), "--merge", "--overwrite"]) == 0
 
@@ -283,8 +312,7 @@ def test_a_base_is_known_by_its_weights(
     _set_base(run, base)
     assert re.search(other_weights, _refused_start(run, "--model.path", "base"))
     changed.rename(base)  # written over
-    for words in (["eval", run], ["eval", run, "--compare", "base"], ["export", run, str(tmp_path / "no"), "--merge"]):
-        assert "has others now, with the sum" in _refused(capfd, *words)
+    assert "has others now, with the sum" in _refused(capfd, "eval", run, "--compare", "base")
     assert "has others now, with the sum" in _refused_start(run)
     assert not (tmp_path / "no").exists()
 
@@ -292,11 +320,10 @@ def test_a_base_is_known_by_its_weights(
     assert "going on from" in lines_of(0, resumed, 1) and len(train_rows(resumed)) == 2
     assert f'path = "{tmp_path}/there/../moved"' in (Path(run) / "config.toml").read_text()
     (Path(run) / "base.json").unlink()  # as a run of before
-    assert _eval_loss(run, capfd) == _eval_loss(run, capfd)
+    assert math.isfinite(_eval_loss(run))
+    _, other = parse_train([f"{run}/config.toml", "--train.steps", "3", "--model.path", str(tmp_path / "m")])
     with pytest.raises(ConfigError, match=r"model.path was '.*moved' when .* was saved and is '.*/m' now"):
-        lines_of(
-            0, parse_train([f"{run}/config.toml", "--train.steps", "3", "--model.path", str(tmp_path / "m")])[1], 1
-        )
+        lines_of(0, other, 1)
 
 
 def test_a_base_of_the_hub_is_named_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +370,7 @@ def test_a_sum_covers_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             changes[-1].view(-1)[place] += 1
         assert first not in {sum_of(**{name: changed}) for changed in changes}, name
     assert first == sum_of()
-    monkeypatch.setattr(
-        unadapted_module, "BLOCKS", 4
-    )  # of a large folder not every byte is read, but the size and both ends are
+    monkeypatch.setattr(unadapted_module, "BLOCKS", 4)  # of a large folder the size, both ends and some more are read
     file, first = tmp_path / "model.safetensors", sum_of()
     whole = file.read_bytes()
     for changed in (whole[:-1] + b"x", b"x" + whole[1:], whole + b"x"):

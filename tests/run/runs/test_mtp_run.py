@@ -62,10 +62,10 @@ def test_losses_of_depths_are_those_of_one_rank(trained: Trained, tmp_path: Path
 def test_what_a_run_says_of_its_depths(trained: Trained) -> None:
     config, losses = trained
     folder = RunFolder.read(config.run.dir)
-    assert folder.facts is not None and dict(folder.facts.lines)["mtp"].startswith(
-        "2 depths of multi-token prediction, loss weight 0.5"
-    )
-    assert "no MFU" not in dict(folder.facts.lines) and (folder.train["tflops"] > 0).all()
+    assert folder.facts is not None
+    lines = dict(folder.facts.lines)
+    assert lines["mtp"].startswith("2 depths of multi-token prediction, loss weight 0.5")
+    assert "no MFU" not in lines and (folder.train["tflops"] > 0).all()
     assert folder.train["mtp_loss_2"].tolist() == losses["mtp_loss_2"]
     page = write_report(folder.path).read_text(encoding="utf-8")
     assert "Multi-token prediction" in page and "depth 2" in page
@@ -115,7 +115,5 @@ def test_depths_of_a_folder_are_trained_on(trained: Trained, tmp_path: Path) -> 
     read = run(alone(small_config(tmp_path, **keys), tmp_path / "read"), 1)
     drawn = run(alone(small_config(tmp_path, **keys, mtp__weights="random"), tmp_path / "drawn"), 1)
     assert drawn["loss"] == read["loss"] and all(drawn[key][0] > read[key][0] + 0.1 for key in COLUMNS[1:3])
-    with pytest.raises(
-        ModelError, match=r"mtp.num_layers is 3, .* weights of 2 depths .*mtp.num_layers = 2, or mtp.weights"
-    ):
+    with pytest.raises(ModelError, match=r"num_layers is 3, .* weights of 2 depths .*num_layers = 2, or mtp.weights"):
         run(alone(small_config(tmp_path, **{**keys, "mtp__num_layers": 3}), tmp_path / "more"), 1)

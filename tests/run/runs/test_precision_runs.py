@@ -20,11 +20,8 @@ def _rows(config: RunConfig) -> list[Any]:
 def _dtypes(config: RunConfig) -> set[torch.dtype]:
     newest = sorted((Path(config.run.dir) / "checkpoints").iterdir())[-1]
     stored = read_metadata(newest).state_dict_metadata
-    return {
-        value.properties.dtype
-        for name, value in stored.items()
-        if hasattr(value, "properties") and not name.endswith(".step")
-    }
+    numbers = (x for name, x in stored.items() if hasattr(x, "properties") and not name.endswith(".step"))
+    return {x.properties.dtype for x in numbers}
 
 
 def test_pure_bfloat16_says_what_it_loses_and_rounds_by_chance_on_request(tmp_path: Path) -> None:

@@ -101,11 +101,8 @@ def trainer_of(config: RunConfig, base: Path, loss: Loss, folder: Path) -> Any:
     keys = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": [], "max_length": 4096}
     keys |= {"loss_type": loss.loss_type} if loss.loss_type else {}
     keys["per_device_train_batch_size"] = len(loss.rows)
-    reference = (
-        {}
-        if loss.trainer in (CPOTrainer, ORPOTrainer) or config.lora.rank
-        else {"ref_model": load_model(base, dtype="float64")}
-    )
+    compares = loss.trainer not in (CPOTrainer, ORPOTrainer) and not config.lora.rank
+    reference = {"ref_model": load_model(base, dtype="float64")} if compares else {}
     return loss.trainer(
         model=model,
         args=loss.config(**keys | loss.arguments),
@@ -180,10 +177,8 @@ def test_a_run_that_goes_on_compares_with_the_model_it_began_with(base: Path, tm
     config = run_of(tmp_path / "run", base, "dpo", **ALONE | keys)
     lines = lines_of(0, config, 1)
     (kept,) = references_of(config)
-    assert (
-        lines.count("reference model: log-probabilities") == 2
-        and "loss       dpo, beta 0.3, label_smoothing 0.2; 11 pairs" in lines
-    )
+    assert lines.count("reference model: log-probabilities") == 2
+    assert "loss       dpo, beta 0.3, label_smoothing 0.2; 11 pairs" in lines
     whole = without_seconds(config)
     values = np.load(kept)
     assert np.nanmax(values) < 0 and np.isnan(values).sum() % 2 == 0  # of pairs that no step reads nothing is known
@@ -203,7 +198,7 @@ def without_seconds(config: RunConfig) -> list[dict[str, Any]]:
 
 
 @pytest.mark.whole
-def test_saved_weights_are_evaluated_by_the_loss_of_their_run(
+def test_saved_weights_are_evaluated_by_their_loss(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The card says the loss. Of other rows no reference is kept: the cross entropy of their answers is told."""
@@ -228,19 +223,12 @@ def test_what_a_loss_does_not_take(base: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": words(9)}))
     of_sets = {"train__loss": "dpo", "evaluation__sets": [{"name": "texts", "path": str(texts)}]}
+    long, equal = {**PAIRS[3], "chosen": "a" * 70}, {**PAIRS[3], "rejected": PAIRS[3]["chosen"]}
     cases: list[tuple[list[Row], dict[str, Any], str]] = [
         (ANSWERS, {"train__loss": "dpo"}, "hold prompt and completion, and train.loss needs chosen and rejected"),
         (PAIRS, {"train__loss": ""}, 'are pairs .* or train.loss = "dpo" to train a language model on preferences'),
-        (
-            [*PAIRS[:3], {**PAIRS[3], "chosen": "a" * 70}],
-            {"train__loss": "ipo"},
-            "line 4: a document has .* is not cut",
-        ),
-        (
-            [PAIRS[0], {**PAIRS[3], "rejected": PAIRS[3]["chosen"]}],
-            {"train__loss": "orpo"},
-            "line 2: chosen and rejected",
-        ),
+        ([*PAIRS[:3], long], {"train__loss": "ipo"}, "line 4: a document has .* is not cut"),
+        ([PAIRS[0], equal], {"train__loss": "orpo"}, "line 2: chosen and rejected"),
         (PAIRS, of_sets, r"rows of .*texts.jsonl hold text, and train.loss needs chosen and rejected"),
     ]
     configs = [config_of(tmp_path / str(i), base, rows, **ALONE | keys) for i, (rows, keys, _) in enumerate(cases)]
@@ -256,9 +244,8 @@ def test_what_a_loss_does_not_take(base: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             check_config(small_config(tmp_path, train__loss="dpo", train__loss_arguments=arguments), 1)
-    skipping = config_of(
-        tmp_path / "skip", base, [*PAIRS, *cases[3][0][1:]], **ALONE | cases[3][1] | {"data__on_bad_row": "skip"}
-    )
+    keys = {"train__loss": "orpo", "data__on_bad_row": "skip", **ALONE}
+    skipping = config_of(tmp_path / "skip", base, [*PAIRS, equal], **keys)
     assert "1 bad row" in lines_of(0, skipping, 1)
     assert Corpus(Path(skipping.run.dir) / "corpus").manifest.left_out.bad_rows == 1
 
@@ -269,10 +256,8 @@ def test_prompts_with_images(tmp_path: Path, loss: str) -> None:
     """Over two slots, with an encoder of tp 2, losses, norms and figures are those of one rank."""
     model = model_folder(tmp_path / "model")
     rows = [json.loads(line) for line in rows_with_images(tmp_path / "rows").read_text().splitlines()]
-    pairs = [
-        {"images": row.get("images", []), "chosen": row["messages"], "rejected": [row["messages"][0], says("no")]}
-        for row in rows
-    ]
+    answers = [{"chosen": row["messages"], "rejected": [row["messages"][0], says("no")]} for row in rows]
+    pairs = [{"images": row.get("images", []), **pair} for row, pair in zip(rows, answers, strict=True)]
     (tmp_path / "rows/rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     keys = {"train__loss": loss, "train__steps": 2, "train__tokens_per_step": 800}
     alone = settings(tmp_path / "one", tmp_path / "rows/rows.jsonl", model, context__max_tokens_per_slot=512, **keys)

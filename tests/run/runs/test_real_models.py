@@ -67,13 +67,15 @@ def _cross_attention(folder: Path) -> Path:
     return folder
 
 
-def _sees_images(folder: Path) -> Path:
-    tiny("qwen2.5-vl").config.save_pretrained(folder)
+def _sees_images(folder: Path, **keys: Any) -> Path:
+    config = tiny("qwen2.5-vl").config
+    config.update(keys)
+    config.save_pretrained(folder)
     return folder
 
 
-def _returns_tuples(folder: Path, number: int) -> Path:
-    config = tiny("qwen2.5-vl").config if number else deep_config("qwen3", layers=2, vocabulary=300)
+def _tuples(folder: Path) -> Path:
+    config = deep_config("qwen3", layers=2, vocabulary=300)
     config.return_dict = False
     config.save_pretrained(folder)
     return folder
@@ -81,39 +83,27 @@ def _returns_tuples(folder: Path, number: int) -> Path:
 
 LORA = {"lora__rank": 4, "optimizer__lr": 1e-3}
 WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
-    (
-        LORA | {"lora__target_modules": ["q_prj"]},
-        ModelError,
-        "'q_prj', which is no linear of Qwen3For.*; did you mean 'q_proj'",
-    ),
-    (
-        LORA | {"model__path": _folder, "lora__target_modules": ["embed_tokens"]},
-        ModelError,
-        "'embed_tokens', which is no linear",
-    ),
+    (LORA | {"lora__target_modules": ["q_prj"]}, ModelError, "'q_prj', .* no linear of Qwen3For.*; .* mean 'q_proj'"),
+    (LORA | {"model__path": _folder, "lora__target_modules": ["embed_tokens"]}, ModelError, "tokens', .* no linear"),
     ({"mtp__num_layers": 1, "mtp__weights": _folder}, ModelError, "has weights of 0 depths of multi-token"),
     ({"model__path": _quantized}, ModelError, r"is quantized \(gptq"),
     ({"model__path": _scores, "model__num_labels": 3}, ModelError, "of 2 scores, and model.num_labels is 3"),
     ({"model__config": _cross_attention}, ModelError, "add_cross_attention is set"),
     ({"model__config": _cross_attention, "model__num_labels": 1}, ModelError, "add_cross_attention is set"),
-    ({"model__config": partial(_returns_tuples, number=0), "mtp__num_layers": 1}, ModelError, "return_dict is False"),
-    ({"model__config": partial(_returns_tuples, number=1)}, ModelError, "return_dict is False"),
+    ({"model__config": _tuples, "mtp__num_layers": 1}, ModelError, "return_dict is False"),
+    ({"model__config": partial(_sees_images, return_dict=False)}, ModelError, "return_dict is False"),
     (
         LORA | {"model__config": _sees_images, "lora__target_modules": ["layers.0.self_attn.q_prj"]},
         ModelError,
         "'layers.0.self_attn.q_prj', which is no linear of Qwen2_5_VL.*; did you mean 'q_proj'",
     ),
-    (
-        {"encoder__max_tokens": 64},
-        ModelError,
-        "Qwen3Config stands for no model from images and text to text",
-    ),
-    ({"context__cp_comm_type": ["p2p"] * 5}, ConfigError, "context.cp_comm_type lists 5 types, the model has"),
+    ({"encoder__max_tokens": 64}, ModelError, "Qwen3Config stands for no model from images and text to text"),
+    ({"context__cp_comm_type": ["p2p"] * 3}, ConfigError, "context.cp_comm_type lists 3 types, the model has 2 layers"),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(WITHOUT_DATA)))
-def test_what_the_model_alone_decides_is_refused_before_data_are_read(
+def test_what_the_model_decides_is_refused_before_data_are_read(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, kind, message = WITHOUT_DATA[number]
@@ -123,28 +113,16 @@ def test_what_the_model_alone_decides_is_refused_before_data_are_read(
         train_rows(small_config(tmp_path, **ALONE | {"optimizer__lr": 1e-3} | made), 1)
 
 
-def test_models_and_data_that_do_not_fit_are_refused_before_texts_are_read(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    bare, small, more = (
-        _folder(tmp_path / name, rows) for name, rows in (("bare", 300), ("small", 250), ("more", 300))
-    )
+def test_what_does_not_fit_is_refused_before_texts_are_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bare, more, small = _folder(tmp_path / "bare"), _folder(tmp_path / "more"), _folder(tmp_path / "small", 250)
     train_tokenizer(["some text"], 280).save_pretrained(small)
     weights = load_file(more / "model.safetensors")
     save_file(weights | {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, more / "model.safetensors")
-    positions = (
-        r"longest document has 64 tokens \(file\d\d.py\), and the model knows 32 positions .*max_document_tokens = 32"
-    )
-    target = r"'q_prj', which is no linear of Qwen3ForCausalLM .*; did you mean 'q_proj'"
+    positions = r"document has 64 tokens \(file\d\d.py\), and the model knows 32 positions .*max_document_tokens = 32"
     cases: list[tuple[dict[str, Any], type[LongspanError], str]] = [
-        (
-            {"model__path": str(bare)},
-            DataError,
-            r"has no tokenizer.json, and its weights know .* name .* with data.tokenizer",
-        ),
+        ({"model__path": str(bare)}, DataError, r"has no tokenizer.json, and .* know .* name .* with data.tokenizer"),
         ({"model__path": str(small)}, DataError, r"tokenizer .*/small has ids up to 26\d, .* has 250 rows"),
         ({"model__path": str(more)}, ModelError, r"hold 1 tensor that a Qwen3ForCausalLM .* take: .*weight_scale"),
-        ({"lora__rank": 4, "lora__target_modules": ["q_prj"]}, ModelError, target),
         ({"model__config": str(_architecture(tmp_path / "model"))}, ConfigError, positions),
     ]
     configs = [small_config(tmp_path / str(number), **keys) for number, (keys, *_) in enumerate(cases)]

@@ -47,13 +47,14 @@ PAIRS: list[Row] = [
 ]
 LABELS: list[Row] = [{"text": words(2 + 13 * i % 60), "label": i % 3} for i in range(14)]
 NUMBERS: list[Row] = [{"prompt": words(3), "completion": words(2 + 5 * i), "label": i / 7} for i in range(8)]
-KEYS: dict[str, Any] = {
-    "model__dtype": "float64",
-    "train__steps": 3,
-    "optimizer__warmup_steps": 0,
+KEYS: dict[str, Any] = {"model__dtype": "float64", "train__steps": 3, "optimizer__warmup_steps": 0}
+KEYS |= {
     "optimizer__lr": 0.02,
+    "optimizer__weight_decay": 0.0,
+    "checkpoint__every": 2,
+    "evaluation__every": 0,
+    "train__tokens_per_step": 160,
 }
-KEYS |= {"optimizer__weight_decay": 0.0, "checkpoint__every": 2, "evaluation__every": 0, "train__tokens_per_step": 160}
 CENTERED = "center_rewards_coefficient=0.1"
 PLANS: dict[str, Any] = {"context__planner": "dynamic", "context__context_parallel_size": 0}
 
@@ -172,16 +173,8 @@ def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
         ([pair], of_folder["two"], "of 2 scores, and model.num_labels is 1"),
         ([pair], of_folder["tokens"], "ForTokenClassification of 2 scores, and model.num_labels is 1; give a"),
         ([pair] * 2, of_folder["endless"], "no pad_token_id and its tokenizer neither pad_token nor eos_token"),
-        (
-            [{**text, "label": 1}] * 8,
-            of_folder["stale"] | two,
-            "problem_type 'multi_label_classification' takes 2 labels of a row, and rows have 1 for 2 scores; set",
-        ),
-        (
-            [pair],
-            {"train__loss_arguments": (CENTERED,)},
-            "center_rewards_coefficient=0.1, .* model.num_labels 1, and .* 0",
-        ),
+        ([{**text, "label": 1}] * 8, of_folder["stale"] | two, "takes 2 labels of a row, and rows have 1 for 2 scores"),
+        ([pair], {"train__loss_arguments": (CENTERED,)}, "coefficient=0.1, .* model.num_labels 1, and .* 0"),
     ]
     for i, (rows, keys, message) in enumerate(cases):
         yield config_of(folder / str(i), base, rows, **ALONE | keys), message
@@ -196,13 +189,11 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     few["evaluation.sets"] = [{"name": "other", "path": str(tmp_path / "other.jsonl"), "documents": 3}]
     pairs = config_of(tmp_path / "pairs", base, PAIRS, train__loss_arguments=(CENTERED,), **few)
     classes = config_of(tmp_path / "classes", base, LABELS, model__num_labels=3, **PLANS)
-    numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, evaluation__documents=2)
-    refused = [*refused_runs(base, tmp_path)]
-    seen_by_two = [config for config, _ in refused[:4]]
-    errors = refusals([pairs, classes, numbers, *seen_by_two])
-    assert errors[:3] == [None] * 3
-    errors += refusals([config for config, _ in refused[4:]], ranks=1)
-    for error, (_, message) in zip(errors[3:], refused, strict=True):
+    numbers = config_of(tmp_path / "numbers", base, NUMBERS, **ALONE, model__num_labels=1, evaluation__documents=2)
+    refused, messages = zip(*refused_runs(base, tmp_path), strict=True)
+    errors = refusals([pairs, classes, *refused[:2]]) + refusals([numbers, *refused[2:]], ranks=1)
+    assert [errors.pop(i) for i in (4, 1, 0)] == [None] * 3
+    for error, message in zip(errors, messages, strict=True):
         assert isinstance(error, LongspanError) and re.search(message, str(error)), error
     right = check_run(pairs, PAIRS, stock(base, 1))
     assert right is not None and 0 < right < 1
