@@ -139,10 +139,6 @@ def digest_of(x: Tensor) -> str:
     return hashlib.sha256(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def file_digests(checkpoint: Path) -> Any:
-    return json.loads((checkpoint / "manifest.json").read_text())["files"]
-
-
 def _compare(rank: int, root: Path, homes: Mapping[str, Home]) -> dict[str, list[str]]:
     differ = dict[str, list[str]]()
     for name, home in homes.items():
@@ -159,7 +155,8 @@ def _compare(rank: int, root: Path, homes: Mapping[str, Home]) -> dict[str, list
                 save_checkpoint(root / name / place, *run, world, step=2)
                 save_model(run[0], root / name / place / "model", world)
             states = {place: contents(*run) for place, run in runs.items()}
-            saved = {place: file_digests(root / name / place / "step-000002") for place in places}
+            manifests = {place: root / name / place / "step-000002" / "manifest.json" for place in places}
+            saved = {place: json.loads(manifest.read_text())["files"] for place, manifest in manifests.items()}
             resumed = {place: open_run(home, world, on_host=place == "host") for place in places}
             load_checkpoint(root / name / "host" / "step-000002", *resumed["device"], world)
             load_checkpoint(root / name / "device" / "step-000002", *resumed["host"], world)

@@ -44,17 +44,11 @@ def by_hand() -> Plan:
     return Plan(2, LENGTHS, (first, second, MicroBatch()), targets=sum(LENGTHS) - len(LENGTHS))
 
 
-def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls = list[int]()
-    for name in ("exchange", "shift", "all_gather_rows", "all_to_all_rows"):
-        monkeypatch.setattr(Channel, name, _noting(getattr(Channel, name), calls))
-    return calls
-
-
 def _compare(rank: int, exact: dict[str, Answer]) -> dict[object, tuple[float, float, int]]:
-    of_cases, documents = {}, texts(LENGTHS)
+    of_cases, documents, sent = {}, texts(LENGTHS), list[int]()
     with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(ranks=2), backend=backend()) as world:
-        sent = count_messages(monkeypatch)
+        for name in ("exchange", "shift", "all_gather_rows", "all_to_all_rows"):
+            monkeypatch.setattr(Channel, name, _noting(getattr(Channel, name), sent))
         plans = {"by hand": by_hand(), "all_gather": plan_fixed(LENGTHS, world.home, cp=2, cp_comm_type="all_gather")}
         for family, dtype in TYPES.items():
             stock = exact[family]

@@ -18,7 +18,7 @@ from longspan.errors import CommError, ModelError, PlanError
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.pipeline import PipelineModel, _run_watched_schedule
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
-from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_stages_of_position, refuse_inexact_stages
+from longspan.model.pipeline.stages import StageCopies, StageInput, cut_stages_of_position, refuse_inexact_stages
 from longspan.plan.memory.model_numbers import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
@@ -84,28 +84,23 @@ def test_stages_one_after_another_are_the_model(family: str, count: int) -> None
     full_model, ids = MODELS[family](), torch.arange(9)[None]
     shard: Any = SimpleNamespace(position_ids=ids[0])  # what the stock attention needs of one
     expected = full_model(input_ids=ids, position_ids=ids, use_cache=False).logits
-    names = {name for name, _ in full_model.named_parameters()}
+
+    def make_logits(model: Any, arguments: Any) -> torch.Tensor:
+        return model(**{name: value for name, value in arguments.items() if name != "shard"}).logits
+
     x, stage_names = ids, list[str]()
     for index in range(count):
-        (stage,) = _stages(MODELS[family](), count, index)
-        x = stage(x, stage_input=StageInput(shard, ids, _logits_without_shard))
+        model = MODELS[family]()
+        parts = find_parts(model)
+        refuse_inexact_stages(model, parts)
+        (stage,) = cut_stages_of_position(model, parts, stage_layers(4, count), count, index)
+        freed = sum(p.numel() for p in model.parameters()) <= sum(p.numel() for p in stage.parameters())
+        assert freed, "other parameters"
+        x = stage(x, stage_input=StageInput(shard, ids, make_logits))
         stage_names += [name.removeprefix("model.") for name, _ in stage.named_parameters()]
     assert torch.equal(x, expected)
-    tied = full_model.config.tie_word_embeddings  # the embedding is held twice
-    assert set(stage_names) == names and len(stage_names) == len(names) + tied
-
-
-def _logits_without_shard(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    return model(**{name: value for name, value in arguments.items() if name != "shard"}).logits
-
-
-def _stages(model: PreTrainedModel, count: int, index: int) -> tuple[Stage, ...]:
-    parts = find_parts(model)
-    refuse_inexact_stages(model, parts)
-    stages = cut_stages_of_position(model, parts, stage_layers(4, count), count, index)
-    numbers = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
-    assert sum(parameter.numel() for parameter in model.parameters()) <= numbers  # the rest is freed
-    return stages
+    names, tied = {name for name, _ in full_model.named_parameters()}, full_model.config.tie_word_embeddings
+    assert set(stage_names) == names and len(stage_names) == len(names) + tied  # a tied embedding is held twice
 
 
 class _Base(LlamaModel):

@@ -171,10 +171,6 @@ def test_logits_are_whole_and_slices_are_even() -> None:
         assert split == names and len(lie) == len(names)
 
 
-def _odd_style(model: PreTrainedModel) -> None:
-    model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj": "mla_kv_a_proj"}
-
-
 def _odd_width(model: PreTrainedModel) -> None:
     for layer in model.model.layers:
         for name, shape in {"gate_proj": (49, 32), "up_proj": (49, 32), "down_proj": (32, 49)}.items():
@@ -191,7 +187,13 @@ ADAPTER, NORM = _add("layers.1.adapter", nn.Sequential(nn.Linear(32, 32))), _add
 REFUSED: list[tuple[Layout, str, Callable[[PreTrainedModel], object], bool, str]] = [
     (Layout(ranks=4, tp=4), "llama", AS_IT_IS, False, r"tp 4 does not divide 2 \(key/value heads\) .* use tp 1 or 2"),
     (TWO_OF_TP, "llama", _odd_width, False, r"49 \(width of model.layers.\*.mlp.gate_proj\).* use tp 1"),
-    (TWO_OF_TP, "llama", _odd_style, False, "style 'mla_kv_a_proj' of model.layers.0.mlp.gate_proj is not"),
+    (
+        TWO_OF_TP,
+        "llama",
+        lambda model: setattr(model.config, "base_model_tp_plan", {"layers.*.mlp.gate_proj": "mla_kv_a_proj"}),
+        False,
+        "style 'mla_kv_a_proj' of model.layers.0.mlp.gate_proj is not",
+    ),
     (TWO_OF_TP, "llama", ADAPTER, True, r"model.layers.1.adapter \(Sequential\) has no place in a sequence"),
     (TWO_OF_TP, "llama", NORM, True, r"outside its .* \(embed_norm.weight, embed_norm.bias\)"),
     (TWO_OF_TP, "nanochat", AS_IT_IS, True, "calls norm 2 times .*, as norm, layers.0, layers.1, norm;"),
@@ -221,18 +223,14 @@ class Normed(Gain):
         return super().forward(x / x.square().mean(-1, keepdim=True).sqrt())
 
 
-def _activation(mlp: nn.Module, activation: nn.Module) -> None:
-    mlp.act_fn = activation
-
-
 def _gain_of_the_input(mlp: nn.Module) -> None:
     inner, gain = mlp.forward, Gain()
     mlp.gain, mlp.forward = gain, lambda x: inner(gain(x)) + gain(x)
 
 
-NOT_A_SUM: dict[str, Callable[[Any], None]] = {
-    "mlp.act_fn.gain": lambda layer: _activation(layer.mlp, Normed()),
-    "mlp.act_fn.weight": lambda layer: _activation(layer.mlp, nn.RMSNorm(48)),
+NOT_A_SUM: dict[str, Callable[[Any], object]] = {
+    "mlp.act_fn.gain": lambda layer: setattr(layer.mlp, "act_fn", Normed()),
+    "mlp.act_fn.weight": lambda layer: setattr(layer.mlp, "act_fn", nn.RMSNorm(48)),
     "mlp.gain.gain": lambda layer: _gain_of_the_input(layer.mlp),
     "self_attn.gain": lambda layer: layer.self_attn.register_parameter("gain", nn.Parameter(torch.ones(4))),
 }
