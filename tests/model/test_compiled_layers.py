@@ -125,22 +125,28 @@ BETWEEN: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], float, r
 }
 
 
+def take_both(make: Callable[[], Any], world: World, graphs: Graphs, how: dict[str, Any]) -> tuple[float, Any]:
+    """The error of a compiled model's step beside one that is not, and that model; a second step has other lengths."""
+    answers = list[dict[str, Tensor]]()
+    for compiled in ("none", "layers"):
+        with graphs.counted():
+            model: Any = prepare(make(), world, compiled=compiled, **how)
+            answers.append(take_step(model, world, LENGTHS))
+            take_step(model, world, OTHERS)
+    return worst(answers[1], answers[0]), model
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("case", BETWEEN)
 def test_experts_mixers_adapters_tiles_and_float8_run_in_and_between_graphs(case: str) -> None:
     torch.compiler.reset()
     make, how, limit, of_layers = BETWEEN[case]
-    graphs, answers = Graphs(), []
+    graphs = Graphs()
     with float8_on_cpus() if case == "float8" else nullcontext(), World(Layout(ranks=1)) as world:
-        for compiled in ("none", "layers"):
-            with graphs.counted():
-                model: Any = prepare(make(), world, compiled=compiled, **how)
-                answers.append(take_step(model, world, LENGTHS))
-                take_step(model, world, OTHERS)
+        error, model = take_both(make, world, graphs, how)
         layers = len(decoder_layers(model))
         assert case not in PRESETS or model_execution(model).compiled == f"{layers} layers around attention"
-    assert worst(answers[1], answers[0]) <= limit
-    assert graphs.made[0] == 0 and graphs.made[1] in of_layers
+    assert error <= limit and graphs.made[0] == 0 and graphs.made[1] in of_layers
 
 
 def take_step_of_families(model: nn.Module, world: World) -> dict[str, Tensor]:
@@ -178,14 +184,9 @@ HOMES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
 
 def layers_under_home(rank: int, home: str) -> tuple[float, int]:
     layout, preset, how = HOMES[home]
-    graphs, answers = Graphs(), []
+    graphs = Graphs()
     with World(layout, backend=backend()) as world:
-        for compiled in ("none", "layers"):
-            with graphs.counted():
-                model = prepare(preset_model(preset), world, compiled=compiled, **how)
-                answers.append(take_step(model, world, LENGTHS))
-                take_step(model, world, OTHERS)
-    return worst(answers[1], answers[0]), graphs.made[1]
+        return take_both(partial(preset_model, preset), world, graphs, how)[0], graphs.made[1]
 
 
 @pytest.mark.whole

@@ -1,7 +1,6 @@
 """Features of `prepare`: those that are off are not imported, and one of a test's own takes a class and a row."""
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,12 +10,11 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.layout import Layout
 from longspan.model import features, load_model, prepare
 from longspan.model.execution import model_execution
 from longspan.model.features import Feature
 from longspan.plan import plan_fixed
-from longspan.testing import backend, run_ranks
+from longspan.testing import run_ranks
 from longspan.train import run_step
 
 OFF = (
@@ -85,30 +83,18 @@ def note(name: str) -> Any:
 Noted = type("Noted", (FrozenNorms,), {name: note(name) for name in METHODS})
 
 
-def frozen_norms(rank: int, presets: Sequence[str]) -> list[Any]:
-    results = list[Any]()
-    with World(Layout(ranks=1), backend=backend()) as world, pytest.MonkeyPatch.context() as patched:
-        row = (lambda call: call.options.segment_layers == 0, f"{__name__}:Noted")
-        rows = features.FEATURES
-        fsdp = next(place for place, (_, name) in enumerate(rows) if name.endswith("ShardingFeature"))
-        patched.setattr(features, "FEATURES", [*rows[:fsdp], row, *rows[fsdp:]])
-        for preset in presets:
-            CALLED.clear()
-            model = load_model(preset=preset, vocab_size=64)
-            try:
-                model = prepare(model, world)
-            except ModelError as error:
-                results.append((str(error), [*CALLED]))
-                continue
-            documents = [torch.arange(9) % 60]
-            run_step(model, plan_fixed([9], world.home, cp=1), documents, world)
-            trained = {name for name, p in model.named_parameters() if p.grad is not None}
-            norms = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")}
-            results.append((model_execution(model).latents, [*CALLED], len(norms & trained), len(trained - norms) > 0))
-    return results
-
-
-def test_a_feature_is_a_class_and_a_row() -> None:
-    ((prepared, refused),) = run_ranks(frozen_norms, 1, ("qwen3-tiny", "llama-tiny"))
-    assert prepared == ("9 norms are frozen", [*METHODS], 0, True)
-    assert refused == ("LlamaForCausalLM has norms of another name; leave them trained", [*METHODS[:2]])
+def test_a_feature_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    rows = features.FEATURES
+    fsdp = next(place for place, (_, name) in enumerate(rows) if name.endswith("ShardingFeature"))
+    row = (lambda call: call.options.segment_layers == 0, f"{__name__}:Noted")
+    monkeypatch.setattr(features, "FEATURES", [*rows[:fsdp], row, *rows[fsdp:]])
+    with pytest.raises(ModelError, match=r"^LlamaForCausalLM has norms of another name; leave them trained$"):
+        prepare(load_model(preset="llama-tiny", vocab_size=64), world)
+    assert [*METHODS[:2]] == CALLED
+    CALLED.clear()
+    model = prepare(load_model(preset="qwen3-tiny", vocab_size=64), world)
+    run_step(model, plan_fixed([9], world.home, cp=1), [torch.arange(9) % 60], world)
+    assert [*METHODS] == CALLED and model_execution(model).latents == "9 norms are frozen"
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {
+        name for name, _ in model.named_parameters() if name.endswith("norm.weight")
+    }

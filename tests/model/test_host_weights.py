@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from longspan.evaluation import evaluate
 from longspan.layout import Layout
 from longspan.model import host_arena, load_model, save_model
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
-from longspan.model.host_weights import HostParam, HostStore
+from longspan.model.features import Call
+from longspan.model.host_weights import HostParam, HostStore, HostWeightsFeature
 from longspan.model.marks import HOST_STORE, packed_weights, waits_on_host
+from longspan.model.options import PrepareOptions
 from longspan.model.saving.whole_weights import weights_by_name
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
@@ -139,10 +142,6 @@ def digest_of(x: Tensor) -> str:
     return hashlib.sha256(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def file_digests(checkpoint: Path) -> Any:
-    return json.loads((checkpoint / "manifest.json").read_text())["files"]
-
-
 def _compare(rank: int, root: Path, homes: Mapping[str, Home]) -> dict[str, list[str]]:
     differ = dict[str, list[str]]()
     for name, home in homes.items():
@@ -159,7 +158,8 @@ def _compare(rank: int, root: Path, homes: Mapping[str, Home]) -> dict[str, list
                 save_checkpoint(root / name / place, *run, world, step=2)
                 save_model(run[0], root / name / place / "model", world)
             states = {place: contents(*run) for place, run in runs.items()}
-            saved = {place: file_digests(root / name / place / "step-000002") for place in places}
+            manifests = {place: root / name / place / "step-000002" / "manifest.json" for place in places}
+            saved = {place: json.loads(manifest.read_text())["files"] for place, manifest in manifests.items()}
             resumed = {place: open_run(home, world, on_host=place == "host") for place in places}
             load_checkpoint(root / name / "host" / "step-000002", *resumed["device"], world)
             load_checkpoint(root / name / "device" / "step-000002", *resumed["host"], world)
@@ -372,18 +372,21 @@ REFUSED: Sequence[tuple[Layout, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize(("layout", "options", "text"), REFUSED)
+def test_homes_and_options_that_do_not_suit_are_refused(layout: Layout, options: dict[str, Any], text: str) -> None:
+    world: Any = SimpleNamespace(home=layout)
+    model = load_model(preset="qwen3-tiny", vocab_size=64, sharded=True)
+    feature = HostWeightsFeature(Call(model, model, world, PrepareOptions(offload_weights=True, **options)))
+    with pytest.raises(ModelError, match=rf"{text}.*leave offload_weights out"):
+        feature.refuse(model)
+
+
 def _refusals(rank: int) -> None:
-    for layout, options, text in REFUSED:
-        with World(layout, backend=backend(), timeout=60) as world, pytest.raises(ModelError) as caught:
-            prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True, **options)
-        assert text in str(caught.value) and "leave offload_weights out" in str(caught.value)
     with World(Layout(2), backend=backend(), timeout=60) as world:
-        with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError) as caught:
+        says = r'host \(train.offload_weights\) take .* 300,000 are free .* model.dtype = "bfloat16" halves'
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError, match=says):
             patched.setattr(host_arena, "free_host_bytes", lambda: 300_000 if rank else None)
             prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)
-        message = str(caught.value)
-        assert "weights and gradients on the host (train.offload_weights) take" in message
-        assert "300,000 are free" in message and 'model.dtype = "bfloat16" halves' in message
         model = prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)
         free = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=30, mode="free")
         with pytest.raises(PlanError, match="free mode, which keeps weights whole"):

@@ -1,6 +1,5 @@
 """What `prepare` promises beyond equal numbers: refused calls, the shard in FSDP2, saved folders, shared blocks."""
 
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, PreTrainedModel
+from transformers import FalconConfig, FalconForCausalLM, GPT2Config, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import Layout, LongspanError, SequenceShard, World, bind, plan_fixed, run_step
@@ -80,43 +79,29 @@ def test_wrong_calls_are_refused(world: World) -> None:
         model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
 
 
-def _identity(rank: int) -> tuple[bool, bool, float, set[torch.dtype]]:
-    seen = []
-    with World(Layout(ranks=2), backend=backend()) as world:
-        model = prepare_untried(tiny("qwen3"), world, compute_dtype=torch.bfloat16, activation_checkpointing=True)
-        shard, arguments = _local(world, cp=2)
-        attention = model.get_submodule("model.layers.1.self_attn")
-        attention.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append((kwargs["shard"], kwargs["hidden_states"].dtype)), with_kwargs=True
-        )
-        model(**arguments).logits.float().sum().backward()
-        same = all(seen_shard is shard and seen_shard.position_ids is shard.position_ids for seen_shard, _ in seen)
-        run = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, backward=False)
-        return same, len(seen) >= 2, run.loss, {dtype for _, dtype in seen}
-
-
-def test_the_shard_passes_through_fsdp2_unchanged() -> None:
-    for same, recomputed, loss, dtypes in run_ranks(_identity, 2):
-        assert same and recomputed and dtypes == {torch.bfloat16}
-        assert 0 < loss < 10
-
-
-def _shards(rank: int) -> list[str]:
+def _sharded(rank: int) -> None:
     def unsharded() -> list[str]:
         return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
 
+    seen = list[Any]()
     with World(Layout(ranks=2), backend=backend()) as world:
-        model = prepare_untried(tiny("llama"), world)
-        names = unsharded()
-        names += [name for name, layer in model.model.layers.named_children() if not isinstance(layer, FSDPModule)]
+        model = prepare_untried(tiny("qwen3"), world, compute_dtype=torch.bfloat16, activation_checkpointing=True)
+        assert not unsharded() and all(isinstance(layer, FSDPModule) for layer in model.model.layers)
+        shard, arguments = _local(world, cp=2)
+        model.get_submodule("model.layers.1.self_attn").register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append((kwargs["shard"], kwargs["hidden_states"].dtype)), with_kwargs=True
+        )
+        model(**arguments).logits.float().sum().backward()
+        assert len(seen) >= 2, "recomputed"
+        assert all(of_layer is shard and of_layer.position_ids is shard.position_ids for of_layer, _ in seen)
         before = weights_of(model)
-        result = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, backward=False)
-        names += [] if worst(weights_of(model), before) == 0 and result.loss > 0 else ["weights changed"]
-        return names + unsharded()  # evaluation freed them
+        loss = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, backward=False).loss
+        assert 0 < loss < 10 and worst(weights_of(model), before) == 0
+        assert {dtype for _, dtype in seen} == {torch.bfloat16} and not unsharded()
 
 
-def test_every_parameter_is_sharded_and_freed_after_evaluation() -> None:
-    assert run_ranks(_shards, 2) == [[], []]
+def test_parameters_are_sharded_and_freed_after_evaluation_and_the_shard_passes_through_fsdp2() -> None:
+    run_ranks(_sharded, 2)
 
 
 def test_a_padding_id_changes_nothing(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
@@ -154,49 +139,48 @@ def test_shared_blocks_are_sharded_once_and_saved_under_each_of_their_names(tmp_
     assert saved.keys() == stock.keys() and all(torch.equal(saved[name], stock[name]) for name in stock)
 
 
-def _others(rank: int, folder: Path) -> tuple[list[str], list[str]]:
-    refusals, of_others = list[str](), list[str]()
+SAVES = r"Qwen3ForCausalLM\..*call longspan\.save_model\("
+WRAPS = (
+    r"in DistributedDataParallel, nor give it to acc.*longspan\.hf\.with_longspan\(Trainer\) takes the model before "
+    r'prepare.*docs/own-loop\.md, "From a Trainer script"$'
+)
+MIXED = r"layers.1.self_attn.q_proj.weight is torch.float32, model.layers.1.mlp.down_proj.weight torch.bf"
 
-    def note(messages: list[str], call: Callable[[], Any]) -> None:
-        with pytest.raises(LongspanError) as caught:
-            call()
-        messages.append(str(caught.value))
 
+def _others(rank: int, folder: Path) -> None:
     for home in (Layout(ranks=2), Layout(ranks=2, pp=2)):
         with World(home, backend=backend()) as world:
             for sharded in (True, False):
                 model: Any = prepare_untried(tiny("qwen3"), world, shard_parameters=sharded)
-                note(of_others, partial(model.save_pretrained, folder / "saved"))
-                note(of_others, partial(model.push_to_hub, "me/model"))
-                note(of_others, partial(torch.nn.parallel.DistributedDataParallel, model))
+                calls = [partial(model.save_pretrained, folder / "saved"), partial(model.push_to_hub, "me/model")]
                 if home.pp == 1:
-                    note(of_others, partial(model.model.save_pretrained, folder / "saved", safe_serialization=True))
+                    calls.append(partial(model.model.save_pretrained, folder / "saved", safe_serialization=True))
+                for call in calls:
+                    with pytest.raises(LongspanError, match=SAVES):
+                        call()
+                with pytest.raises(LongspanError, match=WRAPS):
+                    torch.nn.parallel.DistributedDataParallel(model)
     assert not (folder / "saved").exists()
+    falcon = FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=SIZES["vocab_size"])
+    in_copies = {"shard_parameters": False, "compute_dtype": torch.bfloat16}
+    mixed = tiny("qwen3")
+    mixed.model.layers[1].mlp.down_proj.bfloat16()
     with World(Layout(ranks=2), backend=backend()) as world:
-        note(refusals, lambda: save_model(prepare_untried(tiny("qwen3"), world), folder / "file" / "model", world))
-        model = tiny("qwen3")
-        note(refusals, partial(prepare, model, world, shard_parameters=False, compute_dtype=torch.bfloat16))
-        assert not is_prepared(model)
-        mixed = tiny("qwen3")
-        mixed.model.layers[1].mlp.down_proj.bfloat16()
-        note(refusals, partial(prepare_untried, mixed, world))
-    return refusals, of_others
+        with pytest.raises(LongspanError, match=r"could not be saved to .*file/model: NotADirectoryError"):
+            save_model(prepare_untried(tiny("qwen3"), world), folder / "file" / "model", world)
+        for model, options, message in (
+            (FalconForCausalLM(falcon), {}, r"transformer.h.0.self_attention, .*\(FalconAttention\) bypasses"),
+            (tiny("qwen3"), in_copies, "needs shard_parameters=True"),
+            (mixed, {}, MIXED),
+        ):
+            with pytest.raises(ModelError, match=message):
+                prepare(model, world, **options)
+            assert not is_prepared(model)
 
 
 def test_what_is_not_prepared_or_saved_is_told_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    for (unwritable, precision, mixed), of_others in run_ranks(_others, 2, tmp_path):
-        assert "could not be saved" in unwritable and "NotADirectoryError" in unwritable and "file/model" in unwritable
-        assert "needs shard_parameters=True" in precision
-        assert (
-            "layers.1.self_attn.q_proj.weight is torch.float32, model.layers.1.mlp.down_proj.weight torch.bf" in mixed
-        )
-        wrapping = [said for said in of_others if "in DistributedDataParallel, nor give it to acc" in said]
-        assert len(of_others) == 14 and len(wrapping) == 4
-        assert sum("Qwen3ForCausalLM." in said for said in of_others) == 10
-        assert all("call longspan.save_model(" in said for said in of_others if said not in wrapping)
-        assert all("longspan.hf.with_longspan(Trainer) takes the model before prepare" in said for said in wrapping)
-        assert all(said.endswith('docs/own-loop.md, "From a Trainer script"') for said in wrapping)
+    run_ranks(_others, 2, tmp_path)
     page = Path(__file__).parents[2] / "docs/own-loop.md"
     assert "\n## From a Trainer script\n" in page.read_text(encoding="utf-8")
 

@@ -151,34 +151,28 @@ def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
     """Make a depth of copies of these layers, whose weights are to be overwritten, on their device.
 
-    A model whose layers end with a norm has none after them, and neither has its depths.
+    A model whose layers end with a norm has none after them, and neither has its depths. ModelError without any norm.
     """
-    last_norm = final_norm(model)
     size = model.config.get_text_config().hidden_size
     device = next(layers[-1].parameters()).device
-    norm = last_norm or _find_last_norm(model, layers[-1], size)
+    last_norm = norm = final_norm(model)
+    if norm is None:  # the last norm of a layer stands for it
+        norms = [
+            module
+            for module in layers[-1].modules()
+            if type(module).__name__.lower().endswith("norm") and {p.numel() for p in module.parameters()} == {size}
+        ]
+        if not norms:
+            raise ModelError(
+                f"{type(model).__name__} has no norm of {size} values after its decoder layers or in the last of them "
+                f"({type(layers[-1]).__name__}), and depths of multi-token prediction need its kind; train it without "
+                "them"
+            )
+        norm = norms[-1]
     eh_proj = nn.Linear(2 * size, size, bias=False, device=device, dtype=model.dtype)
     norms = _copy_module(norm), _copy_module(norm), nn.Identity() if last_norm is None else _copy_module(norm)
     copies = [_copy_module(layer) for layer in layers]
     return MtpDepth(copies[0] if len(copies) == 1 else MtpBlocks(copies), norms, eh_proj)
-
-
-def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
-    """Return the last norm of `size` values in a layer, for a model without one after its layers.
-
-    Raises ModelError where there is none.
-    """
-    norms = [
-        module
-        for module in layer.modules()
-        if type(module).__name__.lower().endswith("norm") and {p.numel() for p in module.parameters()} == {size}
-    ]
-    if not norms:
-        raise ModelError(
-            f"{type(model).__name__} has no norm of {size} values after its decoder layers or in the last of them "
-            f"({type(layer).__name__}), and depths of multi-token prediction need its kind; train it without them"
-        )
-    return norms[-1]
 
 
 def _reset_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:

@@ -1,6 +1,6 @@
 """What a prepared model computes with, as a run records it: types of tensors, and the kernels of attention.
 
-It is decided in `sharding.py` and by the probe; nothing here changes it. `check_same_kernels` compares the ranks'.
+It is decided in `sharding.py` and by the probe; nothing here changes it.
 """
 
 from dataclasses import dataclass, replace
@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from longspan.attention import AttendCall, choose_kernel
-from longspan.comm import World
-from longspan.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -67,23 +65,6 @@ def model_execution(model: nn.Module) -> Execution:
     """Return what a prepared model computes with."""
     prepared: Any = model
     return prepared.execution
-
-
-def check_same_kernels(execution: Execution, world: World) -> None:
-    """Raise ModelError on all ranks, which call it together, if they compute with different kernels of attention.
-
-    Where heads are exchanged, backward of a selective layer sends the output or its products with dout, by the kernel:
-    ranks would wait for messages of another size.
-    """
-    first, *others = world.control.gather_objects(execution.kernels, "kernels of attention")
-    for rank, kernels in zip(world.home.ranks[1:], others, strict=True):
-        if kernels != first:
-            raise ModelError(
-                "selective layers need the same kernel of attention on every rank, for under a2a and a2a+p2p its "
-                f"backward decides what is sent; found {' and '.join(first)} on rank {world.home.ranks[0]}, "
-                f"{' and '.join(kernels)} on rank {rank}; name one that all ranks have (attention_kernel=), install "
-                "the same packages on every host, or recompute with 'full' or 'exchanged'"
-            )
 
 
 def _mask_text(call: AttendCall) -> str:

@@ -128,12 +128,12 @@ class HostParam(FSDPParam):
     """FSDP2's parameter whose shard, and the shard's gradient, are in the host's memory."""
 
     store: HostStore
-    staged: _DeviceCopy | None  # of the shard
-    staged_sum: _DeviceCopy | None  # of `earlier_gradient`
+    staged: _DeviceCopy | None = None  # of the shard
+    staged_sum: _DeviceCopy | None = None  # of `earlier_gradient`
     gathered_dtype: torch.dtype | None  # None: that of the shard
     memory: tuple[HostRange, ...]  # of the shard, and of its gradient if it is trained
-    earlier_gradient: Any  # the gradient of earlier passes while FSDP2 sums that of this one
-    gradient_in_arena: Any  # a weak reference to the gradient that is in the memory for it
+    earlier_gradient: Any = None  # the gradient of earlier passes while FSDP2 sums that of this one
+    gradient_in_arena: Any = None  # a weak reference to the gradient that is in the memory for it
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
         """Keep the type in which FSDP2 would gather, and leave FSDP2 none: it then takes `all_gather_inputs` as they
@@ -188,7 +188,7 @@ class HostParamGroup(FSDPParamGroup):
 
     store: HostStore
     waiting: tuple[HostParam, ...]  # those that are on the host
-    follower: "HostParamGroup | None"  # the group that was gathered next in the last forward pass
+    follower: "HostParamGroup | None" = None  # the group that was gathered next in the last forward pass
 
     def unshard(self, async_op: bool = False) -> None:
         """Gather the group, as FSDP2 asks for; it asks a group ahead in backward passes, where copies begin here.
@@ -268,14 +268,9 @@ def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
         parameter.__class__ = HostParam
         parameter.store = store
         parameter.memory = memory
-        parameter.staged = None
-        parameter.staged_sum = None
-        parameter.earlier_gradient = None
-        parameter.gradient_in_arena = None
     group.__class__ = HostParamGroup
     group.store = store
     group.waiting = tuple(waiting)
-    group.follower = None
     store.groups.append(group)
     if any(parameter.sharded_param.requires_grad for parameter in waiting):
         # Sums leave the device at once: FSDP2's own stream keeps no more memory than those of a group.

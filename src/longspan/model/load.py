@@ -95,9 +95,8 @@ def load_model(
                 with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
                     torch.manual_seed(seed)
                     model = new_model(config, torch.float32, architecture)
-                for (
-                    parameter
-                ) in model.parameters():  # drawn in float32: every dtype holds the same numbers, rounded
+                # drawn in float32, so that every dtype holds the same numbers, rounded
+                for parameter in model.parameters():
                     parameter.data = parameter.data.to(kind)
                 model.config.dtype = kind
     except ModelError:

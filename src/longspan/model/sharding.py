@@ -47,28 +47,10 @@ def shard_over_slots(
     """Shard each block, then what remains of the root, over all slots; all ranks call it together.
 
     Several modules in a block are gathered as one: they may share parameters. `root` is what will be called; every
-    tensor that it gets is cast to the compute dtype, and with `cast_block_inputs` those of blocks. ModelError where
-    parameters that are trained and gathered as one differ in type.
+    tensor that it gets is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
     """
     blocks = [*blocks]
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    sharded_ids = {
-        id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()
-    }
-    for block in (
-        *blocks,
-        root,
-    ):  # FSDP2 would fail in a step where parameters that it gathers as one differ in type
-        parameters = [x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()]
-        trained = [x for x in parameters if x.requires_grad and id(x) not in sharded_ids]
-        sharded_ids |= {*map(id, parameters)}
-        for other in trained[1:]:
-            if other.dtype != trained[0].dtype:
-                raise ModelError(
-                    f"{names[id(trained[0])]} is {trained[0].dtype}, {names[id(other)]} {other.dtype}, and "
-                    "FSDP2 gathers parameters of one type as one; load the model in float32, with "
-                    "compute_dtype=torch.bfloat16 for its arithmetic"
-                )
+    _refuse_mixed_dtypes(blocks, root)
     policy = sharding.mixed_precision_policy(root)
     frees = sharding.reshard_after_forward
     block_policy = replace(policy, cast_forward_inputs=cast_block_inputs)
@@ -106,6 +88,30 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
         context.reduce_scatter_stream = torch.cuda.current_stream(device)
 
     context.lazy_init = make_streams_but_for_sums
+
+
+def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
+    """Raise ModelError where parameters that are trained and gathered as one differ in type: FSDP2 fails in a step.
+
+    A function, so that nothing holds whole parameters while they are sharded.
+    """
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    sharded_ids = {
+        id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()
+    }
+    for block in (*blocks, root):
+        block_parameters = [
+            x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()
+        ]
+        trained = [x for x in block_parameters if x.requires_grad and id(x) not in sharded_ids]
+        sharded_ids |= {*map(id, block_parameters)}
+        for other in trained[1:]:
+            if other.dtype != trained[0].dtype:
+                raise ModelError(
+                    f"{names[id(trained[0])]} is {trained[0].dtype}, {names[id(other)]} {other.dtype}, and "
+                    "FSDP2 gathers parameters of one type as one; load the model in float32, with "
+                    "compute_dtype=torch.bfloat16 for its arithmetic"
+                )
 
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
@@ -201,14 +207,21 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
         for bucket in _take_tensors(gradients, SUMMED_NUMBERS * number_bytes):
-            channel = world.channels.find_channel(tuple(range(world.home.slots)))
-            # a reduce-scatter and an all-gather of one buffer, half precision in float32
-            flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in bucket]))
-            counts = [len(part) for part in flat.tensor_split(channel.degree)]
-            part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
-            flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())
-            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
+            _sum_as_one_buffer(bucket, world)
+
+
+def _sum_as_one_buffer(gradients: Sequence[Tensor], world: World) -> None:
+    """Replace gradients by their sums over the slots, in place: a reduce-scatter and an all-gather of one buffer.
+
+    Half precision is summed in float32. A function, so that a buffer is freed before the next one is made.
+    """
+    channel = world.channels.find_channel(tuple(range(world.home.slots)))
+    flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))
+    counts = [len(part) for part in flat.tensor_split(channel.degree)]
+    part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
+    flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
 
 
 # ---- the layers of a model

@@ -57,8 +57,8 @@ Case = tuple[str, Any, int, int]  # a model, what its layers keep, the layers of
 Row = tuple[Layout, Sequence[Case], dict[str, Any]]
 
 
-def _errors(rank: int, rows: Sequence[Row], exact: dict[str, Any]) -> list[dict[str, float]]:
-    return [_errors_in(*row, exact) for row in rows]
+def _errors(rank: int, rows: Sequence[Row], exact: dict[str, Any]) -> dict[str, float]:
+    return {case: error for row in rows for case, error in _errors_in(*row, exact).items()}
 
 
 def _errors_in(home: Layout, cases: Sequence[Case], options: dict[str, Any], exact: dict[str, Any]) -> dict[str, float]:
@@ -69,13 +69,9 @@ def _errors_in(home: Layout, cases: Sequence[Case], options: dict[str, Any], exa
             if name not in plain:
                 plain[name] = take_step(prepare_untried(MODELS[name](), world, **options), plan, world)
             loss, gradients = plain[name]
-            how: dict[str, Any] = {
-                "checkpoint_policies": words,
-                "segment_layers": size,
-                "mlp_tile_tokens": rows,
-            } | options
+            how: dict[str, Any] = {"checkpoint_policies": words, "segment_layers": size, "mlp_tile_tokens": rows}
             tried = home == TWO and not errors and not exact  # trials of rows take as long as two steps
-            model = (prepare if tried else prepare_untried)(MODELS[name](), world, **how)
+            model = (prepare if tried else prepare_untried)(MODELS[name](), world, **how, **options)
             arena = find_host_arena(model)
             here, of_rank = take_step(model, plan, world)
             assert ("+host" in str(words)) == (arena is not None), (name, words)
@@ -121,10 +117,8 @@ WHOLE: dict[str, Row] = {
 }
 
 
-OF_WHOLE = [pytest.param([row], marks=pytest.mark.whole, id=name) for name, row in WHOLE.items()]
-
-
 LIST_OF_STAGES: Row = (PP, [("experts", OF_FOUR[1], 0, 0)], SPLIT)
+OF_WHOLE = [pytest.param([row], marks=pytest.mark.whole, id=name) for name, row in WHOLE.items()]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +131,8 @@ def test_tiles_and_segments_are_the_plain_step(rows: list[Row]) -> None:
         with compute_in_float64():
             loss, gradients = dense_answer(MODELS[name](), texts(LENGTHS))
         exact[name] = 2 * loss, gradients
-    for of_rank in run_ranks(_errors, len(rows[0][0].ranks), rows, exact):
-        for errors in of_rank:
-            assert errors and max(errors.values()) < EXACT, {case: e for case, e in errors.items() if e >= EXACT}
+    for errors in run_ranks(_errors, len(rows[0][0].ranks), rows, exact):
+        assert errors and max(errors.values()) < EXACT, {case: e for case, e in errors.items() if e >= EXACT}
 
 
 class Mlp(nn.Module):

@@ -44,16 +44,12 @@ def moe_model(family: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel
     attention = "eager" if dtype == torch.float32 or family == "gpt-oss" else "sdpa"
     settings: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": "eager"}
     model = random_model(moe_config(family), dtype, seed, **settings)
-    _shun_expert_0(model)
-    return model
-
-
-def _shun_expert_0(model: PreTrainedModel) -> None:
     router: Any = next(iter(router_modules(model).values()))
     if getattr(router, "bias", None) is not None:
         router.bias.data[0] = -100.0
     elif hasattr(router, "e_score_correction_bias"):
         router.e_score_correction_bias[0] = -100.0
+    return model
 
 
 @dataclass(frozen=True)

@@ -126,11 +126,15 @@ def dense(
 def _logits_of_depths(model: Any, ids: Tensor, images: dict[str, Tensor]) -> list[Tensor]:
     """(T, V) of the model, then of each depth that has a target."""
     inputs = {"input_ids": ids[None], "use_cache": False, **images}
-    hidden, embedded, call = _base(model, inputs)
+    hidden, embedded, (args, kwargs) = _base(model, inputs)
     logits = [_head(model, inputs, hidden)]
     for ahead, depth in enumerate(model.mtp.layers, 1):
         if len(ids) > 1 + ahead:
-            hidden = _next(depth, hidden, embedded.roll(-ahead, 1), call)
+            x = depth.eh_proj(torch.cat([depth.enorm(embedded.roll(-ahead, 1)), depth.hnorm(hidden)], -1))
+            for block in depth.mtp_block if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]:
+                out = block(x, *args, **kwargs)
+                x = out if isinstance(out, Tensor) else out[0]
+            hidden = depth.post_norm(x)
             logits.append(_head(model, inputs, hidden))
     return logits
 
@@ -149,15 +153,6 @@ def _base(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Call]:
     for handle in handles:
         handle.remove()
     return hidden, embedded[-1], calls[0]
-
-
-def _next(depth: Any, hidden: Tensor, later: Tensor, call: Call) -> Tensor:
-    args, kwargs = call
-    x = depth.eh_proj(torch.cat([depth.enorm(later), depth.hnorm(hidden)], -1))
-    for block in depth.mtp_block if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]:
-        out = block(x, *args, **kwargs)
-        x = out if isinstance(out, Tensor) else out[0]
-    return depth.post_norm(x)
 
 
 def _head(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from longspan.errors import CommError, ModelError, PlanError
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.pipeline import PipelineModel, _run_watched_schedule
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
-from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_stages_of_position, refuse_inexact_stages
+from longspan.model.pipeline.stages import StageCopies, StageInput, cut_stages_of_position, refuse_inexact_stages
 from longspan.plan.memory.model_numbers import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
@@ -84,28 +84,23 @@ def test_stages_one_after_another_are_the_model(family: str, count: int) -> None
     full_model, ids = MODELS[family](), torch.arange(9)[None]
     shard: Any = SimpleNamespace(position_ids=ids[0])  # what the stock attention needs of one
     expected = full_model(input_ids=ids, position_ids=ids, use_cache=False).logits
-    names = {name for name, _ in full_model.named_parameters()}
+
+    def make_logits(model: Any, arguments: Any) -> torch.Tensor:
+        return model(**{name: value for name, value in arguments.items() if name != "shard"}).logits
+
     x, stage_names = ids, list[str]()
     for index in range(count):
-        (stage,) = _stages(MODELS[family](), count, index)
-        x = stage(x, stage_input=StageInput(shard, ids, _logits_without_shard))
+        model = MODELS[family]()
+        parts = find_parts(model)
+        refuse_inexact_stages(model, parts)
+        (stage,) = cut_stages_of_position(model, parts, stage_layers(4, count), count, index)
+        freed = sum(p.numel() for p in model.parameters()) <= sum(p.numel() for p in stage.parameters())
+        assert freed, "other parameters"
+        x = stage(x, stage_input=StageInput(shard, ids, make_logits))
         stage_names += [name.removeprefix("model.") for name, _ in stage.named_parameters()]
     assert torch.equal(x, expected)
-    tied = full_model.config.tie_word_embeddings  # the embedding is held twice
-    assert set(stage_names) == names and len(stage_names) == len(names) + tied
-
-
-def _logits_without_shard(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    return model(**{name: value for name, value in arguments.items() if name != "shard"}).logits
-
-
-def _stages(model: PreTrainedModel, count: int, index: int) -> tuple[Stage, ...]:
-    parts = find_parts(model)
-    refuse_inexact_stages(model, parts)
-    stages = cut_stages_of_position(model, parts, stage_layers(4, count), count, index)
-    numbers = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
-    assert sum(parameter.numel() for parameter in model.parameters()) <= numbers  # the rest is freed
-    return stages
+    names, tied = {name for name, _ in full_model.named_parameters()}, full_model.config.tie_word_embeddings
+    assert set(stage_names) == names and len(stage_names) == len(names) + tied  # a tied embedding is held twice
 
 
 class _Base(LlamaModel):
@@ -235,43 +230,35 @@ def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: P
         assert family == "llama" or all(torch.equal(copies[slot][0], copies[2 + slot][0]) for slot in (0, 1))
 
 
-def _refused(rank: int) -> dict[str, str]:
-    refusals = {}
+def _refused(rank: int) -> None:
+    def llama() -> PreTrainedModel:
+        return deep("llama", torch.float32)
 
-    def note(name: str, call: Any) -> None:
-        with pytest.raises(LongspanError) as caught:
-            call()
-        refusals[name] = str(caught.value)
-
+    plan, documents, shared = plan_fixed((9,), Layout(ranks=2, pp=2), cp=1), texts((9,)), llama()
+    shared.model.layers[2].mlp = shared.model.layers[1].mlp
     with World(Layout(ranks=2, pp=2), backend=backend(), timeout=60) as world:
-        note("stages", lambda: prepare(deep("llama", torch.float32), world, virtual_stages=3))
-        shared = deep("llama", torch.float32)
-        shared.model.layers[2].mlp = shared.model.layers[1].mlp
-        note("shared", lambda: prepare(shared, world))
-        plan = plan_fixed((9,), world.home, cp=1)
-        note("whole", lambda: run_step(torch.nn.Linear(2, 2), plan, texts((9,)), world))
-        zero_bubble = prepare_untried(deep("llama", torch.float32), world, pipeline_schedule="zero_bubble")
-        before = run_step(zero_bubble, plan, texts((9,)), world).grad_norm
+        with pytest.raises(PlanError, match=r"6 pipeline stages .* for 4 layers"):
+            prepare(llama(), world, virtual_stages=3)
+        with pytest.raises(ModelError, match="layers that share parameters are not sharded"):
+            prepare(shared, world)
+        with pytest.raises(LongspanError, match="pp 2, but Linear is not cut into stages"):
+            run_step(torch.nn.Linear(2, 2), plan, documents, world)
+        zero_bubble = prepare_untried(llama(), world, pipeline_schedule="zero_bubble")
+        before = run_step(zero_bubble, plan, documents, world).grad_norm
         zero_bubble.zero_grad()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ScheduledStage, "perform_reduce_grad", Mock(side_effect=CommError("boom")))
-            note("failed", lambda: run_step(zero_bubble, plan, texts((9,)), world))
+        boom = Mock(side_effect=CommError("boom"))
+        with patch.object(ScheduledStage, "perform_reduce_grad", boom), pytest.raises(CommError, match="boom"):
+            run_step(zero_bubble, plan, documents, world)
         zero_bubble.zero_grad()
-        assert run_step(zero_bubble, plan, texts((9,)), world).grad_norm == before
-        refusals["afterwards"] = str(gradients_of(prepare(deep("llama", torch.float32), world)))
-    with World(Layout(ranks=(1, 0), pp=2), backend=backend(), timeout=60) as world:
-        note("descending", lambda: prepare(deep("llama", torch.float32), world))
-    return refusals
+        assert run_step(zero_bubble, plan, documents, world).grad_norm == before
+        assert not gradients_of(prepare(llama(), world))
+    descending, says = Layout(ranks=(1, 0), pp=2), r"\(1, 0\) descend along its pipeline stages"
+    with World(descending, backend=backend(), timeout=60) as world, pytest.raises(LongspanError, match=says):
+        prepare(llama(), world)
 
 
 def test_what_is_refused_on_every_rank() -> None:
-    for refusals in run_ranks(_refused, 2):  # on some ranks alone, the others would wait
-        assert "6 pipeline stages" in refusals["stages"] and "for 4 layers" in refusals["stages"]
-        assert "layers that share parameters are not sharded" in refusals["shared"]
-        assert "pp 2, but Linear is not cut into stages" in refusals["whole"]
-        assert refusals["afterwards"] == "{}"
-        assert "boom" in refusals["failed"]
-        assert "(1, 0) descend along its pipeline stages" in refusals["descending"]
+    run_ranks(_refused, 2)  # on some ranks alone, the others would wait
 
 
 def test_hidden_states_of_another_type_are_refused_before_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,21 +48,11 @@ class Case:
         return plan_dynamic(lengths, self.home, max_tokens_per_slot=max(28, 56 // self.home.slots), **options)
 
 
-def errors_of(cases: Sequence[Case], answers: Mapping[tuple[str, str], Answer]) -> Callable[[int], dict[str, float]]:
-    return _Errors(cases, answers)
-
-
-@dataclass(frozen=True)
-class _Errors:
-    cases: Sequence[Case]
-    answers: Mapping[tuple[str, str], Answer]
-
-    def __call__(self, rank: int) -> dict[str, float]:
-        errors = dict[str, float]()
-        for case in self.cases:
-            of_step = step(case, self.answers[case.name, case.documents], trial=not errors)
-            errors[case.label] = max(of_step.values())
-        return errors
+def errors_of(rank: int, cases: Sequence[Case], answers: Mapping[tuple[str, str], Answer]) -> dict[str, float]:
+    errors = dict[str, float]()
+    for case in cases:
+        errors[case.label] = max(step(case, answers[case.name, case.documents], trial=not errors).values())
+    return errors
 
 
 def step(

@@ -60,7 +60,7 @@ def of_spans() -> list[Case]:
 )
 def test_a_step_is_that_of_the_stock_model(ranks: int, cases: Sequence[Case]) -> None:
     answers = {key: answer_of(*key) for key in {(case.name, case.documents) for case in cases}}
-    for errors in run_ranks(errors_of(cases, answers), ranks, timeout=280):
+    for errors in run_ranks(errors_of, ranks, cases, answers, timeout=280):
         assert len(errors) == len(cases) and max(errors.values()) < BOUND, errors
 
 

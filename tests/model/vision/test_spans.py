@@ -35,12 +35,9 @@ LONG, SHORT = Document(range(8), labels=[-100] * 6 + [6, 7]), list(range(8))
 
 def test_a_prefix_is_what_stands_before_the_first_target() -> None:
     items = ItemTable([8, 8], [MediaItem(1, ((0, 3),))])
-    assert (
-        count_prefix_rows(LONG, 0, 8) == 6 and count_prefix_rows(SHORT, 0, 8) == 1 and count_prefix_rows([5], 0, 1) == 1
-    )
-    assert (
-        count_prefix_rows(SHORT, 1, 8, items) == 3 and count_prefix_rows(Document([1, 2], loss_mask=[0, 0]), 0, 2) == 2
-    )
+    assert [count_prefix_rows(*of) for of in ((LONG, 0, 8), (SHORT, 0, 8), ([5], 0, 1))] == [6, 1, 1]
+    assert count_prefix_rows(SHORT, 1, 8, items) == 3
+    assert count_prefix_rows(Document([1, 2], loss_mask=[0, 0]), 0, 2) == 2
     shard = SequenceShard(MicroBatch((Group((0,), (0, 1), (8, 8)),)), 0, -1, torch.device("cpu"))
     rules = CallRules("PaliGemma", prefix=True, prefix_window=6)
     (spans,) = bind_spans(shard, rules, [LONG, SHORT], None).spans or ()

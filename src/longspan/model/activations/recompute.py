@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from longspan.attention.saved_outputs import Recording, ReentrantContext, Result
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
-from longspan.model.execution import Execution, check_same_kernels
+from longspan.model.execution import Execution
 from longspan.model.features import Call, Feature
 from longspan.model.host_arena import HostArena, check_free_host_memory
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
@@ -319,17 +319,27 @@ class RecomputationFeature(Feature):
     def convert(self, model: PreTrainedModel, execution: Execution) -> None:
         """Make the store in which layers keep tensors on the host, if any do. ModelError for no room.
 
-        A "selective" layer's backward repeats the all-to-all before attention, but not attention: its kernels must be
-        the same on all ranks.
+        Where heads are exchanged, backward of a selective layer sends the output or its products with dout, by the
+        kernel: with other kernels ranks would wait for messages of another size. ModelError on all ranks for these.
         """
-        if self.world.home.slots > 1 and any(word.startswith("selective") for word in self._policies):
-            check_same_kernels(execution, self.world)
+        world = self.world
+        if world.home.slots > 1 and any(word.startswith("selective") for word in self._policies):
+            first, *others = world.control.gather_objects(execution.kernels, "kernels of attention")
+            for rank, kernels in zip(world.home.ranks[1:], others, strict=True):
+                if kernels != first:
+                    raise ModelError(
+                        "selective layers need the same kernel of attention on every rank, for under a2a and a2a+p2p "
+                        f"its backward decides what is sent; found {' and '.join(first)} on rank "
+                        f"{world.home.ranks[0]}, {' and '.join(kernels)} on rank {rank}; name one that all ranks have "
+                        "(attention_kernel=), install the same packages on every host, or recompute with 'full' or "
+                        "'exchanged'"
+                    )
         if any(word.endswith("+host") for word in self._policies):
             size = self.options.offload_bytes
             if size:
-                check_free_host_memory(size, self.world, "activations on the host take")
-            arena = HostArena(self.world.device, size)
-            arena.close_when_world_is_left(self.world)
+                check_free_host_memory(size, world, "activations on the host take")
+            arena = HostArena(world.device, size)
+            arena.close_when_world_is_left(world)
             self._offload = HostOffload(arena)
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:

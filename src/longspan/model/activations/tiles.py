@@ -155,29 +155,42 @@ class _RunTiles(torch.autograd.Function):
             tiles = _split_rows(rows, ctx.count)
             tile_gradients = _split_rows(row_gradients, ctx.count)
             for dout, tile, into in zip(douts, tiles, tile_gradients, strict=True):
-                # Gradients of a tile's rows are written into the views `into`, those of parameters are added to `sums`.
-                with torch.enable_grad():
-                    leaves = [
-                        x.detach().requires_grad_(part is not None) for x, part in zip(tile, into, strict=True)
-                    ]
-                    inputs = [*(x for x in leaves if x.requires_grad), *trained]
-                    computed = torch.autograd.grad(ctx.run(*leaves), inputs, dout, allow_unused=True)
-                wanted = [part for part in into if part is not None]
-                for row_gradient, gradient in zip(wanted, computed, strict=False):  # those of parameters come after
-                    if gradient is not None:
-                        row_gradient.copy_(gradient)
-                for i, gradient in enumerate(computed[len(wanted) :]):
-                    if gradient is not None:
-                        total = sums[i]
-                        wide = torch.promote_types(gradient.dtype, torch.float32)
-                        # a copy, as it may share memory with the gradient of the output
-                        sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
+                _add_tile_gradients(ctx, tile, dout, trained, into, sums)
         sums.reverse()
         parameter_gradients: list[Tensor | None] = []
         for p in ctx.parameters:
             total = sums.pop() if p.requires_grad else None  # each sum is freed once it is narrowed
             parameter_gradients.append(None if total is None else total.to(p.dtype))
         return None, None, None, None, None, *row_gradients, *parameter_gradients
+
+
+def _add_tile_gradients(
+    ctx: Any,
+    tile: Sequence[Tensor],
+    dout: Tensor,
+    trained: Sequence[Tensor],
+    into: Sequence[Tensor | None],
+    sums: list[Tensor | None],
+) -> None:
+    """Run a tile again, and its backward pass from `dout`, the gradient of its output; `ctx` is that of `_RunTiles`.
+
+    Gradients of its rows are written into the tensors of `into` (None: not needed), those of the `trained` parameters
+    are added to `sums`, in place. A function, so that a tile's tensors are freed before the next one runs.
+    """
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(part is not None) for x, part in zip(tile, into, strict=True)]
+        inputs = [*(x for x in leaves if x.requires_grad), *trained]
+        gradients = torch.autograd.grad(ctx.run(*leaves), inputs, dout, allow_unused=True)
+    row_gradients = [part for part in into if part is not None]
+    for row_gradient, gradient in zip(row_gradients, gradients, strict=False):  # those of parameters come after
+        if gradient is not None:
+            row_gradient.copy_(gradient)
+    for i, gradient in enumerate(gradients[len(row_gradients) :]):
+        if gradient is not None:
+            total = sums[i]
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            # a copy, as it may share memory with the gradient of the output
+            sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
 
 
 class TiledForward:

@@ -159,29 +159,34 @@ class _WithRouterLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Add the losses' gradient to the logits (T, E) of real rows, and hand on the weights'.
-
-        With the module's symbols and p = softmax(logits): balance E Σ F P has the gradient g = E F / N at p, so
-        p (g − Σ g p) at the logits; z, the mean of lse², has 2 lse p / N.
-        """
+        """Add the losses' gradient to the logits (T, E) of real rows, and hand on the weights'."""
         logits, rows, counts = ctx.saved_tensors
-        statistics: RouterStatistics = ctx.statistics
-        coefficients = statistics.coefficients
-        token_layers = statistics.token_layers
-        wide = _widen_logits(logits[rows])  # (R, E)
-        p = wide.softmax(-1)
-        row_gradients = torch.zeros_like(p)
-        if coefficients.balance:
-            assert statistics.fractions is not None, "a backward pass before compute_load_fractions()"
-            scale = coefficients.balance * statistics.experts / token_layers
-            balance_gradient = statistics.fractions.to(p.dtype) * scale
-            row_gradients += p * (balance_gradient - (p * balance_gradient).sum(-1, keepdim=True))
-        if coefficients.z:
-            row_gradients += wide.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / token_layers)
+        row_gradients = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics)
         if counts is not None:
             row_gradients *= counts[:, None]
         row_gradients = row_gradients.to(logits.dtype)
         return gradients[0], torch.zeros_like(logits).index_copy(0, rows, row_gradients), None, None, None
+
+
+def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
+    """Return the gradient (R, E) of both losses, times their coefficients, at the logits (R, E).
+
+    With the module's symbols and p = softmax(logits): balance E Σ F P has the gradient g = E F / N at p, so
+    p (g − Σ g p) at the logits; z, the mean of lse², has 2 lse p / N.
+    """
+    coefficients = statistics.coefficients
+    token_layers = statistics.token_layers
+    p = logits.softmax(-1)
+    gradient = torch.zeros_like(p)
+    if coefficients.balance:
+        assert statistics.fractions is not None, "a backward pass before compute_load_fractions()"
+        balance_gradient = statistics.fractions.to(p.dtype) * (
+            coefficients.balance * statistics.experts / token_layers
+        )
+        gradient += p * (balance_gradient - (p * balance_gradient).sum(-1, keepdim=True))
+    if coefficients.z:
+        gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / token_layers)
+    return gradient
 
 
 def make_router_statistics(

@@ -105,13 +105,7 @@ def prepare_encoder(
             "blocks=, or switch activation checkpointing off"
         )
     parts = find_split_parts(module, units, world.home.tp, tp_plan or {})
-    samples = dict[str, object]()  # the shape and some 64 numbers of each parameter, which are alike on all ranks
-    for name, parameter in module.named_parameters():
-        numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
-        samples[name] = tuple(parameter.shape), numbers
-    hint = "Seed every rank alike (torch.manual_seed), or load the same weights, before prepare_encoder"
-    digest = sha256(repr(samples).encode()).hexdigest()
-    world.control.compare_digests(digest, what=f"weights of {type(module).__name__}", hint=hint)
+    _check_same_weights_on_all_ranks(module, world)
     if world.device.type == "cuda":
         split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
@@ -161,6 +155,17 @@ def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sh
         )
     for dtype in {parameter.dtype for parameter in parameters.values() if parameter.is_floating_point()}:
         sharding.check_compute_dtype(dtype)
+
+
+def _check_same_weights_on_all_ranks(module: nn.Module, world: World) -> None:
+    """Raise an error on all ranks, which call it together, if shapes or some 64 numbers of a parameter differ."""
+    samples = dict[str, object]()
+    for name, parameter in module.named_parameters():
+        numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
+        samples[name] = tuple(parameter.shape), numbers
+    hint = "Seed every rank alike (torch.manual_seed), or load the same weights, before prepare_encoder"
+    digest = sha256(repr(samples).encode()).hexdigest()
+    world.control.compare_digests(digest, what=f"weights of {type(module).__name__}", hint=hint)
 
 
 def _wrap_in_checkpoint(block: nn.Module, policy: str) -> None:

@@ -77,17 +77,13 @@ def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     if rows is None:  # Llama 4, whose forward pass projects what its tower made
         rows = base.multi_modal_projector(out.last_hidden_state)
     parts = (rows, *(getattr(out, "deepstack_features", None) or ()))
-    return [_join_rows(layer_rows, order) for layer_rows in parts]
-
-
-def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
-    """Return rows (n, D) in the order of the inputs, of parts that are one for each image in the order of encoding.
-
-    One tensor of all images is in the order of the inputs already.
-    """
-    if not isinstance(parts, Tensor):
-        parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
-    return parts.flatten(0, -2)
+    rows_of_layers = list[Tensor]()
+    for layer_rows in parts:
+        if not isinstance(layer_rows, Tensor):  # one for each image, in the order of encoding; a tensor is in order
+            in_order = layer_rows if order == sorted(order) else [layer_rows[i] for i in np.argsort(order)]
+            layer_rows = torch.cat([*in_order])
+        rows_of_layers.append(layer_rows.flatten(0, -2))
+    return rows_of_layers
 
 
 def split_off_image_encoder(model: PreTrainedModel) -> ImageEncoder:

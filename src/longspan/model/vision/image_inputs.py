@@ -129,8 +129,13 @@ def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
         single_images = sum(int(count) == 1 for count in parts)
         further_images = len(parts) - single_images
         return torch.tensor([1] * single_images + [max(2, further_images)] * (further_images > 0))
-    if pads:
-        parts = _pad_to_largest(parts)
+    if pads and len({x.ndim for x in parts}) == 1:  # with zeros behind, as processors pad images of a call
+        largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
+        padding = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
+        parts = [
+            F.pad(x, [n for count in sides[::-1] for n in (0, count)])
+            for x, sides in zip(parts, padding, strict=True)
+        ]
     shapes = {tuple(x.shape[1:]) for x in parts}
     if len(shapes) > 1:
         argument = "pixels" if name == PIXELS else name
@@ -139,17 +144,3 @@ def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
             "first dim); an image processor makes one"
         )
     return torch.cat([*parts])
-
-
-def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Pad all dims but the first with zeros behind, as processors pad images of a call, to the largest.
-
-    Tensors of different numbers of dims are returned as they are, and refused later.
-    """
-    if len({x.ndim for x in parts}) > 1:
-        return list(parts)
-    largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
-    padding = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
-    return [
-        F.pad(x, [n for count in sides[::-1] for n in (0, count)]) for x, sides in zip(parts, padding, strict=True)
-    ]
