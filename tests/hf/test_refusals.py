@@ -206,10 +206,9 @@ ALONE = CP2 | {"context_parallel_size": 1}
 
 def _make(kind: Any = Trainer, longspan: dict[str, Any] | None = None, **keywords: Any) -> Any:
     changes = keywords.pop("args", {})
-    after = {name: changes.pop(name) for name in ("deepspeed",) if name in changes}
+    deepspeed = changes.pop("deepspeed", None)
     args = TrainingArguments(**Run("unused").arguments() | changes)
-    for name, value in after.items():  # as it stands at construction
-        setattr(args, name, value)
+    args.deepspeed = deepspeed  # as it stands at construction
     given = {"model": model_of(), "data_collator": pad, "train_dataset": Texts(8)} | keywords
     return with_longspan(kind)(**given, args=args, longspan=LongspanArguments(**ALONE | (longspan or {})))
 
@@ -226,7 +225,6 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "no args": (lambda: with_longspan(Trainer)(model_of()), "without TrainingArguments, and longspan must give it the"),
     "optimizers=": (lambda: _make(optimizers=(OPTIMIZER, None)), "optimizers= brings an optimizer of parameters"),
-    "launcher's fsdp": (lambda: _launched("ACCELERATE_USE_FSDP", "true"), "ACCELERATE_USE_FSDP is 'true' in the"),
     "launcher's compiler": (
         lambda: _launched("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
         "ACCELERATE_DYNAMO_BACKEND is 'INDUCTOR' in the environment, from the configuration of accelerate launch",
