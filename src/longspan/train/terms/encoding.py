@@ -109,11 +109,6 @@ class ModalityPass:
             _LocalWave(wave, self.plan, self.encoder, self.world, gradient=gradient) for wave in self.plan.waves
         ]
 
-    @property
-    def items_here(self) -> list[int]:
-        """The numbers of the items that this rank encodes, as the caller's documents count them."""
-        return [self.items.numbers[item] for wave in self.waves for item in wave.items]
-
     def read_items(self, documents: Any) -> None:
         """Read what each wave encodes here from the caller's documents, without other ranks; an error
         names its item.
@@ -378,7 +373,12 @@ class Encoding:
     @property
     def items_here(self) -> list[int]:
         """The numbers of the items that this rank encodes, as the caller's documents count them."""
-        return [number for modality_pass in self._modality_passes for number in modality_pass.items_here]
+        return [
+            modality_pass.items.numbers[item]
+            for modality_pass in self._modality_passes
+            for wave in modality_pass.waves
+            for item in wave.items
+        ]
 
     def read_items(self, documents: Any) -> None:
         """Read what this rank encodes, of all waves; raises whatever a document raises, without other ranks."""
