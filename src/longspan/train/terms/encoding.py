@@ -285,14 +285,22 @@ class ModalityPass:
                         output = self._call_encoder(wave)
                     output = output if wave.has_items else output[:0]
                 assert output is not None
-                parts = [output.new_zeros((0, *output.shape[1:]))]  # (n, width) in the order of delivery
-                for leaf, places in wave.deliveries:
-                    # a leaf that no loss of its micro-batch reached has gradient 0
-                    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                    parts.append(gradient if places is None else gradient[places])
-                torch.autograd.backward(output, wave.bridge.carry_back(torch.cat(parts)))
+                gradient = wave.bridge.carry_back(_row_gradient(wave, output))
+                torch.autograd.backward(output, gradient)
                 wave.output = None
                 wave.deliveries = []
+
+
+def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
+    """Return the gradient (n, width) of a wave's rows, in the order of delivery, from the leaves that took them.
+
+    Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0.
+    """
+    parts = [output.new_zeros((0, *output.shape[1:]))]
+    for leaf, places in wave.deliveries:
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        parts.append(gradient if places is None else gradient[places])
+    return torch.cat(parts)
 
 
 @contextmanager
