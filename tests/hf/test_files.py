@@ -140,6 +140,7 @@ def best(folder: Path, settings: dict[str, Any], ours: bool) -> Any:
     sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
     # a rate at which the loss of evaluation falls at first, and then rises
     fixed = {"max_steps": 6, "learning_rate": 3e-2, "warmup_steps": 0, "lr_scheduler_type": "constant"}
+    fixed["gradient_accumulation_steps"] = 1
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     trainer = make(folder, make_model("float32"), ours=ours, **sizes | fixed | evaluated | settings)
     trainer.train()
@@ -185,7 +186,7 @@ def caught(folder: Path, kind: type[Trainer], settings: dict[str, Any]) -> str:
     return "no error"
 
 
-SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1}
 HALF: dict[str, Any] = {"bf16": True, "optim": "sgd", "gradient_accumulation_steps": 1}
 
 

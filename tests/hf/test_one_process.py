@@ -72,68 +72,53 @@ def other_rows(rank: int) -> str:
     return ""
 
 
-def life(rank: int, folder: str) -> dict[str, Any]:
+def life(rank: int, folder: str) -> tuple[float, str]:
     os.chdir(folder)
-    seen: dict[str, Any] = {"waited": wait_for_the_first(rank)}
+    waited = wait_for_the_first(rank)
     torch.set_default_dtype(torch.float64)
-    before = arguments()
-    seen["before"], first_state = before.world_size, state()
-    seen["refused at construction"] = refused(lambda: trainer(arguments(), LongspanArguments(pp=2)))
-    seen["after a refusal"] = state() == first_state
-    with pytest.raises(ValueError, match="max_steps has to be specified"):
-        LongspanTrainer(
-            model_of(), arguments(max_steps=-1), train_dataset=iter([]), longspan=TWO
-        )  # raised by stock's constructor
-    seen["after a constructor that raised"] = state() == first_state and OneProcess.now is None
+    before, first_state = arguments(), state()
+    assert before.world_size == 2
+    assert "pp is 2" in refused(lambda: trainer(arguments(), LongspanArguments(pp=2)))
+    assert state() == first_state
+    with pytest.raises(ValueError, match="max_steps has to be specified"):  # raised by stock's constructor
+        LongspanTrainer(model_of(), arguments(max_steps=-1), train_dataset=iter([]), longspan=TWO)
+    assert state() == first_state and OneProcess.now is None
     one = trainer(before)
-    seen["inside"] = (one.accelerator.num_processes, one.args.world_size, one.args.train_batch_size)
-    seen["main processes"] = (one.accelerator.is_main_process, one.args.should_save)
+    assert (one.accelerator.num_processes, one.args.world_size, one.args.train_batch_size) == (1, 1, 4)
+    assert one.accelerator.is_main_process == one.args.should_save == (rank == 0)
     between = arguments()
-    seen["between"] = (before.world_size, between.world_size, one.args.world_size, one.accelerator.num_processes)
-    seen["stock while open"] = refused(lambda: trainer(kind=Trainer))
-    seen["another layout"] = refused(lambda: trainer(between, LongspanArguments(tp=2)))
+    assert (before.world_size, between.world_size, one.args.world_size, one.accelerator.num_processes) == (2, 2, 1, 1)
+    error = refused(lambda: trainer(kind=Trainer))
+    assert "Trainer is made while a longspan trainer is open, and would train on 2 ranks without" in error
+    assert "call end() of the first" in refused(lambda: trainer(between, LongspanArguments(tp=2)))
     two = trainer(between)
-    seen["shared"] = two.world is one.world
+    assert two.world is one.world
     one.train()
     one.end()
     one.end()
-    seen["one is left"] = OneProcess.now is not None
+    assert OneProcess.now is not None, "one is left"
     two.train()
-    seen["steps"] = (one.state.global_step, two.state.global_step)
+    assert one.state.global_step == two.state.global_step == 1
     two.end()
-    seen["put back"] = state() == first_state
-    seen["after"] = (arguments().world_size, before.world_size, between.world_size)
+    assert state() == first_state, "put back"
+    assert arguments().world_size == before.world_size == between.world_size == 2
     stock = trainer(arguments(), kind=Trainer)
-    seen["stock after"] = (stock.accelerator.num_processes, AcceleratorState().num_processes)
+    assert stock.accelerator.num_processes == AcceleratorState().num_processes == 2
     again = trainer(arguments())
     again.train()
     again.end()
-    seen["again"] = again.state.global_step
-    seen["other rows"] = other_rows(rank)
-    return seen
+    assert again.state.global_step == 1
+    return waited, other_rows(rank)
 
 
 def test_accelerates_state(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    first, second = run_ranks(life, 2, str(tmp_path))
-    assert first.pop("waited") <= second.pop("waited")
+    (first, first_error), (second, second_error) = run_ranks(life, 2, str(tmp_path))
+    assert first <= second, "the second rank waits for the first"
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("longspan: ")]
     fixed = "training fixed at cp 2, evaluation fixed at cp 2"
     assert lines == [f"longspan: 2 ranks, 2 slots; {fixed}; weights sharded over 2 ranks"] * 5, "one of each trainer"
-    for seen in (first, second):
-        error = seen.pop("other rows")
+    for error in (first_error, second_error):
         assert error.startswith("CommError") and "batches of a Trainer" in error and "the same rows" in error, error
-    assert first | {"main processes": None} == second | {"main processes": None}
-    assert first["main processes"] == (True, True) and second["main processes"] == (False, False)
-    assert first["before"] == 2 and first["after"] == (2, 2, 2)
-    assert first["inside"] == (1, 1, 4) and first["between"] == (2, 2, 1, 1)
-    assert all(first[name] is True for name in ("after a refusal", "after a constructor that raised", "shared"))
-    assert first["put back"] is True and first["one is left"] is True
-    assert first["steps"] == (1, 1) and first["again"] == 1 and first["stock after"] == (2, 2)
-    assert (
-        "Trainer is made while a longspan trainer is open, and would train on 2 ranks without"
-        in (first["stock while open"])
-    )
-    assert "call end() of the first" in first["another layout"] and "pp is 2" in first["refused at construction"]
 
 
 def test_keys_are_read_from_a_command_line() -> None:

@@ -288,7 +288,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.05}
 
 
 def regularized(run: Run) -> Any:
-    return walk(run, Regularized, gradient_accumulation_steps=2, **SGD)
+    return walk(run, Regularized, steps=2, gradient_accumulation_steps=2, **SGD)
 
 
 def of_weights_alone(run: Run) -> Any:

@@ -98,9 +98,10 @@ class OnGpu(PartialState):
 
 
 def dpo_without_reference(run: Run) -> Any:
-    if run.longspan:
-        trl.trainer.utils.PartialState = OnGpu
-    return dpo(run, model=saved_model(run), model_init_kwargs={"dtype": "auto"})
+    with pytest.MonkeyPatch.context() as patch:
+        if run.longspan:
+            patch.setattr(trl.trainer.utils, "PartialState", OnGpu)
+        return dpo(run, model=saved_model(run), model_init_kwargs={"dtype": "auto"})
 
 
 def trained_adapter() -> Any:
@@ -153,13 +154,14 @@ CASES = (
 )
 MIXED = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "ld_alpha": 0.5}
 MORE = (
+    dpo_without_reference,  # the first: Transformers writes no model on a second rank once processes are joined
     partial(dpo, reference=True, **MIXED),
     partial(dpo, reference=True, use_weighting=True),
     partial(dpo, reference=True, sync_ref_model=True, ref_model_sync_steps=1),
     kto_with_reference,
     partial(kto, peft_config=lora()),
     partial(kto, model=trained_adapter),
-    *(dpo_of_adapters, every_loss, dpo_without_reference),
+    *(dpo_of_adapters, every_loss),
 )
 
 

@@ -46,20 +46,12 @@ def plan_of(shared: SharedDocuments, world: World) -> Any:
     return plan_fixed(shared.lengths, world.home, 1, targets=shared.targets, parents=shared.parents)
 
 
-def phi3(rope: dict[str, Any], limit: int) -> Any:
-    config = transformers.Phi3Config(
-        **SIZES, original_max_position_embeddings=limit, max_position_embeddings=64, rope_parameters=rope
-    )
-    return random_model(config, torch.float64)
-
-
 def gpt2() -> Any:
     drops = {"attn_pdrop": 0.1, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     config = transformers.GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=64, **drops)
     return random_model(config, torch.float64)
 
 
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
 MODELS: dict[str, tuple[Callable[[], Any], str, bool]] = {  # whether evaluation is refused too
     "indexer": (lambda: load_model(preset="deepseek-v32-tiny", vocab_size=61), "keys that an indexer chooses", True),
     "adapter": (lambda: adapted("qwen3", "every linear", lora_dropout=0.1), "dropout of an adapter's inputs", False),
@@ -103,8 +95,11 @@ def test_prefixes_that_end_too_late_for_depths_are_refused() -> None:
 
 
 def test_families_of_two_rotary_frequencies_are_refused() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    limits = {"original_max_position_embeddings": 14, "max_position_embeddings": 64}
+    config = transformers.Phi3Config(**SIZES, **limits, rope_parameters=rope | {"factor": 4.0})
     with World(Layout(1)) as world:
-        model = prepare_untried(phi3(LONG, limit=14), world)
+        model = prepare_untried(random_model(config, torch.float64), world)
         shared = shared_of()
         with pytest.raises(ModelError, match=r"document 0 of 13 rows .* of up to 15 .* call share_prefixes\("):
             run_step(model, plan_of(shared, world), shared, world)

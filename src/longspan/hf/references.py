@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from longspan.errors import ConfigError, ModelError
+from longspan.errors import ConfigError
 from longspan.model.adapters.adapter import adapter_parameters
 from longspan.model.weights.local_tensors import local_tensor
 
@@ -27,27 +26,6 @@ def clear_device_map(args: Any) -> None:
             "itself; leave it out"
         )
     args.model_init_kwargs = {**keywords, "device_map": None}
-
-
-def refuse_reference(trainer: Any) -> None:
-    """Raise ModelError or ConfigError for several adapters, or a reference model that longspan cannot prepare."""
-    names = [name for name in getattr(trainer.model, "peft_config", ()) if name != REFERENCE]
-    if len(names) > 1:
-        raise ModelError(
-            f"the model has {len(names)} adapters ({', '.join(names)}), and a longspan trainer runs one, which it "
-            "trains; keep one: model.delete_adapter(name)"
-        )
-    reference = getattr(trainer, "ref_model", None)
-    if reference is not None and not isinstance(getattr(reference, "inner_model", reference), PreTrainedModel):
-        raise ModelError(
-            f"ref_model is {type(reference).__name__}: a longspan trainer prepares models of transformers; merge an "
-            "adapter into it first (ref_model.merge_and_unload())"
-        )
-    if getattr(reference, "hf_device_map", None):
-        raise ConfigError(
-            "ref_model was loaded with a device_map, and a longspan trainer places parameters itself; load it without "
-            "device_map"
-        )
 
 
 def take_reference_adapter(model: Any) -> Any:

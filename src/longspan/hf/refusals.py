@@ -12,13 +12,14 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Trainer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import SaveStrategy
 
 from longspan.config.keys import AUTO
 from longspan.errors import ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments
+from longspan.hf.references import REFERENCE
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.exactness.check_model import refuse_quantized
 from longspan.model.frozen.formats.loaded_linears import holds_codes
@@ -153,7 +154,7 @@ def is_score_model(model: Any) -> bool:
 
 
 def refuse_made_model(trainer: Any) -> None:
-    """Raise ModelError or ConfigError for the model of a trainer that was made, where longspan cannot run it there."""
+    """Raise ModelError or ConfigError for models of a trainer that was made, where longspan cannot run them there."""
     refuse_model_kind(trainer.model, trainer.longspan.config().model.frozen)
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ConfigError(
@@ -179,6 +180,23 @@ def refuse_made_model(trainer: Any) -> None:
         raise ModelError(
             f"{dropout} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "
             f"different values; set it to 0{way}"
+        )
+    adapters = [adapter for adapter in getattr(trainer.model, "peft_config", ()) if adapter != REFERENCE]
+    if len(adapters) > 1:
+        raise ModelError(
+            f"the model has {len(adapters)} adapters ({', '.join(adapters)}), and a longspan trainer runs one, which "
+            "it trains; keep one: model.delete_adapter(name)"
+        )
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None and not isinstance(getattr(reference, "inner_model", reference), PreTrainedModel):
+        raise ModelError(
+            f"ref_model is {type(reference).__name__}: a longspan trainer prepares models of transformers; merge an "
+            "adapter into it first (ref_model.merge_and_unload())"
+        )
+    if getattr(reference, "hf_device_map", None):
+        raise ConfigError(
+            "ref_model was loaded with a device_map, and a longspan trainer places parameters itself; load it without "
+            "device_map"
         )
 
 

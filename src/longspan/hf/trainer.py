@@ -19,7 +19,7 @@ from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.references import ReferenceAdapter, clear_device_map, refuse_reference, take_reference_adapter
+from longspan.hf.references import ReferenceAdapter, clear_device_map, take_reference_adapter
 from longspan.hf.refusals import (
     ONE_PASS_OPTIMIZERS,
     PAGED,
@@ -98,7 +98,6 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
                 # transformers' heads ignore the count of targets: the Trainer is to divide by steps of accumulation.
                 self.model_accepts_loss_kwargs = False
                 self._runs_ahead = False
-            refuse_reference(self)
             self._try_to_save_files()
             if is_first_rank(self.world):
                 print(layout_line(self.longspan.config(), self.world.home), flush=True)

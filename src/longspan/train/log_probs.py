@@ -132,20 +132,8 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
     dtype = torch.promote_types(logits.dtype, torch.float32)
     values = logits.new_empty((len(names), len(logits)), dtype=dtype)
     for chunk in cut_into_chunks(len(logits), max(1, len(logits) // _ROW_PARTS)):
-        rows = logits[chunk].detach()
         for value, name in zip(values, names, strict=True):
-            if name == "top1":
-                value[chunk] = rows.argmax(-1) == ids[chunk]
-                continue
-            if name == "mean_logits":
-                value[chunk] = rows.mean(-1, dtype=dtype)
-                continue
-            log_probs = rows.to(dtype).log_softmax(-1)
-            if name == "log_sum_sq_probs":
-                value[chunk] = log_probs.mul_(2).logsumexp(-1)  # p² = exp(2 log p)
-                continue
-            # a token that cannot come (−inf) adds nothing
-            value[chunk] = -(log_probs.exp() * log_probs.clamp_(min=torch.finfo(dtype).min)).sum(-1)
+            value[chunk] = _one_distribution_value(logits[chunk].detach(), ids[chunk], name, dtype)
     return values
 
 
@@ -162,3 +150,19 @@ def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
         arguments = (logits, ids, numbers, rows, vocabulary, logits.stride(0))
         import_triton_kernels(_KERNELS).distribution_kernel[(rows,)](*arguments, COLUMNS=_DISTRIBUTION_COLUMNS)
     return numbers
+
+
+def _one_distribution_value(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Return one number (t,) of each row's distribution, by its name, in `dtype`; see `distribution_values`.
+
+    Wide logits are freed on return: the next number makes its own.
+    """
+    if name == "top1":
+        return (logits.argmax(-1) == ids).to(dtype)
+    if name == "mean_logits":
+        return logits.mean(-1, dtype=dtype)
+    log_probs = logits.to(dtype).log_softmax(-1)
+    if name == "log_sum_sq_probs":
+        return log_probs.mul_(2).logsumexp(-1)  # p² = exp(2 log p)
+    # a token that cannot come (−inf) adds nothing
+    return -(log_probs.exp() * log_probs.clamp_(min=torch.finfo(dtype).min)).sum(-1)

@@ -211,12 +211,7 @@ class _ChunkedLoss(torch.autograd.Function):
             del logits, logit_gradient
             if gradient is not None:
                 gradient.index_copy_(0, predicting, gradients.pop(0))
-            if not sums:  # gradients of an only chunk stay as they are, others are added in float32 at least
-                is_only = chunk.stop == len(targets.rows)
-                sums = [x if is_only else x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
-                continue
-            for total_gradient, chunk_gradient in zip(sums, gradients, strict=True):
-                total_gradient += chunk_gradient
+            sums = _add_to_sums(sums, gradients, last=chunk.stop == len(targets.rows))
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
         ctx.has_hidden_gradient = gradient is not None
         ctx.dtypes = [p.dtype for p in parameters]
@@ -230,3 +225,12 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_gradient = saved.pop(0) * gradients[0] if ctx.has_hidden_gradient else None
         parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
         return hidden_gradient, None, None, None, None, None, *parameter_gradients
+
+
+def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
+    """Add a chunk's gradients to `sums` (empty at first) in float32 at least; those of an only chunk stay as is."""
+    if not sums:
+        return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
+    for total, gradient in zip(sums, gradients, strict=True):
+        total += gradient
+    return sums

@@ -189,7 +189,7 @@ class LongspanEngine(BaseEngine):
                 f"model.lora_rank is {rank}, and {self.model_config.hf_config.model_type} reads images: an adapter's "
                 "weights beside a tower are not sent to the rollout; set lora_rank=0, or take a text model"
             )
-        path = self._model_path()
+        path = find_local_path(self.model_config.local_path, "model.path", weights=True)
         config = self._stock_configuration()
         model = load_model(
             path, config=config, dtype=self.engine_config.model_dtype, sharded=True, images=self._has_images
@@ -201,10 +201,6 @@ class LongspanEngine(BaseEngine):
             seed = self.engine_config.seed
             return add_lora(model, NewAdapter(rank=rank, alpha=alpha, targets=targets, seed=seed, base=path))
         return model
-
-    def _model_path(self) -> str:
-        """Return the model's folder on this host, by its path or its name on the Hub."""
-        return find_local_path(self.model_config.local_path, "model.path", weights=True)
 
     def _stock_configuration(self) -> Any:
         """Return a copy of verl's configuration of the model, as transformers loads it."""
@@ -531,7 +527,7 @@ class LongspanValueEngine(LongspanEngine):
 
     def _load_model(self) -> Any:
         """Return a model with one score of each row: the folder's own head, or a new one on a language model."""
-        path = self._model_path()
+        path = find_local_path(self.model_config.local_path, "model.path", weights=True)
         config = self._stock_configuration()
         config.num_labels = 1
         config.classifier_dropout = config.hidden_dropout = config.summary_dropout_prob = 0.0  # as verl's engines

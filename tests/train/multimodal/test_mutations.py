@@ -38,8 +38,8 @@ MUTATIONS = {
         PASS, "stack.enter_context(sum_gradients_over_slots(module, self.encoder.world))", "pass", COPIES
     ),
     "gradients are averaged over the encoder's slots": Mutation(
-        PASS, "wave.bridge.carry_back(torch.cat(parts))",
-        "wave.bridge.carry_back(torch.cat(parts)) / self.encoder.world.home.slots", FAN_OUT,
+        PASS, "wave.bridge.carry_back(_row_gradient(wave, output))",
+        "wave.bridge.carry_back(_row_gradient(wave, output)) / self.encoder.world.home.slots", FAN_OUT,
     ),
     "the loss is divided by slots": Mutation(
         "train.passes", "return loss_sum / self.divisor",

@@ -66,7 +66,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         "tokens"),
     "a gradient of the softmax alone": (
         ("train.log_probs", ".scatter_add_(1, columns, slopes.unsqueeze(1))", ""), ALL),
-    "a head's gradient of one chunk": ((LOSS, "total_gradient += chunk_gradient", "pass"), ALL),
+    "a head's gradient of one chunk": ((LOSS, "        total += gradient", "        pass"), ALL),
 }  # fmt: skip
 BATCHES = (
     MicroBatch((Group((0, 1), (0, 1, 2), (13, 1, 30)),)),

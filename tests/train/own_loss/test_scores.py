@@ -50,7 +50,6 @@ IDS = token_ids()
 RANDOM = np.random.default_rng(1)
 NUMBERS, CLASSES = RANDOM.normal(size=8), RANDOM.integers(0, 3, 8)
 SEVERAL = RANDOM.integers(0, 2, (8, 3)).astype(float)
-VECTORS = RANDOM.normal(size=(8, 2))
 WORDS = [np.where(RANDOM.random(n) < 0.6, RANDOM.integers(0, 3, n), NO_TARGET) for n in LENGTHS]
 OLD_VALUES = [RANDOM.normal(size=n) for n in LENGTHS]
 

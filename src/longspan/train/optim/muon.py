@@ -92,22 +92,17 @@ class Muon(OnePassAdamW):
         scale = self.gradient_scale
         if scale is not None and bool(scale.isnan()):
             return
-        begun = list[Iterator[None]]()
-        for work in self._bundle_updates():
-            begun = _advance_bundles([work, *begun])
-        while begun:
-            begun = _advance_bundles(begun)
-
-    def _bundle_updates(self) -> Iterator[Iterator[None]]:
-        """Yield the update of each bundle, begun at the first `next`; all ranks have the same bundles in one order."""
+        begun = list[Iterator[None]]()  # all ranks have the same bundles in one order
         # What is left over goes to other ranks than before. Ranks of one mesh have the same matrices there, but others
         # elsewhere, as stages that share encoders.
         turns = Counter[Any]()
         for group in self.param_groups:
             for bundle in _cut_bundles(group):
                 mesh = getattr(bundle[0], "device_mesh", None)
-                yield self._update_bundle(bundle, group, turns[mesh])
+                begun = _advance_bundles([self._update_bundle(bundle, group, turns[mesh]), *begun])
                 turns[mesh] += len(bundle)
+        while begun:
+            begun = _advance_bundles(begun)
 
     def _update_bundle(self, bundle: Sequence[Tensor], group: dict[str, Any], turn: int) -> Iterator[None]:
         """Update the matrices of one bundle, in place; pauses at each exchange with other ranks, which take part in

@@ -108,11 +108,6 @@ class ModalityPass:
             _LocalWave(wave, self.plan, self.encoder, self.world, gradient=gradient) for wave in self.plan.waves
         ]
 
-    @property
-    def items_here(self) -> list[int]:
-        """The numbers of the items that this rank encodes, as the caller's documents count them."""
-        return [self.items.numbers[item] for wave in self.waves for item in wave.items]
-
     def read_items(self, documents: Any) -> None:
         """Read what each wave encodes here from the caller's documents, without other ranks; an error
         names its item.
@@ -289,14 +284,22 @@ class ModalityPass:
                         output = self._call_encoder(wave)
                     output = output if wave.has_items else output[:0]
                 assert output is not None
-                parts = [output.new_zeros((0, *output.shape[1:]))]  # (n, width) in the order of delivery
-                for leaf, places in wave.deliveries:
-                    # a leaf that no loss of its micro-batch reached has gradient 0
-                    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                    parts.append(gradient if places is None else gradient[places])
-                torch.autograd.backward(output, wave.bridge.carry_back(torch.cat(parts)))
+                gradient = wave.bridge.carry_back(_row_gradient(wave, output))
+                torch.autograd.backward(output, gradient)
                 wave.output = None
                 wave.deliveries = []
+
+
+def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
+    """Return the gradient (n, width) of a wave's rows, in the order of delivery, from the leaves that took them.
+
+    Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0.
+    """
+    parts = [output.new_zeros((0, *output.shape[1:]))]
+    for leaf, places in wave.deliveries:
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        parts.append(gradient if places is None else gradient[places])
+    return torch.cat(parts)
 
 
 @contextmanager
@@ -377,7 +380,12 @@ class Encoding:
     @property
     def items_here(self) -> list[int]:
         """The numbers of the items that this rank encodes, as the caller's documents count them."""
-        return [number for modality_pass in self._modality_passes for number in modality_pass.items_here]
+        return [
+            modality_pass.items.numbers[item]
+            for modality_pass in self._modality_passes
+            for wave in modality_pass.waves
+            for item in wave.items
+        ]
 
     def read_items(self, documents: Any) -> None:
         """Read what this rank encodes, of all waves; raises whatever a document raises, without other ranks."""

@@ -174,6 +174,7 @@ class BatchTargets:
                 chunk_values = numbers(logits, ids[chunk])[0].movedim(0, -1).reshape(-1, len(rows[chunk]))
                 if also:
                     chunk_values = torch.cat([chunk_values, distribution_values(logits, ids[chunk], also)])
+                del logits  # before those of the next chunk are made
                 values.append(chunk_values)
         return torch.cat(values, -1)[:, : len(self.targets.rows)]  # without a padding target
 

@@ -93,10 +93,7 @@ class MicroBatchPasses:
         self._chunk_rows = chunk_rows
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """Return this rank's part of the micro-batch's loss, with all its gradients.
-
-        An error is kept in `error`: loss and derivatives are 0 from then on.
-        """
+        """Return this rank's part of the micro-batch's loss, with all its gradients."""
         targets = BatchTargets(batch, hidden.device)
         groups = batch.shard.micro_batch.groups
         documents = tuple(d for group in groups for d in group.documents if d not in self._prefixes)
@@ -107,28 +104,39 @@ class MicroBatchPasses:
         table = np.zeros((len(self._names), sum(lengths)))
         table[:, at] = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
         over_slots = self._world.control.sum_over_slots(table.ravel().tolist(), "values of tokens")
-        table = np.reshape(over_slots, table.shape)  # (values, tokens)
-        no_slopes = {self._names[0]: np.zeros(table.shape[1])}
-        loss = 0.0
-        slopes = no_slopes  # by the first value, and by entropies where they are not 0
-        if documents and self.error is None:
-            try:
-                leaves = [torch.from_numpy(row.copy()).requires_grad_(torch.is_grad_enabled()) for row in table]
-                tokens = MicroBatchTokens(documents, lengths, dict(zip(self._names, leaves, strict=True)))
-                scalar = check_scalar(self._function(tokens), "MicroBatchLoss", documents)
-                if scalar.requires_grad:
-                    gradients = torch.autograd.grad(scalar, leaves, allow_unused=True)
-                    pairs = zip(self._names, gradients, strict=True)
-                    slopes = no_slopes | {name: g.numpy() for name, g in pairs if g is not None and g.any()}
-                if others := sorted(slopes.keys() - {self._names[0], "entropy"}):
-                    raise LossError(f"the loss has a derivative by {others[0]}, which is not computed; detach it")
-                self.check.add_sums(scalar.item(), np.concatenate([*slopes.values()]), inside=True)
-                loss = scalar.item()
-            except Exception as error:  # of the caller's function
-                self.error = error
-                slopes = no_slopes
+        table = np.reshape(over_slots, table.shape)
+        loss, slopes = self._differentiate(documents, lengths, table)
         local = [slope[at] for slope in slopes.values()]
         return loss_with_slopes(loss, local, self._world, hidden, targets, head, self._chunk_rows)
+
+    def _differentiate(
+        self, documents: tuple[int, ...], lengths: tuple[int, ...], table: Floats
+    ) -> tuple[float, dict[str, Floats]]:
+        """Compute the loss and its derivatives by the first value, and by entropies where they are not 0; each
+        (tokens,).
+
+        `table` (values, tokens) has the values of the micro-batch's documents end to end. An error is kept in `error`:
+        loss and derivatives are 0 from then on.
+        """
+        slopes = {self._names[0]: np.zeros(table.shape[1])}
+        if not documents or self.error is not None:
+            return 0.0, slopes
+        try:
+            leaves = [torch.from_numpy(row.copy()).requires_grad_(torch.is_grad_enabled()) for row in table]
+            tokens = MicroBatchTokens(documents, lengths, dict(zip(self._names, leaves, strict=True)))
+            loss = check_scalar(self._function(tokens), "MicroBatchLoss", documents)
+            if loss.requires_grad:
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+                slopes |= {
+                    n: g.numpy() for n, g in zip(self._names, gradients, strict=True) if g is not None and g.any()
+                }
+            if others := sorted(slopes.keys() - {self._names[0], "entropy"}):
+                raise LossError(f"the loss has a derivative by {others[0]}, which is not computed; detach it")
+            self.check.add_sums(loss.item(), np.concatenate([*slopes.values()]), inside=True)
+            return loss.item(), slopes
+        except Exception as error:  # of the caller's function
+            self.error = error
+            return 0.0, {self._names[0]: np.zeros(table.shape[1])}
 
 
 # ---- what every rank computes by itself, of documents as of micro-batches
