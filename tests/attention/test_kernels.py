@@ -38,7 +38,6 @@ from tests.reference import dense_attention, relative_error
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
-LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 HEADS = {"mha": (4, 4, 8, 8), "gqa": (8, 2, 16, 16), "mqa": (3, 1, 8, 8), "mla": (4, 2, 24, 16), "wide": (2, 2, 8, 24)}
 LENGTHS = [(37,), (5, 1, 40, 3)]
 MASKS = [{"causal": True}, {"causal": False}, {"causal": True, "window": 1}, {"causal": True, "window": 6}]
@@ -133,16 +132,6 @@ def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, with_de
 SHAPES = [*((shape, LENGTHS[i % 2]) for i, shape in enumerate(HEADS.values())), (HEADS["gqa"], (1,))]
 
 
-@pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("dtype", LIMIT, ids=str)
-def test_kernels_match_the_reference(dtype, options):
-    for kernel in usable(dtype, **{"window": 1} if "window" in options else {}):
-        for seed, (shape, lengths) in enumerate(SHAPES):
-            degree = 1 + seed % 3 if dtype == torch.float64 else 3
-            worst = max(errors(kernel, dtype, shape, lengths, degree, seed, **options))
-            assert worst <= LIMIT[dtype], (kernel.name, shape, lengths, degree, seed, worst)
-
-
 def test_pieces_of_long_tiles(monkeypatch):
     monkeypatch.setattr(reference, "_BYTES_AT_ONCE", 3200)
     monkeypatch.setattr(cpu_flash, "_BAND_ROWS", 5)
@@ -163,12 +152,11 @@ def test_errors_do_not_grow_to_degree_16(dtype, growth):
 
 
 @pytest.mark.parametrize("options", [*MASKS, {"softcap": 2.0}, {"softcap": 5.0, "window": 6}], ids=str)
-@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
-def test_half_precision_masks_and_head_shapes(dtype, limit, options):
-    for kernel in usable(dtype, **{name: value for name, value in options.items() if name != "causal"}):
+def test_float16_under_every_mask_and_values_wider_than_keys(options):
+    for kernel in usable(torch.float16, **{name: value for name, value in options.items() if name != "causal"}):
         for heads, lengths in (("gqa", (37,)), ("wide", (5, 1, 40, 3))):
-            relative = errors(kernel, dtype, HEADS[heads], lengths, 3, **options)
-            assert max(relative) <= limit, (kernel.name, heads, relative)
+            relative = errors(kernel, torch.float16, HEADS[heads], lengths, 3, **options)
+            assert max(relative) <= 3e-3, (kernel.name, heads, relative)
 
 
 FULL_SIZES = {

@@ -252,7 +252,9 @@ class World:
         if home == self.home:
             return self
         backend, device, max_groups = self._arguments
-        inner = self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
+        inner = World(home, backend, self.timeout, device, max_groups=max_groups).open()
+        # a program that ends has left it by then
+        self._inner_worlds.push(lambda *error: inner.__exit__(*error) if inner.key in _worlds else None)
         inner.machine = self.machine  # whose times choose types of context parallelism
         return inner
 
