@@ -187,16 +187,16 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
             assert all(e <= b for e, b in zip(relative, bound, strict=True)), case
 
 
-def scaled(scale):
-    return AttendCall(4, 2, 8, 8, torch.float64, scale=scale)
-
-
-def cudnn_on_the_cpu(monkeypatch):
-    """Dense calls as cuDNN takes them, computed by the reference: what `cudnn` does around them is all its own."""
+@pytest.mark.parametrize("options", MASKS[:2], ids=str)
+def test_cudnn_splits_launches_into_dense_calls(monkeypatch, options):
+    """As cuDNN takes them, computed by the reference: what `cudnn` does around them is all its own."""
 
     def one(causal, rows, keys):
         assert min(rows, keys) > 1 and (rows == keys or not causal), (causal, rows, keys)
         return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if causal else None),)), CPU)
+
+    def scaled(scale):
+        return AttendCall(4, 2, 8, 8, torch.float64, scale=scale)
 
     def forward(q, k, v, causal, scale):
         return reference.forward(q, k, v, one(causal, len(q), len(k)), scaled(scale))
@@ -206,33 +206,9 @@ def cudnn_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(cudnn, "_call_forward", forward)
     monkeypatch.setattr(cudnn, "_call_backward", backward)
-
-
-@pytest.mark.parametrize("options", MASKS[:2], ids=str)
-def test_cudnn_splits_launches_into_dense_calls(monkeypatch, options):
-    cudnn_on_the_cpu(monkeypatch)
-    for seed, (heads, lengths) in enumerate(SHAPES):
+    for seed, (heads, lengths) in enumerate((*SHAPES, (HEADS["gqa"], LENGTHS[1]), (HEADS["mla"], LENGTHS[0]))):
         worst = max(errors(find_kernel("cudnn"), torch.float64, heads, lengths, 1 + seed % 3, device=CPU, **options))
         assert worst <= 1e-12, (heads, lengths, seed, worst)
-
-
-def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
-    cudnn_on_the_cpu(monkeypatch)
-    edges = ((0, 5, 0, 9), (5, 6, 9, 12), (6, 8, 12, 14), (8, 12, 14, 19))
-    causal, full = (Tile(*edge, right=0) for edge in edges), (Tile(0, 3, 0, 1), Tile(3, 8, 1, 5))
-    for launch in (Launch(Tiling.from_tiles(tiles), CPU) for tiles in (causal, full)):
-        rows, keys = launch.tiles[-1].q_stop, launch.tiles[-1].k_stop
-        generator = torch.Generator().manual_seed(0)
-        q, k, v, dout = (
-            torch.randn(n, h, d, generator=generator, dtype=torch.float64)
-            for n, h, d in ((rows, 4, 8), (keys, 2, 8), (keys, 2, 6), (rows, 4, 6))
-        )
-        call = scaled(0.4)
-        of_reference, of_cudnn = (kernel.forward(q, k, v, launch, call) for kernel in (reference, cudnn))
-        saved = Saved(q, k, v, *of_reference)
-        gradients = [kernel.backward(dout, saved, launch, call) for kernel in (reference, cudnn)]
-        for a, b in zip((*of_cudnn, *gradients[1]), (*of_reference, *gradients[0]), strict=True):
-            assert relative_error(a, b) <= 1e-12
 
 
 def test_torch_flash_sums_gradients_of_some_heads_at_a_time(monkeypatch):
