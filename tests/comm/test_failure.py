@@ -89,9 +89,10 @@ def wait_in_vain(rank: int, folder: Path) -> None:
 
 def test_a_rank_that_waits_for_one_that_left_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = time.monotonic()
-    with pytest.raises(CommError, match="rank 0 of 3 was killed by signal 6"):
+    with pytest.raises(CommError, match="rank 0 of 3 was killed by signal 6") as raised:
         run_local(wait_in_vain, 3, (tmp_path,), grace=1.5, threads=1)
     assert time.monotonic() - before < 50 and (tmp_path / "at work").exists()
+    assert "rank 1: was still running and was killed" in raised.value.__notes__
     assert re.search(
         r"longspan: 'barrier' of step 0 between ranks \(0, 1, 2\) failed on rank 0 .*rank 1 left with ValueError: not",
         capfd.readouterr().err,
