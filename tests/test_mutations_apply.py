@@ -3,7 +3,7 @@
 import pytest
 
 from tests.attention.test_mutations import MUTATIONS as OF_ATTENTION
-from tests.bridge.test_mutations import MUTATIONS as OF_BRIDGES
+from tests.bridge.test_bridge import MUTATIONS as OF_BRIDGES
 from tests.corpus.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
 from tests.hf.test_trainer import MUTATIONS as OF_TRAINERS

@@ -43,7 +43,7 @@ MOST_MEMORY = 16 << 30  # of one process: a loop that never ends fails early
 USUAL = {
     "attention": ["attention/test_attend.py", "attention/test_behaviour.py"],
     "cli": ["cli/test_flags.py", "cli/test_plan.py", "cli/test_doctor.py"],
-    "comm": ["comm/test_groups.py", "comm/test_ring.py", "comm/test_world.py"],
+    "comm": ["comm/test_groups.py", "comm/test_shard.py", "comm/test_world.py"],
     "launch": ["launch/test_launch.py", "launch/test_rank_pool.py"],
     "layout": ["layout/test_layout.py", "layout/test_partition.py"],
     "model": ["model/test_prepare.py", "model/weights/test_folders.py", "model/pipeline/test_pipeline.py"],

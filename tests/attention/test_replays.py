@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan import Layout, World, attend, bind
 from longspan.attention.saved_outputs import Recording
-from longspan.comm import replays
+from longspan.comm import SequenceShard, replays
 from longspan.comm.replays import Replay, forget_replays
 from longspan.comm.watch import Watch
 from longspan.testing import backend, run_ranks
@@ -130,3 +130,55 @@ def test_the_last_recordings_are_kept_and_others_made_again(recorded: list[RunAg
         assert len(recorded) == count
     forget_replays()
     assert all(replay._graph is None for replay in several)
+
+
+# ---- a CUDA graph of the caller: `attend` captured, forward and backward, and replayed on other inputs
+
+
+def errors_of_captured_calls(rank: int, window: int | None) -> list[float]:
+    with World(Layout(ranks=4)) as world:
+        shard = bind(micro_batch((tuple(range(4)), (130, 1, 61, 64))), world)
+        return [error_of_captured_call(shard, kind, window) for kind in TYPES]
+
+
+def error_of_captured_call(shard: SequenceShard, kind: str, window: int | None) -> float:
+    sizes = (2, 2) if kind == "a2a+p2p" else None
+    q, k, v, dout = drawn(shard.local_rows, seed=1)
+    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+
+    def run() -> tuple[Tensor, ...]:
+        # FlashAttention-4 would compile for a minute; `attention_types.py --cuda-graph` checks it.
+        options = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": sizes, "kernel": "torch_flash"}
+        out = attend(*inputs, shard, window=window, **options)
+        return out.detach(), *torch.autograd.grad(out, inputs, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        replayed = run()
+    with torch.no_grad():
+        for x, new in zip((q, k, v, dout), drawn(shard.local_rows, seed=2), strict=True):
+            x.copy_(new)
+    for _ in range(2):
+        graph.replay()
+    error = max(relative_error(a.float(), b.float()) for a, b in zip(replayed, run(), strict=True))
+    torch.cuda.synchronize()
+    graph.reset()
+    return error
+
+
+def drawn(rows: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return [torch.randn(rows, n, 64, device="cuda", generator=generator).to(torch.bfloat16) for n in (8, 4, 4, 8)]
+
+
+@pytest.mark.parametrize("window", (None, 40))
+def test_a_captured_call_replays_on_other_inputs(window: int | None) -> None:
+    if backend() != "nccl" or most_ranks() < 4:
+        pytest.skip("needs --backend nccl and 4 GPUs")
+    for errors in run_ranks(errors_of_captured_calls, 4, window):
+        assert max(errors) <= 1e-2, dict(zip(TYPES, errors, strict=True))

@@ -33,7 +33,6 @@ RING = r"'(ring of four|leaving the world)' of step 7 between ranks \(0, 1, 2, 3
 FAILURES = {  # what rank 2 does instead of entering -> what the launcher raises, and what the others say
     "kill": (RankLostError, "rank 2 of 4 was killed by signal 9", "failed .*rank 2 does not answer: it was killed"),
     "raise": (KeyError, "boom", "failed .*rank 2 left with KeyError: 'boom'"),
-    "hang": (RankLostError, RING + " timed out", ".*rank 2 is computing in step 7, after 'barrier'"),
 }
 
 
@@ -41,14 +40,11 @@ def walk(rank: int, how: str) -> None:
     with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
         world.step = 7
         world.control.barrier()
-        world.watch.timeout = 1.5 if how == "hang" else 60
         if rank == 2:
             time.sleep(0.2)  # the others are in the exchange by now
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if how == "raise":
-                raise KeyError("boom")
-            time.sleep(60)
+            raise KeyError("boom")
         channel, x = world.channels.find_channel((0, 1, 2, 3)), torch.ones(5, device=world.device)
         right, left = (channel.index + 1) % 4, (channel.index - 1) % 4
         channel.exchange([(right, x)], [(left, x.clone())], "ring of four").wait()
@@ -62,12 +58,11 @@ def test_the_others_stop_and_say_which(how: str) -> None:
     kind, launcher, survivors = FAILURES[how]
     before = time.monotonic()
     with pytest.raises(kind, match=launcher) as raised:
-        run_local(walk, 4, (how,), timeout=100, grace=1.5 if how == "hang" else 6, threads=1)
+        run_local(walk, 4, (how,), timeout=100, grace=6, threads=1)
     assert time.monotonic() - before < 50
     notes = getattr(raised.value, "__notes__", [])
     said = [note for note in notes if re.search(f"{RING} {survivors}", note)]
-    assert len(said) >= (2 if how == "hang" else 3), notes
-    assert how != "hang" or "rank 2: was still running and was killed" in notes
+    assert len(said) >= 3, notes
     assert (type(raised.value) is RankLostError) == (how != "raise"), "a restart helps"
     name = "CommError" if how == "raise" else "RankLostError"
     assert all(re.match(rf"rank [013]: {name}", note) for note in said), said
@@ -94,9 +89,10 @@ def wait_in_vain(rank: int, folder: Path) -> None:
 
 def test_a_rank_that_waits_for_one_that_left_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = time.monotonic()
-    with pytest.raises(CommError, match="rank 0 of 3 was killed by signal 6"):
+    with pytest.raises(CommError, match="rank 0 of 3 was killed by signal 6") as raised:
         run_local(wait_in_vain, 3, (tmp_path,), grace=1.5, threads=1)
     assert time.monotonic() - before < 50 and (tmp_path / "at work").exists()
+    assert "rank 1: was still running and was killed" in raised.value.__notes__
     assert re.search(
         r"longspan: 'barrier' of step 0 between ranks \(0, 1, 2\) failed on rank 0 .*rank 1 left with ValueError: not",
         capfd.readouterr().err,

@@ -48,7 +48,7 @@ def talk(rank: int, max_groups: int) -> list[GroupRecord]:
     with World(Layout(ranks=4), backend=backend(), timeout=60, max_groups=max_groups) as world:
         for slots, _ in GATHERS:
             world.prepare(Plan(4, (8,), (MicroBatch((Group(slots, (0,), (8,)),)),), targets=7))
-        for dtype in DTYPES:
+        for dtype in DTYPES[: 1 if max_groups == 1 else None]:
             for slots, counts in GATHERS:
                 if rank in slots:
                     channel = world.channels.find_channel(slots)

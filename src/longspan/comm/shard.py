@@ -226,7 +226,7 @@ class SequenceShard(Immutable):
             [0, *(group.tokens for group in micro_batch.groups)]
         )  # the first packed row of each group
         # of each part: packed row and position of each row, and id and number of rows of each document that has one
-        columns = [(np.zeros(0, dtype=np.int64),) * 4]
+        columns: list[tuple[Integers, ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
         for index, group in groups:
             part = ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key)
             parts.append(part)

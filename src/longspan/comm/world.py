@@ -110,8 +110,7 @@ class World:
         Where this rank handles an exception, as in `finally:`, it waits for nobody and tells the others of it. A world
         that is not open stays as it is.
         """
-        if self.key in _worlds:
-            self.__exit__(*sys.exc_info())
+        self.__exit__(*sys.exc_info())
 
     def __enter__(self) -> "World":
         if self.key in _worlds:
@@ -196,6 +195,8 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.key not in _worlds:  # closed before, or left inside another one at the program's end
+            return
         try:
             self._inner_worlds.__exit__(kind, error, trace)
             if error is None:
