@@ -86,17 +86,18 @@ class StepEnd:
         self.host_work()
         values = [x for piece in pieces for x in piece.tolist()]
         sums = self._split_and_check_sums(self.world.control.sum_over_ranks(values, SUMS_NAME), pieces)
+        if self.optimizer is None:
+            return sums
         if one_pass is not None:
-            factor = (
-                1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)
-            )  # as torch clips
+            # as torch clips
+            factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)
             scale = to_device(np.array(factor), self.world.device) if factor < 1 else None
             with _scaled_gradients(one_pass, scale):
                 self.optimizer.step()
-        elif self.optimizer is not None:
-            if self.max_grad_norm is not None:
-                scale_to_norm(self.model.parameters(), self.max_grad_norm, sums.norm)
-            self.optimizer.step()
+            return sums
+        if self.max_grad_norm is not None:
+            scale_to_norm(self.model.parameters(), self.max_grad_norm, sums.norm)
+        self.optimizer.step()
         return sums
 
     def _sum_and_update_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor]) -> StepSums:

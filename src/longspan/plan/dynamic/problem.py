@@ -53,7 +53,7 @@ class Problem:
             squares = np.add.reduceat(squares, first)
             rank = np.argsort(-tokens, kind="stable")
             parts: list[tuple[int, ...]] = [tuple(part.tolist()) for part in np.split(order, first[1:])]
-            items = tuple(parts[i] for i in rank.tolist())
+            items = tuple(parts[i] for i in map(int, rank))
             tokens = tokens[rank]
             squares = squares[rank]
         self.tokens: Integers = tokens  # (items,) with the rows that prefixes share once
