@@ -49,8 +49,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "model/multimodal/test_prepare_encoder.py::test_frozen_parts_half_precision_and_parameters_that_some_slots_do_"
         "not_use 2",
         "model/pipeline/test_pipeline.py::test_names_logits_and_saved_folders_are_those_of_the_whole_model",
-        "model/test_prepare.py::test_every_parameter_is_sharded_and_freed_after_evaluation",
-        "model/test_prepare.py::test_the_shard_passes_through_fsdp2_unchanged",
+        "model/test_prepare.py::test_parameters_are_sharded_and_freed_after_evaluation_and_the_shard_passes_through_fsdp2",
         "model/tensor_parallel/test_tensor_parallel.py::test_equals_the_stock_model few",
         "model/frozen/test_reading.py::test_each_rank_packs_what_it_reads 2",
         "model/test_host_weights.py::test_weights_and_files_are_those_with_moments_alone_on_the_host",
