@@ -13,7 +13,9 @@ _ROOT = Path("/")  # of /proc and /sys
 
 def usable_cores() -> int:
     """Return on how many cores this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def free_host_bytes(*, swap: bool = False) -> int | None:

@@ -76,7 +76,9 @@ def find_local_path(
 def hub_name(folder: Path) -> str:
     """Return the name ORG/NAME of a folder of the local cache; "" for another folder."""
     cached = re.fullmatch(r"(models|datasets)--(.+?)--(.+)", folder.parent.parent.name)
-    return f"{cached[2]}/{cached[3]}" if cached and folder.parent.name == "snapshots" else ""
+    if cached and folder.parent.name == "snapshots":
+        return f"{cached[2]}/{cached[3]}"
+    return ""
 
 
 def adapter_folder_advice(folder: Path) -> str:
@@ -121,7 +123,9 @@ def _cached_folder(
         OSError
     ):  # huggingface_hub's LocalEntryNotFoundError, and for files that are missing IncompleteSnapshotError
         return None
-    return folder if not weights or any(any(Path(folder).glob(pattern)) for pattern in _WEIGHTS) else None
+    if not weights or any(any(Path(folder).glob(pattern)) for pattern in _WEIGHTS):
+        return folder
+    return None
 
 
 def check_push_access(name: str) -> None:

@@ -127,4 +127,6 @@ def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
     names = tuple(names)
     bare = [known_name.removeprefix(prefix) for known_name in names]
     matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
-    return f"did you mean {prefix + matches[0]!r}?" if matches else f"known: {', '.join(names)}"
+    if matches:
+        return f"did you mean {prefix + matches[0]!r}?"
+    return f"known: {', '.join(names)}"

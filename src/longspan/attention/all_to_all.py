@@ -116,7 +116,9 @@ class HeadSwap:
 
     def _slice_count(self, x: Tensor) -> int:
         """How many slices a member's query heads, or key/value heads, are cut into."""
-        return self.slices if x.shape[1] == self.split.heads else self.slices // self._shared
+        if x.shape[1] == self.split.heads:
+            return self.slices
+        return self.slices // self._shared
 
     def receive_heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Receive what `send_heads` sent: (R, n, size) of all rows in document order, for tensors like those sent."""

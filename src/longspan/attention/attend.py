@@ -458,7 +458,9 @@ def _hashable_argument(argument: Any) -> Any:
     """Return a sequence as a tuple, so that it may be a part of the cache's key; anything else as it is, to be checked
     later.
     """
-    return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
+    if isinstance(argument, Iterable) and not isinstance(argument, str):
+        return tuple(argument)
+    return argument
 
 
 def _cached_or_packed_call(
@@ -589,7 +591,9 @@ def _with_layer_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor 
     """Return the call with this layer's tensors; the call in the shard's cache, which all layers share, must keep
     neither.
     """
-    return call if sinks is None and indices is None else replace(call, sinks=sinks, indices=indices)
+    if sinks is None and indices is None:
+        return call
+    return replace(call, sinks=sinks, indices=indices)
 
 
 def _attend_parts(

@@ -124,7 +124,9 @@ class AttendCall:
 
     def for_rows(self, rows: RowIndex) -> "AttendCall":
         """Return the same call for some of the rows at hand: indices go by row."""
-        return self if self.indices is None else replace(self, indices=take_rows(self.indices, rows))
+        if self.indices is None:
+            return self
+        return replace(self, indices=take_rows(self.indices, rows))
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,9 @@ def unsupported_capability_reason(device: torch.device, capabilities: range, nam
     `named` has the capabilities in words, for the text.
     """
     major, minor = torch.cuda.get_device_capability(device)
-    return "" if major in capabilities else f"needs compute capability {named}, got {major}.{minor}"
+    if major in capabilities:
+        return ""
+    return f"needs compute capability {named}, got {major}.{minor}"
 
 
 def dtype_name(value: Any) -> str:

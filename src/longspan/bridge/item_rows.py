@@ -27,7 +27,9 @@ def embedding_arguments(shard: Any, ahead: int) -> dict[str, int]:
     There are none unless rows are spliced for this shard: then hooks of the embedding take the keyword
     (`MultimodalModel`). In place of a shard there may be a probe on the meta device, which has no rows.
     """
-    return {AHEAD: ahead} if isinstance(shard, SequenceShard) and shard.derived.spliced else {}
+    if isinstance(shard, SequenceShard) and shard.derived.spliced:
+        return {AHEAD: ahead}
+    return {}
 
 
 def add_rows(hidden: Tensor, shard: SequenceShard, layer: int) -> Tensor:

@@ -76,7 +76,9 @@ class RunningSave:
         if self.failure is None:
             return ""
         has_text = isinstance(self.failure, (CheckpointException, LongspanError))
-        return first_failure_text(self.failure) if has_text else f"{type(self.failure).__name__}: {self.failure}"
+        if has_text:
+            return first_failure_text(self.failure)
+        return f"{type(self.failure).__name__}: {self.failure}"
 
     def run(self, group: ProcessGroup, planner: DefaultSavePlanner, *, best: Callable[[], int]) -> None:
         """Copy, write and publish the checkpoint, and remove older ones, in the threads of all ranks of a group.

@@ -101,7 +101,9 @@ def first_sentence(path: Path) -> str:
         0
     ]
     sentence = sentence.rstrip(":")
-    return sentence if len(sentence) <= _WIDEST else re.split(r"[,;:] ", sentence, maxsplit=1)[0]
+    if len(sentence) <= _WIDEST:
+        return sentence
+    return re.split(r"[,;:] ", sentence, maxsplit=1)[0]
 
 
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:

@@ -88,7 +88,9 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def allocator_environment() -> dict[str, str]:
     """Return the variable, with its value, that lets segments of GPUs' memory grow; {} where the user has set one."""
-    return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
+    if any(name in os.environ for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def set_gpu_environment() -> None:

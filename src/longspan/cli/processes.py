@@ -79,11 +79,15 @@ def _gpu_note(ranks: int, gpus: int) -> str:
     """Say how many of this host's GPUs its `ranks` use, and which flag would use all; "" for torchrun using all."""
     if has_torchrun():
         advice = f"torchrun --nproc-per-node {gpus} uses all"
-        return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {advice}" if ranks < gpus else ""
+        if ranks < gpus:
+            return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {advice}"
+        return ""
     if ranks < gpus:
         used_text = f"{plural(ranks, 'process', 'es')}, one GPU each"
         return f"{used_text}; {gpus - ranks} of {gpus} GPUs idle, --world {gpus} uses all"
-    return "1 process on 1 GPU" if gpus == 1 else f"{gpus} processes, one on each GPU; --world N starts N of them"
+    if gpus == 1:
+        return "1 process on 1 GPU"
+    return f"{gpus} processes, one on each GPU; --world N starts N of them"
 
 
 def usable_gpus() -> int:

@@ -101,7 +101,9 @@ def is_first_rank(world: World) -> bool:
 
 def silence_warnings_of_other_ranks(world: World) -> AbstractContextManager[Any]:
     """Leave out warnings that are the same on all ranks, on all but the first."""
-    return nullcontext() if is_first_rank(world) else warnings.catch_warnings(action="ignore")
+    if is_first_rank(world):
+        return nullcontext()
+    return warnings.catch_warnings(action="ignore")
 
 
 def run_on_every_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:

@@ -46,7 +46,9 @@ def break_graphs_around(fn: Function) -> Function:
 
     @wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
+        if get_eval_frame_callback() is None:
+            return fn(*args, **kwargs)
+        return disabled(*args, **kwargs)
 
     skip_code(cast(Any, run).__code__)  # so that dynamo compiles no frame of `run` itself
     vars(run).update(vars(disabled) | {"_torchdynamo_wrapper_id": id(run)})  # by which dynamo knows the switch

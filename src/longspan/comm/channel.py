@@ -260,7 +260,9 @@ class Channel:
 
     def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:
         """Return the members' own communicator where they gather by it, each as many rows as the longest; else None."""
-        return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
+        if max(counts) > 0 and self.degree > 1:
+            return self._groups.communicator(self.ranks)
+        return None
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], label: str) -> Handle:
         """Start sending runs of rows of x (sum of counts, …), `counts[m]` to member m, one after another.

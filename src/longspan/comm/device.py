@@ -56,7 +56,9 @@ def allocator_retries(device: torch.device) -> int:
 
 def peak_reserved_bytes(device: torch.device) -> int:
     """Return the most bytes that the allocator has taken from the GPU; 0 on a CPU."""
-    return _allocator_figure(device, "reserved_bytes", "peak") if device.type == "cuda" else 0
+    if device.type == "cuda":
+        return _allocator_figure(device, "reserved_bytes", "peak")
+    return 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -82,7 +82,9 @@ def read_nodes(store: Store, prefix: str, size: int) -> Nodes | None:
     ranks = dict[str, list[int]]()
     for rank, name in enumerate(names):
         ranks.setdefault(name.decode(), []).append(rank)
-    return Nodes(tuple(ranks), tuple(map(tuple, ranks.values()))) if len(ranks) > 1 else None
+    if len(ranks) > 1:
+        return Nodes(tuple(ranks), tuple(map(tuple, ranks.values())))
+    return None
 
 
 class FailureReports:
@@ -238,7 +240,9 @@ def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[s
     if not texts:
         return ["all ranks are in it: look at the network and the devices between them"]
     more = len(texts) - NAMED
-    return [*texts[:NAMED], f"{more} more ranks are not in it either"] if more > 0 else texts
+    if more > 0:
+        return [*texts[:NAMED], f"{more} more ranks are not in it either"]
+    return texts
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
@@ -250,7 +254,9 @@ def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[
         lines.append(
             f"rank {rank} is {activities[rank].text}" + (f"; torch recorded last: {recorded}" if recorded else "")
         )
-    return [*lines, f"{len(ranks) - NAMED} more ranks answer"] if len(ranks) > NAMED else lines
+    if len(ranks) > NAMED:
+        return [*lines, f"{len(ranks) - NAMED} more ranks answer"]
+    return lines
 
 
 _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]

@@ -47,7 +47,9 @@ class StopSignal:
         """Return why this rank would stop work that takes long, in words; "" where no signal to stop has come."""
         if not self.received:
             return ""
-        return "its launcher is gone" if self.received == LAUNCHER_END else f"{self.received} was received"
+        if self.received == LAUNCHER_END:
+            return "its launcher is gone"
+        return f"{self.received} was received"
 
     def _remember_signal(self, number: int, _: FrameType | None) -> None:
         """Note a signal, as its handler. One press of Ctrl-C may arrive twice; a second press to stop raises

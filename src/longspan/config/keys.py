@@ -61,7 +61,9 @@ class Needs:
     value: str = ""
 
     def allows(self, value: Any) -> bool:
-        return self.values.allows(value) if isinstance(self.values, AtLeast) else value in self.values
+        if isinstance(self.values, AtLeast):
+            return self.values.allows(value)
+        return value in self.values
 
     def __str__(self) -> str:
         values = self.values

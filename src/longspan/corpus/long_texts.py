@@ -139,7 +139,9 @@ def _find_joint(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int
     is_equal = np.array_equal(left.ids[left_begin:left_end], right.ids[right_begin:right_end]) and np.array_equal(
         left.spans[left_begin:left_end], right.spans[right_begin:right_end]
     )
-    return (int(left_joint), int(right_begin + left_joint - left_begin)) if is_equal else None
+    if is_equal:
+        return (int(left_joint), int(right_begin + left_joint - left_begin))
+    return None
 
 
 def _count_runs(text: str) -> int:

@@ -122,7 +122,9 @@ class Corpus:
     @property
     def image_share(self) -> float:
         """The share of tokens that are rows of images."""
-        return float(self.images.column("rows").sum()) / float(self.lengths.sum()) if self.images else 0.0
+        if self.images:
+            return float(self.images.column("rows").sum()) / float(self.lengths.sum())
+        return 0.0
 
     def select(self, documents: Sequence[int]) -> "CorpusDocuments":
         """Return these documents, numbered from 0 as in a plan of their lengths."""
@@ -311,7 +313,9 @@ class CorpusDocuments(Sequence[CorpusDocument]):
     def margins(self) -> tuple[float, ...] | None:
         """The margins of these documents if they are pairs (chosen, rejected, chosen, …), one a pair; else None."""
         labels = self.corpus.labels
-        return None if labels is None or self.corpus.unit == 1 else tuple(labels[list(self.ids[::2]), 0].tolist())
+        if labels is None or self.corpus.unit == 1:
+            return None
+        return tuple(labels[list(self.ids[::2]), 0].tolist())
 
     def origin(self, document: int) -> str:
         """Return the name of the source file of number `document` of these."""

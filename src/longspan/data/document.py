@@ -179,7 +179,9 @@ class Document:
 
 def count_targets(document: Any) -> int:
     """Count the tokens that a document predicts: those that it says itself, or all but the first."""
-    return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
+    if isinstance(document, Labelled):
+        return int(document.targets)
+    return max(len(document) - 1, 0)
 
 
 def host_array(name: str, values: Any, advice: str = "one number, or one for each token") -> npt.NDArray[Any]:

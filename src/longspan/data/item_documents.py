@@ -127,4 +127,6 @@ def find_item_table(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
     if items is None or callable(items):  # callable: the method of a mapping
         return None
     table = getattr(documents, "item_table", None)
-    return table if isinstance(table, ItemTable) and table.lengths == tuple(lengths) else ItemTable(lengths, items)
+    if isinstance(table, ItemTable) and table.lengths == tuple(lengths):
+        return table
+    return ItemTable(lengths, items)

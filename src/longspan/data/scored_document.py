@@ -78,7 +78,9 @@ class ScoredDocument(Document):
             return slice(None)
         if rows is None:
             # transformers' rule: the rightmost token with another id, row 0 if there is none
-            return slice(0, 0) if not len(self._ids) else int(np.flatnonzero(self._ids != pad).max(initial=0))
+            if not len(self._ids):
+                return slice(0, 0)
+            return int(np.flatnonzero(self._ids != pad).max(initial=0))
         chosen: Integers = np.unique(
             host_array("rows of a document", list(rows) if isinstance(rows, range) else rows)
         )

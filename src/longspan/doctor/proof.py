@@ -147,7 +147,9 @@ def outcome_text(outcome: Outcome) -> str:
         worst_parameter = f" ({outcome.parameter})" if outcome.status == "wrong" else ""
         text += f", gradients {outcome.gradient_error:.1e}{worst_parameter}"
     text = f"{text} from the stock model, allowed {outcome.tolerance:.1e}"
-    return f"{text}; its own choice of keys changes by rounding" if outcome.status == "not judged" else text
+    if outcome.status == "not judged":
+        return f"{text}; its own choice of keys changes by rounding"
+    return text
 
 
 def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -273,7 +273,9 @@ def _worst_error(answer: ModelAnswer, exact: ModelAnswer) -> float:
 
 def error_text(error: BaseException) -> str:
     """Write an error of the model's own code with its class, one of longspan's without."""
-    return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, LongspanError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 # ---- tolerances

@@ -82,7 +82,9 @@ class Evaluation:
 
 def largest_difference(losses: Sequence[float]) -> float:
     """Return how far a loss is from the first one at most, relative to the first; 0 where that is 0."""
-    return max(abs(loss - losses[0]) for loss in losses) / abs(losses[0]) if losses[0] else 0.0
+    if losses[0]:
+        return max(abs(loss - losses[0]) for loss in losses) / abs(losses[0])
+    return 0.0
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> str:

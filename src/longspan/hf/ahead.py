@@ -26,7 +26,9 @@ class OffsetValues(NamedTuple):
     def token_value(self, name: str, document: int) -> Floats:
         """Return "log_probs" or another value of a document's tokens (length,), by its number among these documents."""
         number = self.first + document
-        return self.values.of(number) if name == "log_probs" else self.values.value(name, number)
+        if name == "log_probs":
+            return self.values.of(number)
+        return self.values.value(name, number)
 
 
 class AheadBatch(NamedTuple):

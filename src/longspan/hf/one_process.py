@@ -185,4 +185,6 @@ class OneAccelerator(Accelerator):
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Leave a reference model where it is: longspan's `prepare` moves what a rank keeps."""
-        return model if evaluation_mode else super().prepare_model(model, device_placement, evaluation_mode)
+        if evaluation_mode:
+            return model
+        return super().prepare_model(model, device_placement, evaluation_mode)

@@ -265,7 +265,9 @@ class StepsPart(StockTrainer):
         return loss.cpu()
 
     def _prepare_input(self, data: Any) -> Any:
-        return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
+        if isinstance(data, Tensor):
+            return move_to_device(data, self.args.device)
+        return super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
         """Run the step of these batches with the gradients that the mean cross entropy has, before the Trainer's loss.
@@ -435,7 +437,9 @@ class StepsPart(StockTrainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
         """Return the norm of all ranks' gradients, for the Trainer's log; measured if it was not clipped."""
-        return norm_of(self._facade.inner_model, self.world) if grad_norm is None else grad_norm
+        if grad_norm is None:
+            return norm_of(self._facade.inner_model, self.world)
+        return grad_norm
 
 
 def gradient_versions(model: Any) -> list[tuple[int, int]]:

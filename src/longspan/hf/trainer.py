@@ -165,7 +165,9 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
 
         def call(model: Any, *args: Any, **batch: Any) -> Any:
             """Let a call without a shard, as trainers make it, reach the façade."""
-            return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
+            if "shard" in batch:
+                return kind.__call__(model, *args, **batch)
+            return facade(*args, **batch)
 
         def refuse_another(_: Any, *args: Any, **keywords: Any) -> NoReturn:
             """Raise ModelError: another model of the prepared class would have whole weights where this has parts."""

@@ -97,7 +97,9 @@ def compiled_graphs_text() -> str:
     """Return in words how many graphs this process has made, and in what time; "" if none."""
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     seconds = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
-    return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s" if graphs else ""
+    if graphs:
+        return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s"
+    return ""
 
 
 def _compile_one_layer(layer: nn.Module) -> None:

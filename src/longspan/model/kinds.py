@@ -95,7 +95,9 @@ def attends_to_chosen_keys(module: nn.Module) -> bool:
     indexer = getattr(module, "indexer", None)
     if not isinstance(forward, FunctionType) or "indexer" not in forward.__code__.co_names:
         return False
-    return is_indexer(indexer) if indexer is not None else "prev_topk_indices" in forward.__code__.co_varnames
+    if indexer is not None:
+        return is_indexer(indexer)
+    return "prev_topk_indices" in forward.__code__.co_varnames
 
 
 # ---- heads that score (`score_heads.py`)

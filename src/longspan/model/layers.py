@@ -83,7 +83,9 @@ def text_model_name(model: PreTrainedModel) -> str:
 
 def text_model(model: PreTrainedModel) -> Any:
     """Return the text model inside a wrapper of several modalities; any other model itself."""
-    return model.get_submodule(text_model_name(model)) if reads_other_modalities(model) else model
+    if reads_other_modalities(model):
+        return model.get_submodule(text_model_name(model))
+    return model
 
 
 def decoder_model(model: PreTrainedModel) -> Any:

@@ -109,7 +109,9 @@ def record_norm_on_device(gradient: Any, norm: Tensor) -> None:
 def norm_on_device(gradient: Any) -> Tensor | None:
     """Return the norm of `record_norm_on_device`; None without one, or if the gradient or its part here was changed."""
     norm, versions = vars(gradient).get(_NORM, (None, None))
-    return norm if norm is not None and versions == (gradient._version, gradient._local_tensor._version) else None
+    if norm is not None and versions == (gradient._version, gradient._local_tensor._version):
+        return norm
+    return None
 
 
 # ---- parameters that `prepare` replaces: their names from before, and optimizers that still hold them

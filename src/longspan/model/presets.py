@@ -164,7 +164,9 @@ PRESETS: dict[str, Preset] = {
 def find_published_preset(name: str) -> str:
     """Find the preset of a published model, as Qwen/Qwen3-8B; "" for other names, and for what is on this machine."""
     preset = Path(name).name.lower()
-    return preset if preset in PRESETS and PRESETS[preset].embedding_rows and not Path(name).exists() else ""
+    if preset in PRESETS and PRESETS[preset].embedding_rows and not Path(name).exists():
+        return preset
+    return ""
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedConfig":

@@ -101,7 +101,9 @@ def count_exchange_slices(
     """
     useful_slices = query_numbers * bytes_of_number // max(1, slice_bytes)  # slice_bytes 0: as many as can be
     groups = count_head_groups(4 * query_numbers, split.member_kv_heads)  # 4 bytes: sums are float32
-    return split.slice_count(min(useful_slices, max(most, groups))) if useful_slices > 1 else 1
+    if useful_slices > 1:
+        return split.slice_count(min(useful_slices, max(most, groups)))
+    return 1
 
 
 def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> float:
@@ -123,4 +125,6 @@ def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk
         foreign = np.minimum(foreign, (starts % chunk).sum(1))
     seen_rows = int(foreign.sum())
     member_rows = int(rows.sum())
-    return seen_rows / ((degree - 1) * member_rows) if seen_rows <= min((degree - 1) / 2, 2) * member_rows else 1.0
+    if seen_rows <= min((degree - 1) / 2, 2) * member_rows:
+        return seen_rows / ((degree - 1) * member_rows)
+    return 1.0

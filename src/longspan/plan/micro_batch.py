@@ -174,4 +174,6 @@ def comm_type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[in
     levels = sorted({tuple(s) for s in sizes if s is not None and not isinstance(s, int)})
     if "a2a+p2p" not in name or not levels:
         return name
-    return f"{name} {levels[0]}" if len(levels) == 1 else f"{name}, a2a of {levels[-1][0]} at most"
+    if len(levels) == 1:
+        return f"{name} {levels[0]}"
+    return f"{name}, a2a of {levels[-1][0]} at most"

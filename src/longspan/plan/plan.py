@@ -76,7 +76,9 @@ class Plan:
         for group in self.groups:
             for document, parent in zip(group.documents, group.parents or (), strict=False):
                 parents[document] = -1 if parent < 0 else group.documents[parent]
-        return tuple(parents) if any(group.parents is not None for group in self.groups) else None
+        if any(group.parents is not None for group in self.groups):
+            return tuple(parents)
+        return None
 
     @cached_property
     def bases(self) -> tuple[int, ...]:
@@ -114,7 +116,9 @@ class Plan:
     @property
     def ratio(self) -> float:
         """Predicted time over the lower bound, at least 1; nan if the plan has no bound."""
-        return self.predicted_seconds / self.lower_bound_seconds if self.lower_bound_seconds else float("nan")
+        if self.lower_bound_seconds:
+            return self.predicted_seconds / self.lower_bound_seconds
+        return float("nan")
 
     @cached_property
     def efficiency(self) -> float:

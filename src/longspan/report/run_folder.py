@@ -118,7 +118,9 @@ class EvalRow:
     def degree(self) -> str:
         """The degree as text; of a plan with several degrees, of which `cp` is the largest, the planner's name."""
         # a dotted name is a planner of the user's own, which may give several
-        return self.planner if self.planner == "dynamic" or "." in self.planner else str(self.cp)
+        if self.planner == "dynamic" or "." in self.planner:
+            return self.planner
+        return str(self.cp)
 
     @property
     def record_key(self) -> tuple[int, str, bool, int]:
@@ -231,7 +233,9 @@ class RunFolder:
         """The evaluations of the newest weights on the held-out documents, at every degree."""
         last = max((row.step for row in self.held_out), default=0)
         is_newest = bool(self.final) and self.final[0].step >= last  # else of a session before this one
-        return self.final if is_newest else tuple(row for row in self.held_out if row.step == last)
+        if is_newest:
+            return self.final
+        return tuple(row for row in self.held_out if row.step == last)
 
     def configured_value(self, section: str, name: str) -> Any:
         """Return the value of a key of config.toml as it stands there; None where it does not."""
@@ -241,7 +245,9 @@ class RunFolder:
     def vocab_size(self) -> int | None:
         """Return the size of the vocabulary by summary.json; None while a run trains, and for a model that scores."""
         size = self.summary.get("vocab_size")
-        return size if isinstance(size, int) and not isinstance(size, bool) and size > 1 else None
+        if isinstance(size, int) and not isinstance(size, bool) and size > 1:
+            return size
+        return None
 
     def value_of_planned_step(self, plan_name: str, column: str) -> float | None:
         """Return a positive value of the step of a plan; None for an evaluation, and for a step without a record."""

@@ -155,7 +155,9 @@ def run_head(run: RunFolder) -> Part:
 
 def session_text(run: RunFolder) -> str:
     """Return the date and command of a run's last session; "" without run.json."""
-    return " · ".join(map(str, filter(None, (run.facts.date, run.facts.command)))) if run.facts else ""
+    if run.facts:
+        return " · ".join(map(str, filter(None, (run.facts.date, run.facts.command))))
+    return ""
 
 
 def model_and_data_text(run: RunFolder) -> str:

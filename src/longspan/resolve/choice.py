@@ -160,7 +160,9 @@ class PlannerConfig:
     @property
     def text(self) -> str:
         """The planner and, if all groups have one degree, that degree, as in "fixed at cp 4"."""
-        return f"{self.planner} at cp {self.degree or AUTO}" if self.has_one_degree else self.planner
+        if self.has_one_degree:
+            return f"{self.planner} at cp {self.degree or AUTO}"
+        return self.planner
 
     def widest_degree(self, home: Layout) -> int:
         """Return the highest degree that a group may have: of fixed and padded plans their only one, 0 if it is "auto".
@@ -237,7 +239,9 @@ class PlannerConfig:
             return None
         most_rows = self.most_family_rows(home)
         families = find_families(documents, max_rows=most_rows, depths=self.depths, length_limits=length_limits)
-        return families if families.left_out or families.parents != (-1,) * len(documents) else None
+        if families.left_out or families.parents != (-1,) * len(documents):
+            return families
+        return None
 
     def most_family_rows(self, home: Layout) -> int | None:
         """Return the most rows of all documents that share some, those that a group holds; None: no limit."""

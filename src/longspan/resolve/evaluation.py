@@ -83,7 +83,9 @@ def plan_type_text(plan: Plan) -> str:
     groups = [group for group in plan.groups if group.degree > 1]
     kinds = ((g.cp_comm_type,) if isinstance(g.cp_comm_type, str) else g.cp_comm_type for g in groups)
     names = list(dict.fromkeys(chain.from_iterable(kinds)))
-    return comm_type_text(names, (group.hierarchical_context_parallel_sizes for group in groups)) if names else ""
+    if names:
+        return comm_type_text(names, (group.hierarchical_context_parallel_sizes for group in groups))
+    return ""
 
 
 class DegreeChoice(NamedTuple):

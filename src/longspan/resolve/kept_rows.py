@@ -56,7 +56,9 @@ def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
         slot_rows = SlotRows(**read_json(file))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} is damaged: {error}; remove it and rows are chosen again") from error
-    return slot_rows if slot_rows.ranks == ranks and slot_rows.keys.items() >= keys.items() else None
+    if slot_rows.ranks == ranks and slot_rows.keys.items() >= keys.items():
+        return slot_rows
+    return None
 
 
 def resolve_with_kept_rows(config: RunConfig, facts: Facts) -> Resolved:

@@ -127,7 +127,9 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
         if entry.planner == AUTO:
             return replace(entry, planner=context.planner)
         is_open = entry.planner == "padded" and not entry.context_parallel_size  # which is not compared
-        return replace(entry, context_parallel_size=context.context_parallel_size) if is_open else entry
+        if is_open:
+            return replace(entry, context_parallel_size=context.context_parallel_size)
+        return entry
 
     chosen = with_evaluations(chosen, map(follow_training, chosen.evaluations))
     cost = best.way.cost(best.memory, notes)

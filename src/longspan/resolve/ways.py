@@ -215,7 +215,9 @@ class Way:
 
 def set_usual_mode(config: RunConfig) -> RunConfig:
     """Return the configuration with lockstep in place of a mode "auto"."""
-    return config.with_keys("context", mode="lockstep") if config.context.mode == AUTO else config
+    if config.context.mode == AUTO:
+        return config.with_keys("context", mode="lockstep")
+    return config
 
 
 def _round_up(rows: int, unit: int) -> int:

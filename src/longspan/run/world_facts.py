@@ -93,4 +93,6 @@ def resolve_on_ranks(
         log(note)
     if resolved.memory is not None and facts.budget and chooses_measures(config.train, gpu=facts.gpu):
         log(resolved.memory.summary_line(facts.budget))
-    return resolved if facts.gpu or config.train.device_memory_limit else replace(resolved, memory=None)
+    if facts.gpu or config.train.device_memory_limit:
+        return resolved
+    return replace(resolved, memory=None)

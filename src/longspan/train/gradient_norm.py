@@ -70,7 +70,9 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
         others = iter(torch._foreach_norm(here, 2, dtype=torch.promote_types(dtype, torch.float32)) if here else ())
         in_order = [next(others) if norm is None else norm for norm in norms]
         parts.append(torch.stack([norm.to(world.device) for norm in in_order]).double().square().sum())
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
+    if parts:
+        return torch.stack(parts).sum()
+    return torch.zeros((), dtype=torch.float64, device=world.device)
 
 
 def model_gradient_square_sum(model: nn.Module, world: World) -> Tensor:

@@ -93,7 +93,9 @@ class Targets(NamedTuple):
 
     def with_padding(self) -> "Targets":
         """Return them, or one row for a rank without targets: a head may enter collectives, which need all ranks."""
-        return self if len(self.rows) else Targets(self.rows.new_zeros(1), self.ids.new_zeros(1))
+        if len(self.rows):
+            return self
+        return Targets(self.rows.new_zeros(1), self.ids.new_zeros(1))
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,9 @@ class _ChunkedLoss(torch.autograd.Function):
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
     """Add a chunk's gradients to `sums` (empty at first) in float32 at least; those of an only chunk stay as is."""
     if not sums:
-        return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
+        if last:
+            return gradients
+        return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
     for total, gradient in zip(sums, gradients, strict=True):
         total += gradient
     return sums

@@ -146,7 +146,9 @@ class Passes:
 
         `counting`: the call only counts the experts' loads, and makes no loss.
         """
-        return {} if self.routing is None else {"router": self.routing.add_micro_batch(counting=counting)}
+        if self.routing is None:
+            return {}
+        return {"router": self.routing.add_micro_batch(counting=counting)}
 
     @property
     def needs_loads_first(self) -> bool:

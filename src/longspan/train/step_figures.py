@@ -111,4 +111,6 @@ def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: C
 
 def world_device_name(world: World) -> str:
     """Return the name of this rank's GPU as CUDA has it, or "CPU"."""
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return "CPU"

@@ -61,7 +61,9 @@ def build_run_optimizer(
         group["initial_lr"] = group["lr"]
     chosen = config.train if memory is None else memory
     on_host = chosen.offload_optimizer_states or (chosen.offload_weights and not config.lora.rank)
-    return offload_optimizer_states(optimizer, world, hidden_in=model) if on_host else optimizer
+    if on_host:
+        return offload_optimizer_states(optimizer, world, hidden_in=model)
+    return optimizer
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,9 @@ class LongspanEngine(BaseEngine):
         return _Mode(self, "eval", **keywords)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        return nullcontext() if adapter_of_prepared_model(self.module) is None else disable_adapter(self.module)
+        if adapter_of_prepared_model(self.module) is None:
+            return nullcontext()
+        return disable_adapter(self.module)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move parameters with their gradients, and the optimizer's states, to the host ("cpu") or to the device."""
@@ -344,7 +346,9 @@ class LongspanEngine(BaseEngine):
     @property
     def _values_dtype(self) -> torch.dtype:
         """The dtype of values that verl gets."""
-        return torch.float64 if self.engine_config.model_dtype == "float64" else torch.float32
+        if self.engine_config.model_dtype == "float64":
+            return torch.float64
+        return torch.float32
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> dict[str, Any]:
         """Return outputs, losses and metrics of a batch, as verl's engines do, and leave gradients unless forward only.
@@ -538,7 +542,9 @@ class LongspanValueEngine(LongspanEngine):
             return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype), **FOLDER_OPTIONS)
         model = load_model(path, config=config, dtype=dtype, sharded=True)
         has_head = kind.endswith("ForTokenClassification")
-        return model if has_head else add_score_head(model, tokens=True, seed=self.engine_config.seed)
+        if has_head:
+            return model
+        return add_score_head(model, tokens=True, seed=self.engine_config.seed)
 
     def _documents(self, samples: Samples) -> Any:
         """Return samples as documents of which the rows before each answer's tokens count."""

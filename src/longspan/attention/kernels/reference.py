@@ -109,7 +109,9 @@ def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
     among them.
     """
     scores = torch.einsum("qkgh,skh->kgqs", q, k).mul_(call.scale)
-    return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
+    if call.softcap is None:
+        return scores
+    return scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
 def _mask_scores_(scores: Tensor, tile: Tile, launch: Launch, call: AttendCall) -> Tensor:

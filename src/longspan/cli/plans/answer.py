@@ -100,7 +100,9 @@ class Answer:
     @property
     def hours(self) -> float | None:
         """Hours of all steps of a run; None where nothing fits, and for a single step."""
-        return None if self.seconds is None or self.steps is None else self.seconds * self.steps / 3600
+        if self.seconds is None or self.steps is None:
+            return None
+        return self.seconds * self.steps / 3600
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.

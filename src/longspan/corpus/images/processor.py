@@ -76,7 +76,9 @@ class Processor:
         ids = (getattr(component, "image_token_id", None) for component in (self.stock.tokenizer, self.stock))
         known_id = next((int(i) for i in ids if i is not None), None)
         written: list[int] = self.stock.tokenizer(self.image_text(_SMALL), add_special_tokens=False)["input_ids"]
-        return known_id if known_id is not None and known_id in written else Counter(written).most_common(1)[0][0]
+        if known_id is not None and known_id in written:
+            return known_id
+        return Counter(written).most_common(1)[0][0]
 
     @property
     def name(self) -> str:

@@ -75,7 +75,9 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {change(str(key)): map_strings(inner, change) for key, inner in value.items()}
-    return [map_strings(inner, change) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [map_strings(inner, change) for inner in value]
+    return value
 
 
 def type_name(value: Any) -> str:

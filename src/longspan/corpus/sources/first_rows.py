@@ -94,7 +94,9 @@ def _texts_in(value: Any) -> str:
     """
     if isinstance(value, dict):
         text = value.get("text")
-        return _texts_in(text) if isinstance(text, str) else "\n".join(filter(None, map(_texts_in, value.values())))
+        if isinstance(text, str):
+            return _texts_in(text)
+        return "\n".join(filter(None, map(_texts_in, value.values())))
     if isinstance(value, list):
         return "\n".join(_texts_in(inner) for inner in value if isinstance(inner, dict | str))
     return value.encode(errors="ignore").decode() if isinstance(value, str) else ""

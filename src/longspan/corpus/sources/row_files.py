@@ -139,7 +139,9 @@ class LineFile(RowFile):
         if self.name.endswith(ZSTD):
             stream = cast(Any, import_reader("pyarrow", self.name)).CompressedInputStream(raw, "zstd")
             return io.BufferedReader(_ZstdStream(stream), CHUNK_BYTES)
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb")) if self._compressed else raw
+        if self._compressed:
+            return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb"))
+        return raw
 
 
 class _ZstdStream(io.RawIOBase):

@@ -42,7 +42,9 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
 def entries_inside_modules(modules: Collection[str], entries: Any) -> dict[str, Any]:
     """Select the entries, by names of weights and buffers, that lie inside these modules; none for no modules."""
     inside = tuple(f"{module}." for module in modules)
-    return {name: value for name, value in entries.items() if name.startswith(inside)} if inside else {}
+    if inside:
+        return {name: value for name, value in entries.items() if name.startswith(inside)}
+    return {}
 
 
 WEIGHTS = "adapter_model.safetensors"

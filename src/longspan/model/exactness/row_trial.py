@@ -76,7 +76,9 @@ class _TrialRows:
         """Return the numbers of a tensor's rows: of all, or of this rank's part of them; None if it has other rows."""
         if rows == len(self.numbers):
             return self.numbers
-        return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
+        if rows * self.parts == len(self.numbers):
+            return self.numbers.reshape(self.parts, -1)[self.part]
+        return None
 
     def values_of_rows(self, values: Tensor) -> Tensor:
         """Take, of two values drawn for each row's number (2, numbers, …), those of these rows: (T, …).
@@ -95,7 +97,9 @@ class _TrialRows:
         if self.row_numbers(value.shape[0]) is not None:
             return value
         is_batch_of_one = value.ndim > 2 and value.shape[0] == 1
-        return value[0] if is_batch_of_one and self.row_numbers(value.shape[1]) is not None else None
+        if is_batch_of_one and self.row_numbers(value.shape[1]) is not None:
+            return value[0]
+        return None
 
 
 def _compared_mask(numbers: Integers) -> Integers:

@@ -176,7 +176,9 @@ class _SmallAttributes:
             # layers with a sliding window may have their own number of query heads
             queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
             full = 1 if value == 1 else _SMALL_HEADS
-            return full if value in (1, queries) or not self.sizes.grouped else _SMALL_HEADS // 2
+            if value in (1, queries) or not self.sizes.grouped:
+                return full
+            return _SMALL_HEADS // 2
         if name in _HEAD_SIZES:
             if value == self.values.get("qk_rope_head_dim"):
                 return value if true_heads else _FIXED["qk_rope_head_dim"]
@@ -204,7 +206,9 @@ class _SmallAttributes:
         if hidden and value == hidden:
             return small
         if _NETWORK.search(name):
-            return 32 if self.experts and "moe_intermediate_size" not in self.values else small * 3 // 2
+            if self.experts and "moe_intermediate_size" not in self.values:
+                return 32
+            return small * 3 // 2
         if not (hidden and value > 64 and re.search(r"(size|dim|width|channels)$", name)):
             return value
         if value % hidden == 0:

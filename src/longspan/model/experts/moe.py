@@ -82,7 +82,9 @@ def _record_routing(
     logits, weights, chosen_experts = reversed(output) if experts_first else output
     rows, counts = layer.shard.find_real_rows(), layer.shard.row_counts
     weights = layer.router.record_routing(router, logits, weights, chosen_experts, rows, counts)
-    return (chosen_experts, weights, logits) if experts_first else (logits, weights, chosen_experts)
+    if experts_first:
+        return (chosen_experts, weights, logits)
+    return (logits, weights, chosen_experts)
 
 
 @break_graphs_around

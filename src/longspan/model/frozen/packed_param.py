@@ -74,7 +74,9 @@ class PackedWeight:
         """Return the shape of the weight of the bytes of all ranks, whose parts of a row lie side by side."""
         *others, rows, held_bytes = packed.shape
         columns = held_bytes // self.row_bytes * self.columns
-        return (*others, columns, rows) if self.format.transposed else (*others, rows, columns)
+        if self.format.transposed:
+            return (*others, columns, rows)
+        return (*others, rows, columns)
 
     def unpack_whole(self, packed: Tensor) -> Tensor:
         """Return the weight of the bytes of all ranks."""

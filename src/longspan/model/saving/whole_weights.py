@@ -207,4 +207,6 @@ def find_savable_encoders(model: Any) -> list[Encoder]:
 
 
 def models_of_stages(model: PreTrainedModel | PipelineModel) -> list[PreTrainedModel]:
-    return [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+    if isinstance(model, PipelineModel):
+        return [stage.model for stage in model.stages]
+    return [model]

@@ -181,7 +181,9 @@ class _ModelAfterBase:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
-        return _BaseStandIn(value, self._hidden, self._calls) if isinstance(value, PreTrainedModel) else value
+        if isinstance(value, PreTrainedModel):
+            return _BaseStandIn(value, self._hidden, self._calls)
+        return value
 
 
 class _BaseStandIn(_ModelAfterBase):

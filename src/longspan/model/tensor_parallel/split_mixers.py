@@ -138,7 +138,9 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
     """Find a mixer's norm over features that are split; None if it has none, or one inside of heads (`parts.whole`)."""
     norm: Any = getattr(mixer, "norm", None)
-    return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
+    if "norm" in parts.rows and getattr(norm, "weight", None) is not None:
+        return norm
+    return None
 
 
 def _shard_and_view_parts(

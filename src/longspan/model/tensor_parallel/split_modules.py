@@ -201,7 +201,9 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
         ):
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return tp_sum_split(vectors, key, ROWS) if sequence_parallel else tp_sum(vectors, key)
+        if sequence_parallel:
+            return tp_sum_split(vectors, key, ROWS)
+        return tp_sum(vectors, key)
 
     module.forward = forward
 
@@ -238,7 +240,9 @@ def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
     if padding:
         value = torch.cat([value, value.new_zeros((padding, *value.shape[1:]))])
     # tp_split is for tensors with a gradient; integers, such as chosen experts, have none
-    return tp_split(value, key, 0) if value.is_floating_point() else value.chunk(degree)[index]
+    if value.is_floating_point():
+        return tp_split(value, key, 0)
+    return value.chunk(degree)[index]
 
 
 def shard_and_view_rows(

@@ -52,7 +52,9 @@ class ImageEncoder(nn.Module):
     @property
     def base(self) -> Any:
         """The model below the head, without its text model."""
-        return self.get_submodule(self.base_model_name) if self.base_model_name else self.__dict__["_whole"]
+        if self.base_model_name:
+            return self.get_submodule(self.base_model_name)
+        return self.__dict__["_whole"]
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
         """Encode images, in one call of the tower.

@@ -66,7 +66,9 @@ def image_text_class_of_architectures(config: PreTrainedConfig) -> Any:
     """Return the image-text-to-text class of a configuration if its `architectures` name it; else None."""
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     image_class = mapping.get(type(config), None)
-    return image_class if getattr(image_class, "__name__", None) in (config.architectures or ()) else None
+    if getattr(image_class, "__name__", None) in (config.architectures or ()):
+        return image_class
+    return None
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -66,7 +66,9 @@ class DeferredWeights:
         """
 
         def as_model_error(error: Exception) -> ModelError:
-            return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
+            if isinstance(error, ModelError):
+                return error
+            return ModelError(f"{type(error).__name__}: {error}")
 
         result_or_first_error(world, lambda: self._fill_models(models, world.device), as_model_error)
 

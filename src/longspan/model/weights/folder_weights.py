@@ -50,7 +50,9 @@ class _ParameterRecipe:
         """Return the model's names of all parameters that the conversion of `name` makes."""
         targets = [] if self.converter is None else self.converter.target_patterns
         parts = next((name.partition(target) for target in targets if target in name), None)
-        return {name} if parts is None else {f"{parts[0]}{target}{parts[2]}" for target in targets}
+        if parts is None:
+            return {name}
+        return {f"{parts[0]}{target}{parts[2]}" for target in targets}
 
     def stacks_experts(self, count: int) -> bool:
         """Return whether each of `count` experts can be converted by itself: a tensor for each in every pattern, dim 0
@@ -152,7 +154,9 @@ class FolderWeights:
         recipe = self._recipes[name]
         tensors = [slices[key] for keys in recipe.sources.values() for key in keys]
         formats = {getattr(x, "format", None) for x in tensors}
-        return formats.pop() if len(formats) == 1 and recipe.keeps_rows(self._shapes[name][0]) else None
+        if len(formats) == 1 and recipe.keeps_rows(self._shapes[name][0]):
+            return formats.pop()
+        return None
 
     def check_complete(self) -> None:
         """Raise ModelError unless the files have every weight, and two matrices that the model ties are equal."""

@@ -340,7 +340,9 @@ class Cost:
 
     def for_partition(self, partition: str) -> "Cost":
         """Return this cost for groups whose rows are divided so, on which only the price of states depends."""
-        return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
+        if self.states:
+            return dataclasses.replace(self, states=self.states.for_partition(partition))
+        return self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
         """Return the seconds on one slot, without communication, of these sums of tokens and squared lengths."""

@@ -63,7 +63,9 @@ class TypePrice:
 
     @property
     def name(self) -> str:
-        return f"{self.cp_comm_type} {self.sizes}" if self.cp_comm_type == "a2a+p2p" else self.cp_comm_type
+        if self.cp_comm_type == "a2a+p2p":
+            return f"{self.cp_comm_type} {self.sizes}"
+        return self.cp_comm_type
 
 
 def price_type(cost: Cost, kind: str, inner: int, group: Group, call: AttentionCall, together: int) -> TypePrice:

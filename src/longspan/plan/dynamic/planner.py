@@ -131,7 +131,9 @@ def _problem_of_powers_of_two(problem: Problem) -> Problem | None:
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
     if request.cost.network is None or request.slots > HALVED_SLOTS or len(degrees) in (0, len(problem.degrees)):
         return None
-    return Problem(request, degrees) if problem.tokens[0] <= degrees[-1] * problem.cap else None
+    if problem.tokens[0] <= degrees[-1] * problem.cap:
+        return Problem(request, degrees)
+    return None
 
 
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:

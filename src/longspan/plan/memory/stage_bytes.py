@@ -88,7 +88,9 @@ class StageBytes:
     @cached_property
     def shards(self) -> int:
         """Slots over which FSDP2 shards a weight."""
-        return self.home.slots // self.home.dp_replicate if self.settings.shard_parameters else 1
+        if self.settings.shard_parameters:
+            return self.home.slots // self.home.dp_replicate
+        return 1
 
     @property
     def always_whole(self) -> bool:

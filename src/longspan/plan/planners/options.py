@@ -86,7 +86,9 @@ class PlanOptions:
     @property
     def types(self) -> tuple[str, ...]:
         """The communication types, one for each layer, or one for all."""
-        return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else tuple(self.cp_comm_type)
+        if isinstance(self.cp_comm_type, str):
+            return (self.cp_comm_type,)
+        return tuple(self.cp_comm_type)
 
     def allows(self, degree: int, tp: int) -> bool:
         """Return whether a2a, where a layer has it, can deal out the query heads of `tp` ranks to such groups."""

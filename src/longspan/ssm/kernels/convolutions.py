@@ -211,4 +211,6 @@ FLA_CONVOLUTION = ConvolutionKernel("fla", _fla_forward, _fla_backward, write_fi
 
 def choose_convolution(x: Tensor) -> ConvolutionKernel:
     """Return fla's convolution where it can run for tensors like x, else torch's."""
-    return TORCH_CONVOLUTION if fla_unsupported_call_reason(x.dtype, x.device) else FLA_CONVOLUTION
+    if fla_unsupported_call_reason(x.dtype, x.device):
+        return TORCH_CONVOLUTION
+    return FLA_CONVOLUTION

@@ -56,7 +56,9 @@ class TokenLogProbs:
         """Return the part of a document in values end to end, after zeros for its shared prefix."""
         start = self._starts[document]
         own_values = values[start : start + self.lengths[document]]
-        return np.concatenate([np.zeros(self.bases[document]), own_values]) if self.bases else own_values
+        if self.bases:
+            return np.concatenate([np.zeros(self.bases[document]), own_values])
+        return own_values
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:

@@ -80,7 +80,9 @@ def tensor_shape(tensor: Any) -> tuple[int, ...]:
 
 def tensor_dtype(tensor: Any) -> str:
     """Return a tensor's dtype by its name in safetensors files, such as F8_E4M3."""
-    return tensor.get_dtype() if hasattr(tensor, "get_dtype") else _NAMES.get(tensor.dtype, str(tensor.dtype))
+    if hasattr(tensor, "get_dtype"):
+        return tensor.get_dtype()
+    return _NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
 _NAMES = {
