@@ -117,9 +117,10 @@ def _send_gradients(addends: list[Addend], k: Tensor, v: Tensor, members: Member
     row_shapes = [x.shape[1:] for x in (k, v)]
     widths = [shape.numel() for shape in row_shapes]
     packed = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
+    indices = members.key_indices_by_launch
     for i, into in enumerate(packed.split(widths, 1)):
-        pairs = zip(addends, members.key_indices_by_launch, strict=True)
-        sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in pairs])
+        # no name for this zip, which would keep the addend that it gave last
+        sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, indices, strict=True)])
     addends.clear()
     receives = [members.counts[members.member]] * members.degree
     label = "attention all-gather backward, gradients"
