@@ -281,6 +281,10 @@ def test_kept_rows_hold_for_the_same_ranks_and_keys(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="does not fit"):
             facts = gather_facts(small, world, two_layers, lengths_of_step, 20)
             resolve_on_ranks(small, facts, world, lines.append, resolve_with_kept_rows)
+        large = replace(config, train=replace(config.train, device_memory_limit=80 * GIB))
+        facts = gather_facts(large, world, two_layers, lengths_of_step, 20)
+        resolve_on_ranks(large, facts, world, lines.append, resolve_with_kept_rows)
+        assert [line.partition(":")[0] for line in lines[-2:]] == ["memory", "max_tokens_per_slot"]
 
 
 def _train_short_of_memory(rank: int, config: RunConfig, most: int) -> list[int]:

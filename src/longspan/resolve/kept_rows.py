@@ -63,7 +63,7 @@ def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
 
 def resolve_with_kept_rows(config: RunConfig, facts: Facts) -> Resolved:
     """Resolve with the rows of a slot that the run's folder keeps, else choose rows and write them there; for the first
-    rank. The last note says the rows.
+    rank. `rows_line` says the rows.
 
     Memory is planned for the rows that were chosen at first, also where the run has halved them since.
     """
@@ -80,7 +80,7 @@ def resolve_with_kept_rows(config: RunConfig, facts: Facts) -> Resolved:
         halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None))
         cost = Way(halved.config, facts).cost(resolved.memory)
         resolved = replace(halved, memory=resolved.memory, cost=cost)
-    return replace(resolved, reasons=replace(resolved.reasons, notes=(*resolved.reasons.notes, line)))
+    return replace(resolved, rows_line=line)
 
 
 def ran_short_of_memory(error: BaseException) -> bool:

@@ -68,6 +68,7 @@ class Resolved:
     memory: MemoryPlan | None
     cost: Cost
     reasons: Reasons = field(default_factory=Reasons)
+    rows_line: str = ""  # of the rows of a slot that a run's folder keeps
 
 
 def resolve(config: RunConfig, facts: Facts) -> Resolved:

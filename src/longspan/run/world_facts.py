@@ -93,6 +93,8 @@ def resolve_on_ranks(
         log(note)
     if resolved.memory is not None and facts.budget and chooses_measures(config.train, gpu=facts.gpu):
         log(resolved.memory.summary_line(facts.budget))
+    if resolved.rows_line:
+        log(resolved.rows_line)
     if facts.gpu or config.train.device_memory_limit:
         return resolved
     return replace(resolved, memory=None)
