@@ -7,7 +7,7 @@ and `hashes.npy` (of the row's tokens) if this version of longspan made it.
 `longspan.corpus` builds it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -297,6 +297,9 @@ class CorpusDocuments(Sequence[CorpusDocument]):
 
     def __getitem__(self, index: int) -> CorpusDocument:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.corpus[self.ids[index]]
+
+    def __iter__(self) -> Iterator[CorpusDocument]:
+        return (self.corpus[d] for d in self.ids)  # that of Sequence would end at a document that is not there
 
     @property
     def lengths(self) -> tuple[int, ...]:
