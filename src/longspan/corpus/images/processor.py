@@ -151,9 +151,11 @@ class Processor:
         """Find the grid by the processor's `smart_resize`, which makes sides multiples of a merged patch, or else by
         processing a blank image: where there is no such function, no resizing, or another number of patches.
         """
-        processor: Any = self.stock.image_processor
-        resize: Callable[..., Size] | None = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
-        with suppress(Exception):  # processors whose resizing has other arguments
+        with suppress(Exception):  # processors without what is read here, or whose resizing has other arguments
+            processor: Any = self.stock.image_processor
+            resize: Callable[..., Size] | None = getattr(
+                sys.modules[type(processor).__module__], "smart_resize", None
+            )
             if resize is not None and processor.do_resize:
                 bounds = {
                     "min_pixels": processor.size["shortest_edge"],
