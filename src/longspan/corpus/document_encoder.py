@@ -200,13 +200,15 @@ class _BatchDocuments:
                 f"an image takes {largest_image} tokens: max_document_tokens is {most_tokens}, and an image is not "
                 "cut; raise it, or set it to 0"
             )
+        if not sample.stops:
+            return ""
         lengths = np.diff(sample.stops, prepend=0).tolist()  # of documents that are scored or compared
-        if most_tokens and max(lengths, default=0) > most_tokens:
+        if most_tokens and max(lengths) > most_tokens:
             return (
                 f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored, "
                 "or compared with another, is not cut; raise it, or set it to 0"
             )
-        if lengths and min(lengths) < SHORTEST:
+        if min(lengths) < SHORTEST:
             return f"a document has {plural(min(lengths), 'token')}; give {SHORTEST} or more"
         return ""
 
