@@ -234,7 +234,7 @@ def test_a_window_sends_what_is_seen_and_no_more(results):
 
 
 def are_gone(shard):
-    arrived, gone = [], []
+    arrived, gone, of_slice, send = [], [], [], Channel.all_to_all_rows
     join_columns, add_block, gradients = all_gather.join_columns, all_gather.add_block, all_gather.block_gradients
 
     def laid(tensors, order=None, dtype=None):
@@ -245,17 +245,26 @@ def are_gone(shard):
     def noting(compute):
         return lambda *args: gone.append(arrived[-1]() is None) or compute(*args)
 
+    def computed(*args):
+        addends = noting(gradients)(*args)
+        of_slice[:] = [weakref.ref(x) for addend in addends for x in addend.tensors]
+        return addends
+
+    def sent(channel, *args):  # gradients of a slice, once their sums are packed
+        gone.append(bool(of_slice) and all(x() is None for x in of_slice))
+        return send(channel, *args)
+
     leaves = [torch.ones(ROWS, 2, SIZE, dtype=DTYPE, device=shard.device, requires_grad=True) for _ in range(3)]
-    noted = {"join_columns": laid, "add_block": noting(add_block), "block_gradients": noting(gradients)}
-    with patch.multiple(all_gather, **noted):
+    noted = {"join_columns": laid, "add_block": noting(add_block), "block_gradients": computed}
+    with patch.multiple(all_gather, **noted), patch.object(Channel, "all_to_all_rows", sent):
         for slice_bytes in (all_gather.SLICE_BYTES, 0):  # in one slice, and in two
             with patch.object(all_gather, "SLICE_BYTES", slice_bytes):
                 attend(*leaves, shard, cp_comm_type="all_gather").sum().backward()
     return gone
 
 
-def test_what_arrived_is_let_go_once_it_is_in_document_order(results):
-    assert [others["are_gone"] for _, others in results[2]] == [[True] * 6] * 2
+def test_what_arrived_is_let_go_once_it_is_in_order_and_gradients_once_they_are_packed(results):
+    assert [others["are_gone"] for _, others in results[2]] == [[True] * 9] * 2
 
 
 # ---- of layers that are recomputed, in the shape of Qwen3-8B
