@@ -36,7 +36,7 @@ def place_of(module: str, importer: Path) -> Path | None:
     beside = importer.with_name(f"{module}.py")
     if module.partition(".")[0] == "longspan":
         folder = ROOT / "src" / Path(*module.split("."))
-        return folder if folder.is_dir() else folder.with_suffix(".py")
+        return folder if (folder / "__init__.py").exists() else folder.with_suffix(".py")
     return beside if importer.is_relative_to(ROOT / "bench") and beside.exists() else None
 
 
