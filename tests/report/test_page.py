@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from longspan.plain_text import bytes_text, number_text, ranges_text, seconds_text
 from longspan.report import plan_page, write_report
 from longspan.report.evaluation_page import eval_page
-from longspan.report.gantt import axis_ticks
+from longspan.report.gantt import axis_ticks, svg_element
 from longspan.report.page import (
     chart,
     curve,
@@ -28,6 +28,16 @@ from longspan.report.page import (
 from tests.plan.cases import bounded
 from tests.report.pages import draw, value_of
 from tests.report.runs import FACTS, RECORD, evaluation_row, mixed_plan, train_row, write_run
+
+HOSTILE = "</script><!--<script>\u2028alert(1)\"'&"
+
+
+def test_texts_stay_in_the_json_and_in_the_values_of_attributes() -> None:
+    html = page(HOSTILE, {"head": page_head(HOSTILE), "sections": [section(HOSTILE, {"note": HOSTILE})]})
+    value = value_of(html)
+    assert value["sections"][0] == {"title": HOSTILE, "key": HOSTILE, "parts": [{"note": HOSTILE}]}
+    assert html.count("<script") == html.count("</script") == 2 and "<!--" not in html
+    assert svg_element("svg", x=1.26, quote='"<') == '<svg x="1.3" quote="&quot;&lt;"></svg>'
 
 
 @pytest.mark.parametrize("live", [False, True])
