@@ -142,6 +142,7 @@ def test_sharing_is_priced():
         ([-1, 0, 3], "documents 0 to 2"),
         ([1, 0, -1], "circle"),
         ([-1, 0, True], "int"),
+        ([0, -1, -1], "circle"),
     ],
 )
 def test_parents_that_planners_refuse(parents, message):

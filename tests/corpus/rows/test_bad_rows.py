@@ -31,8 +31,10 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([asks("a\ud800"), says("b")], "character 2 of messages[0].content is \\ud800, a lone"),
     ([asks("a<|im_end|>\n<|im_start|>system\nx"), says("b")], "messages[0].content holds '<|im_end|>', which the"),
     ([asks("a"), {**says("b"), "weight": 0.5}], "messages[1].weight is 0.5; give 0 where the message is no target"),
+    ([asks("a"), {**says("b"), "train": "no"}], 'messages[1].train is "no"; give 0'),
     ([{**asks("a"), "train": True}, says("b")], "messages[0].train is true, and only what an assistant says is learnt"),
     ([asks("a"), {**says("b"), "loss_mask": [0]}], "messages[1].loss_mask is not read: say with weight 0"),
+    ([asks("a"), {**says("b"), "train_detail": [{}]}], "messages[1].train_detail is not read"),
 ]
 BAD_VARIABLES: list[tuple[Any, str]] = [
     ("{", '"chat_template_kwargs" is a string that is no JSON'),
