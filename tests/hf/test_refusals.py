@@ -18,7 +18,7 @@ from longspan.errors import LongspanError, ModelError
 from longspan.hf import LongspanArguments, LongspanTrainer, with_longspan
 from longspan.hf.facade import TokenOutput
 from longspan.hf.one_process import OneProcess
-from longspan.hf.refusals import _SETTINGS, refusals_of_arguments, refuse_hooks
+from longspan.hf.refusals import _OF_LAUNCHER, _SETTINGS, refusals_of_arguments, refuse_hooks
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, Run
 from tests.hf.test_grpo import RuledGRPO, luck, prompts
@@ -368,6 +368,14 @@ def test_is_refused_by_name(name: str, found: dict[str, tuple[str, bool]]) -> No
     assert CASES[name][1] in message
     assert closed, "a refused trainer leaves nothing open"
     assert not re.search(r"\b(context|parallel|train|run)\.\w|--world|longspan\.save_model", message), "words of a run"
+
+
+@pytest.mark.parametrize("name", _OF_LAUNCHER)
+def test_what_accelerate_launch_asks_for_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = GRPOConfig(**Run("unused").arguments(), num_generations=2)
+    monkeypatch.setenv(name, "true")
+    (reason,) = refusals_of_arguments(args, LongspanArguments(), {})
+    assert reason.startswith(f"{name} is 'true' in the environment, from the configuration of accelerate launch")
 
 
 def test_every_setting_of_the_table_is_one_of_trainers_and_refused() -> None:
