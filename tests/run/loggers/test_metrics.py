@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from longspan.comm import received_signals as stop_module
+from longspan.comm.device import peak_memory_bytes
 from longspan.comm.received_signals import StopSignal
 from longspan.launch.output import FILE, outlive_output
 from longspan.launch.stop_signals import SIGNALS
@@ -70,6 +72,10 @@ def test_resumed_plans_go_on_after_their_step(tmp_path: Path) -> None:
         assert path.read_bytes() == b""
 
 
+def test_memory_is_that_of_this_process() -> None:
+    assert 2**24 < peak_memory_bytes(torch.device("cpu")) < 2**40
+
+
 ROW = {"loss": 2.5, "lr": 6e-3, "grad_norm": 1.234, "tokens_per_second": 9000.0, "memory_bytes": 2**29}
 ON_GPUS = ROW | {"mfu": 0.4127, "memory_bytes": 79.1 * 2**30, "tokens_per_second": 98400.0}
 FIGURES = ("loss 2.5000", "lr 0.006", "norm 1.23", "9000 tok/s", "512 MiB")
@@ -123,6 +129,13 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
     lines = out.getvalue()
     time.sleep(0.1)
     assert out.getvalue() == lines, "nothing is written after the end"
+
+
+def test_lines_are_in_the_file_at_once() -> None:
+    file = io.BytesIO()
+    out = io.TextIOWrapper(file, encoding="utf-8")
+    ProgressDisplay(3, out).log("hello")
+    assert file.getvalue() == b"hello\n" and not out.closed
 
 
 def test_on_gpus_a_line_says_how_much_of_them_the_model_uses() -> None:
