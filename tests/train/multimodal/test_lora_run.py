@@ -50,7 +50,7 @@ def test_adapters_beside_images(trained: str, folder: Path) -> None:
     two = losses_of_run(config, 2)
     assert farthest(two[:5], losses_of_run(alone, 1)) < 1e-6 and two[3] < two[0]
     other = gone_on_from_the_first_checkpoint(config, folder / f"on-{trained}", ParallelConfig(tp=2))
-    resumed = losses_of_run(replace(other, context=alone.context), 2)
+    resumed = losses_of_run(replace(other, context=alone.context, evaluation=alone.evaluation), 2)
     assert farthest(resumed[:5], two[:5]) < 1e-6
     _check_stock(Path(config.run.dir), folder / "model", BESIDE[trained], folder / trained)
 
