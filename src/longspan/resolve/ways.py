@@ -33,7 +33,7 @@ from longspan.plan import (
     Plan,
 )
 from longspan.plan.memory.memory_choice import any_choice_fits, choose_fastest_memory, leanest_plans
-from longspan.resolve.choice import PlannerConfig, home_of, list_choices
+from longspan.resolve.choice import PlannerConfig, expand_auto_choice, home_of
 from longspan.resolve.facts import Facts
 from longspan.resolve.run_cost import find_run_cost, fixed_memory_keys, memory_settings_of_run
 
@@ -426,7 +426,7 @@ def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way
     for home_config, home in _homes_with_expert_degrees(config, facts, given):
         way = Way(home_config, facts.on_home(home))
         for planner in planners:
-            for choice in list_choices(replace(way.choice, planner=planner), home, facts.lengths_differ):
+            for choice in expand_auto_choice(replace(way.choice, planner=planner), home, facts.lengths_differ):
                 yield way.with_context(
                     planner=choice.planner,
                     context_parallel_size=choice.degree,
@@ -445,7 +445,7 @@ def fastest_plan(
     """Plan documents by what a choice leaves open: the fastest planner and degree. Raises PlanError where none can."""
     plans = list[tuple[float, Plan]]()
     refusal = None
-    for one in list_choices(choice, home, len(set(lengths)) > 1):
+    for one in expand_auto_choice(choice, home, len(set(lengths)) > 1):
         try:
             plan = one.plan(lengths, home, targets=targets, parents=parents)
         except PlanError as error:
