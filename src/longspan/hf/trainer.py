@@ -13,7 +13,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank, run_on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
-from longspan.hf.arguments import LongspanArguments, errors_in_words_of_scripts
+from longspan.hf.arguments import LongspanArguments, reword_errors_for_scripts
 from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
@@ -245,7 +245,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
     def _report_errors_to_others(self) -> Iterator[None]:
         """Report an error of this rank alone, as of a metric; all wait at the end, so that none goes on without it."""
         try:
-            with errors_in_words_of_scripts():
+            with reword_errors_for_scripts():
                 yield
             self.world.control.barrier("the end of train, evaluate or predict")
         except BaseException as error:
