@@ -114,7 +114,7 @@ class _Writer:
     def write_rows(self, encoded: Encoded) -> None:
         """Append the documents of a batch to all files. Raises DataError if labels of rows have different sizes."""
         if self._mismatched is not None:
-            encoded = self._mismatched.follow_documents(encoded)
+            encoded = self._mismatched.add_mismatched_documents(encoded)
         # A text is a row: a file and a position there.
         begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
         values = {  # of all columns that a corpus can have; this one may lack some

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import rename_columns
 from longspan.corpus.rows.sample import BadRow, Row, Sample
-from longspan.corpus.sources.row_chunks import RowChunk, chunk_rows
+from longspan.corpus.sources.row_chunks import RowChunk, parse_chunk
 from longspan.data.array_files import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.image_table import PlacedImage
 from longspan.data.manifest import SHORTEST
@@ -107,7 +107,7 @@ class DocumentEncoder:
             places = list[tuple[int, int]]()  # of rows: the file, and the position there
             for file_chunk in group:
                 try:
-                    for position, row in chunk_rows(file_chunk.chunk):
+                    for position, row in parse_chunk(file_chunk.chunk):
                         batch.notes.rows += 1
                         if isinstance(row, BadRow):
                             batch.add_bad_row(row)

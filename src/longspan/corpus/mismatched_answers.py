@@ -22,7 +22,7 @@ class MismatchedAnswers:
         self._longest = longest or None
         self._answers = list[npt.NDArray[Any]]()  # of the last documents of the batch before
 
-    def follow_documents(self, encoded: Encoded) -> Encoded:
+    def add_mismatched_documents(self, encoded: Encoded) -> Encoded:
         """Return a batch with twice as many documents: each, and behind it its prompt with another answer.
 
         The last answers of the batch are kept for the next one.

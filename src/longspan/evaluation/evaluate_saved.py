@@ -18,10 +18,10 @@ from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.corpus.build_documents import build_documents
-from longspan.corpus.for_model import fit_documents_to_model
+from longspan.corpus.fit_to_model import fit_documents_to_model
 from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
-from longspan.corpus.sources.file_sums import sums_of_files
+from longspan.corpus.sources.file_sums import hash_files
 from longspan.corpus.token_bytes import token_bytes
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
@@ -149,7 +149,7 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
     try:
         folder.mkdir()
         files = settings.find_source_files(folder)
-        recipe = make_recipe(settings, files, sums_of_files(files, log), tokenizer)
+        recipe = make_recipe(settings, files, hash_files(files, log), tokenizer)
         for line in row_lines(recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, held_out_set
-from longspan.corpus.for_model import (
+from longspan.corpus.fit_to_model import (
     fit_documents_to_model,
 )
 from longspan.corpus.recipe import CorpusSettings, find_kinds

@@ -102,7 +102,7 @@ def test_a_mismatched_answer_is_of_another_row(pairs: bool) -> None:
         ones = np.ones(len(rows), int)
         codes = np.tile(np.array([NOTHING, NOTHING, OWN_TOKEN], np.uint8), len(rows))
         encoded = Encoded(ids, codes, 3 * ones, ones, 0 * ones, rows, rows, (), numbers=ones)
-        made = answers.follow_documents(encoded).ids.reshape(-1, 2, 3)
+        made = answers.add_mismatched_documents(encoded).ids.reshape(-1, 2, 3)
         first = batch[0] == 0
         others = np.roll(made[:, 0, 2], 1 + pairs) if first else np.append(before, made[:, 0, 2])[: len(rows)]
         assert (made[:, 1, :2] == made[:, 0, :2]).all() and made[:, 1, 2].tolist() == others.tolist()

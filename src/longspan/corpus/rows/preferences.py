@@ -10,10 +10,10 @@ from longspan.corpus.rows.sample import Sample, Unseen
 from longspan.corpus.rows.values import RowError, has_value, short_repr
 
 
-def with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def pair_with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a pair with its prompt: without one what both answers begin with, as TRL's `extract_prompt` has it.
 
-    >>> with_prompt({"chosen": "Why? It is.", "rejected": "Why? No."})
+    >>> pair_with_prompt({"chosen": "Why? It is.", "rejected": "Why? No."})
     {'chosen': ' It is.', 'rejected': ' No.', 'prompt': 'Why?'}
     """
     chosen = values["chosen"]

@@ -43,7 +43,7 @@ class Unseen(NamedTuple):
     inside_tokens: int = 0
 
 
-def count_inside_tokens(spans: Integers, borders: Iterable[int]) -> int:
+def count_borders_inside_tokens(spans: Integers, borders: Iterable[int]) -> int:
     """Count the borders that lie inside a token, by the characters (n, 2) of each token."""
     return sum(bool(((spans[:, 0] < border) & (border < spans[:, 1])).any()) for border in borders)
 

@@ -75,7 +75,7 @@ class ChatTemplate:
     variables: str = "{}"
 
     @classmethod
-    def of(cls, tokenizer: TextTokenizer) -> "ChatTemplate":
+    def from_tokenizer(cls, tokenizer: TextTokenizer) -> "ChatTemplate":
         """Return the templates of a tokenizer's folder. Raises DataError if it has none."""
         folder = tokenizer.folder
         if folder is None:

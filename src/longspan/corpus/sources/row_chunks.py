@@ -50,7 +50,7 @@ class PlacedRow(NamedTuple):
     row: Row | BadRow
 
 
-def chunk_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
+def parse_chunk(chunk: RowChunk) -> Iterator[PlacedRow]:
     """Parse the rows of a chunk in order; empty lines are skipped.
 
     Raises UnicodeDecodeError for a text that is not UTF-8.

@@ -1,6 +1,6 @@
 """Readers of source files, in chunks or a row at a time: lines, plain or compressed, texts, parquet and Arrow tables.
 
-`row_file` picks the reader by the name. How a chunk's rows are parsed is in `row_chunks.py`.
+`make_row_file` picks the reader by the name. How a chunk's rows are parsed is in `row_chunks.py`.
 """
 
 import gzip
@@ -294,7 +294,7 @@ _READERS: dict[str, type[RowFile]] = {
 SUFFIXES = tuple(_READERS)
 
 
-def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile:
+def make_row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile:
     """Return the reader for the ending of `name`. Nothing is read yet."""
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most_bytes)
 

@@ -61,7 +61,7 @@ class Conversation:
         earlier = [t for t in self.turns if t.message < turn.message and t.ends[-1] <= turn.ends[0]]
         return earlier[-1] if earlier else _Turn(-1, (), (0,))
 
-    def messages_in(self, start: int, stop: int) -> set[int]:
+    def messages_between(self, start: int, stop: int) -> set[int]:
         """Return the numbers of the messages of which a text ends behind `start` and not behind `stop`."""
         # The number len(messages) is above every message's, so that all texts that end at a place count.
         first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
@@ -108,7 +108,7 @@ def marked_spans(
         return TurnSpans(marks, unseen)
     spans = list[tuple[int, int]]()
     for start, stop in marks:
-        owners = conversation.messages_in(start, stop)
+        owners = conversation.messages_between(start, stop)
         if not owners:  # those from the last message with a text that ends before to the first with one behind
             before, behind = (bisect_right(conversation.ends, (at, len(messages))) for at in (start, stop))
             first_owner = conversation.ends[before - 1][1] if before else 0
@@ -201,7 +201,7 @@ def _turn_spans(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> 
             f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
             f"word is in the text; {hint}mark it in the template with {{% generation %}}"
         )
-    if intruders := conversation.messages_in(start, end) - {turn.message}:
+    if intruders := conversation.messages_between(start, end) - {turn.message}:
         raise RowError(
             f"its chat template writes messages[{min(intruders)}] into {name}, so that it would be learnt as what the "
             "assistant says; give its texts and its calls as messages of their own"

@@ -24,7 +24,7 @@ from longspan.corpus.rows.media.row_media import (
 from longspan.corpus.rows.sample import Sample
 from longspan.corpus.rows.template import ChatTemplate
 from longspan.corpus.rows.values import RowError, check_strings, require_string
-from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
+from longspan.corpus.tokenizer import TextTokenizer, any_name_pattern
 from longspan.data.document import NO_TARGET
 from longspan.data.image_table import SampleImage, join_paths, join_stamps
 from longspan.errors import DataError, plural
@@ -158,7 +158,7 @@ class RowImages:
         """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
         text = require_string(values.get("text"), "text")
         pattern = media_name_pattern(values)
-        special = pattern_of_any(self.tokenizer.special_names)
+        special = any_name_pattern(self.tokenizer.special_names)
         check_media_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed

@@ -16,7 +16,7 @@ from longspan.corpus.rows.kinds import MEDIA_KEYS
 from longspan.corpus.rows.media.entries import TIMES, check_entry_keys, read_image_entry, read_video_entry
 from longspan.corpus.rows.sample import Row
 from longspan.corpus.rows.values import RowError, type_name
-from longspan.corpus.tokenizer import pattern_of_any
+from longspan.corpus.tokenizer import any_name_pattern
 from longspan.errors import plural
 
 
@@ -53,7 +53,7 @@ def media_name_pattern(values: Mapping[str, Any]) -> re.Pattern[str]:
     with_key = [kind for kind, keys in MEDIA_KEYS.items() if any(key in values for key in keys)]
     part_types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))]
     by_name = (kind for kind in with_key if not any(part_type in _TYPES[kind] for part_type in part_types))
-    return pattern_of_any([NAMED[kind] for kind in by_name])
+    return any_name_pattern([NAMED[kind] for kind in by_name])
 
 
 def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
