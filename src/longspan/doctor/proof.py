@@ -236,9 +236,9 @@ class CaseRun:
             with self.mode():
                 model: Any = make_tiny_model(config, getattr(torch, first.dtype), images=first.encoder > 0)
                 if task.frozen:
-                    from longspan.doctor.frozen import adapt
+                    from longspan.doctor.frozen import add_drawn_adapter
 
-                    model = adapt(model)
+                    model = add_drawn_adapter(model)
                 self.model = prepare(model, world, encoder=encoder, options=options)
         except CommError:
             raise

@@ -116,9 +116,9 @@ def compute_stock_answer(
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = make_stock_model(config, weights, attention, images=images)
     if frozen:
-        from longspan.doctor.frozen import adapt_dequantised
+        from longspan.doctor.frozen import add_adapter_to_dequantised
 
-        model = adapt_dequantised(model, frozen)
+        model = add_adapter_to_dequantised(model, frozen)
     model = model.to(compute or weights)
     if nudge:
         random = torch.Generator().manual_seed(nudge)

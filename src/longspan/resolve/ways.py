@@ -424,7 +424,7 @@ def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way
     )
     planners = [planner for planner in planners if planner != AUTO or given.planner]
     for home_config, home in _homes_with_expert_degrees(config, facts, given):
-        way = Way(home_config, facts.on_home(home))
+        way = Way(home_config, facts.with_home(home))
         for planner in planners:
             for choice in expand_auto_choice(replace(way.choice, planner=planner), home, facts.lengths_differ):
                 yield way.with_context(
