@@ -44,8 +44,9 @@ class EncodersTerm(Term):
         table = self._items
         plan = inputs.plan
         self._micro_batches = plan.micro_batches
-        passes = {"backward": inputs.backward, "depths": self._depths}
-        self._encoding = encoding = take_planned_encoding(self._model, plan, table, **passes)
+        self._encoding = encoding = take_planned_encoding(
+            self._model, plan, table, backward=inputs.backward, depths=self._depths
+        )
         read_items = partial(encoding.read_items, inputs.documents.documents)
         read_and_compare_digest(read_items, table.digest(), inputs.world, what="lists of items")
 
