@@ -28,7 +28,7 @@ class Row(NamedTuple):
     folder: str = ""
 
 
-class Unseen(NamedTuple):
+class UnseenCounts(NamedTuple):
     """Counts of what is no target in a document's assistant turns.
 
     Thoughts and other texts are counted that the template leaves out, wholly or in part, and turns that are blank.
@@ -61,7 +61,7 @@ class Sample(NamedTuple):
     ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64] | None = None
     row: int = 0
-    unseen: Unseen = Unseen()
+    unseen: UnseenCounts = UnseenCounts()
     images: tuple[SampleImage, ...] = ()
     numbers: tuple[float, ...] = ()
     stops: tuple[int, ...] = ()

@@ -53,7 +53,7 @@ def read_texts_for_tokenizer(files: Sequence[CorpusFile], most_bytes: int = MAX_
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
     for number in order:
         for row in read_file_rows(files[number], most_bytes):
-            text = "" if isinstance(row, BadRow) else _texts_in(row.values)
+            text = "" if isinstance(row, BadRow) else _join_texts(row.values)
             yield text[:budget]
             budget -= len(text)
             if budget <= 0:
@@ -66,7 +66,7 @@ def read_text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterato
         for row in read_file_rows(file, most_bytes):
             if isinstance(row, BadRow):
                 raise DataError(f"{row.where}: {row.reason}")
-            yield len(_texts_in(row.values).encode())
+            yield len(_join_texts(row.values).encode())
 
 
 def read_file_rows(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
@@ -87,7 +87,7 @@ def _has_one_kind(row: Row | BadRow) -> bool:
         return False
 
 
-def _texts_in(value: Any) -> str:
+def _join_texts(value: Any) -> str:
     """Join the texts inside a JSON value, a line each; of an object with a text under "text" that one alone.
 
     Lone surrogates, which no tokenizer can read, are left out.
@@ -95,8 +95,8 @@ def _texts_in(value: Any) -> str:
     if isinstance(value, dict):
         text = value.get("text")
         if isinstance(text, str):
-            return _texts_in(text)
-        return "\n".join(filter(None, map(_texts_in, value.values())))
+            return _join_texts(text)
+        return "\n".join(filter(None, map(_join_texts, value.values())))
     if isinstance(value, list):
-        return "\n".join(_texts_in(inner) for inner in value if isinstance(inner, dict | str))
+        return "\n".join(_join_texts(inner) for inner in value if isinstance(inner, dict | str))
     return value.encode(errors="ignore").decode() if isinstance(value, str) else ""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from longspan.corpus.rows.chats.turn_tokens import TurnTokens
 from longspan.corpus.rows.message_texts import THOUGHTS, Field, replace_field, texts_of_messages
-from longspan.corpus.rows.sample import Unseen
+from longspan.corpus.rows.sample import UnseenCounts
 from longspan.corpus.rows.template import ChatTemplate, Message
 from longspan.corpus.rows.values import RowError, short_repr
 
@@ -28,7 +28,7 @@ class TurnSpans(NamedTuple):
     """Spans (start, stop) of a rendering in characters, and counts of the assistant's texts that are not in it."""
 
     spans: tuple[tuple[int, int], ...]
-    unseen: Unseen = Unseen()
+    unseen: UnseenCounts = UnseenCounts()
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _count_unrendered(
     ends: Sequence[tuple[int, ...]],
     learnt: Collection[int],
     first: int,
-) -> Unseen:
+) -> UnseenCounts:
     """Count what a rendering lacks; `ends` has the places of each of the `fields` in it.
 
     These are thoughts of learnt messages (left out whole, or cut off an answer) and their other texts; learnt messages
@@ -149,7 +149,7 @@ def _count_unrendered(
     names = [str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()]
     if names and not first and not any(name in conversation.text for name in names):
         others.append("tool list")
-    return Unseen(thoughts + cut_thoughts, len(lacking) - thoughts, blank, tuple(others))
+    return UnseenCounts(thoughts + cut_thoughts, len(lacking) - thoughts, blank, tuple(others))
 
 
 def _shortened_thought(conversation: Conversation, turn: _Turn) -> str:
@@ -321,10 +321,10 @@ def _locate_marks(conversation: Conversation, fields: Mapping[str, Field]) -> di
 
 
 def _locate_mark_alone(conversation: Conversation, field: Field, mark: str) -> list[int]:
-    """Return where the rendering goes on as one with the field's mark does behind it: one place, or [] if that lacks
-    the mark.
+    """Find where a field's text ends, by a rendering with a mark behind it: where what follows the mark begins in the
+    rendering without it. One place, or [] if the template leaves the mark out.
 
-    Raises RowError where what follows is another text with the mark.
+    Raises RowError where the template writes another text behind the mark.
     """
     text = conversation.text
     rendered = conversation.render(_add_mark(conversation.messages, field, mark))
