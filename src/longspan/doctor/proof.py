@@ -24,7 +24,7 @@ from longspan.doctor.documents import draw_documents, make_image_documents, make
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
-    Expected,
+    ExpectedAnswer,
     ModelAnswer,
     collect_gradients,
     compute_expected_answers,
@@ -166,7 +166,7 @@ class Task:
     config: PreTrainedConfig
     home: Layout
     cases: tuple[tuple[int, Case], ...]
-    expected: dict[tuple[str, bool, bool], Expected]  # by dtype, losses of routers or not, images or not
+    expected: dict[tuple[str, bool, bool], ExpectedAnswer]  # by dtype, losses of routers or not, images or not
     documents: list[np.ndarray]
     backend: str
     timeout: float
@@ -374,7 +374,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
                 cases_of_homes.setdefault(case.home(ranks.count), []).append((number, case))
             except LongspanError as error:
                 outcomes[number] = Outcome(case, "refused", message=str(error))
-    answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
+    answers = {key: answer for key, answer in expected.items() if isinstance(answer, ExpectedAnswer)}
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for home, numbered in cases_of_homes.items():
         first_numbers = {_preparation_key(case): number for number, case in reversed(numbered)}

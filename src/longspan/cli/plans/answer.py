@@ -35,7 +35,7 @@ from longspan.resolve.evaluation import plan_type_text
 from longspan.resolve.facts import Facts, evenly_spaced_numbers
 from longspan.resolve.partition import choose_partition
 from longspan.resolve.resolved import Reasons, resolve_by_best_way
-from longspan.resolve.ways import UNIT, Fit, Given, find_longest, fit_way, leanest_fit, rank_ways
+from longspan.resolve.ways import UNIT, BindingKeys, Fit, find_longest, fit_way, leanest_fit, rank_ways
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 
 PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
@@ -241,7 +241,7 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         GpuRun.with_model(config, gpus),
         config=config.with_keys("context", **open_keys),
         given_keys=question.given_keys,
-        given=Given(planner=not flags.compare, ep=gives("parallel.ep")),
+        given=BindingKeys(planner=not flags.compare, ep=gives("parallel.ep")),
     )
     if preset := find_published_preset(config.model.source):
         print(OF_PRESET.format(config.model.source, preset), file=sys.stderr)
