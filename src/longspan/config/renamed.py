@@ -174,7 +174,7 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of `REPLACING` that say what keys that are gone said, if that was not their default."""
+    """Yield keys of `REPLACING` with the values that stand for those of `gone` that were not at their default."""
 
     def current_value(key: str, default: Any) -> Any:
         section, _, name = key.partition(".")
@@ -230,7 +230,7 @@ def _are_tables(values: Any) -> bool:
 
 
 def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
-    """List the keys that are gone of the tables of evaluation sets, each once, as `GONE` has them."""
+    """List each key of tables of evaluation sets that is gone, once, by its name in `GONE`."""
     evaluation = tables.get("evaluation")
     arrays: tuple[Any, ...] = (
         tables.get(OLD_SETS),
