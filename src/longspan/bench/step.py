@@ -469,7 +469,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
     plan = training.training_choice.plan(settings.lengths, settings.home)
     planning_seconds = time.perf_counter() - started
     documents = synthetic_documents(settings.lengths, vocabulary_size(training.model) or 2)
-    losses: list[float] = []
+    losses = list[float]()
 
     def take_step() -> None:
         losses.append(training.take_step(plan, documents, len(losses)).loss)

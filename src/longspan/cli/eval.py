@@ -151,7 +151,7 @@ class EvalFlags:
 
 def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlags:
     """Parse the flags of `eval`. With a run's configuration, keys of the layout that no flag gives have its values."""
-    sections: dict[str, Any] = {}
+    sections = dict[str, Any]()
     if config is not None:
         sections = {
             "parallel": config.parallel,

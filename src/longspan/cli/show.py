@@ -67,7 +67,7 @@ def show_rows(config: RunConfig, count: int) -> None:
 def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
     """Draw the families of documents, numbered as they are shown, as trees: prefixes, and what continues each."""
     families = find_families(documents, depths=depths)
-    branches: dict[int, list[int]] = {}
+    branches = dict[int, list[int]]()
     for number, parent in enumerate(families.parents):
         branches.setdefault(parent, []).append(number)
     # a part, what is drawn before it, and before those that continue it

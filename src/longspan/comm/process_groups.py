@@ -161,9 +161,9 @@ class CommunicatorChoice:
 
     def __init__(self, max_groups: int) -> None:
         self.max_groups = max_groups
-        self._seen: Counter[tuple[int, ...]] = Counter()  # how many micro-batches had these slots as a group
-        self._chosen: set[tuple[int, ...]] = set()
-        self._load: Counter[int] = Counter()  # communicators per slot
+        self._seen = Counter[tuple[int, ...]]()  # how many micro-batches had these slots as a group
+        self._chosen = set[tuple[int, ...]]()
+        self._load = Counter[int]()  # communicators per slot
 
     def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
         """Return the slots of this plan's groups that get communicators now, in plan order; count the groups that may
@@ -173,7 +173,7 @@ class CommunicatorChoice:
         one_degree = len({group.degree for group in groups}) == 1
         candidates = [group.slots for group in groups if self._may_get_communicator(group.slots)]
         self._seen.update(candidates)
-        chosen_groups: list[tuple[int, ...]] = []
+        chosen_groups = list[tuple[int, ...]]()
         for slots in dict.fromkeys(candidates):  # one that was chosen may have taken the room of the next
             if self._may_get_communicator(slots) and (one_degree or self._seen[slots] > 1):
                 chosen_groups.append(slots)

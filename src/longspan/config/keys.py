@@ -171,7 +171,7 @@ def read_own_texts(kind: type) -> dict[str, str]:
         for node in ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and node.name == kind.__name__
     )
-    texts: dict[str, str] = {}
+    texts = dict[str, str]()
     for key, text in zip(section.body, section.body[1:], strict=False):
         match key, text:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):

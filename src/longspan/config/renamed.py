@@ -141,8 +141,8 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     >>> upgraded_tables({"train": {"memory": "none", "lr": 0.1}, "eval": [{"name": "books"}]})
     {'train': {'plan_memory': False}, 'optimizer': {'lr': 0.1}, 'evaluation': {'sets': [{'name': 'books'}]}}
     """
-    upgraded: dict[str, Any] = {}
-    gone: dict[str, Any] = {}
+    upgraded = dict[str, Any]()
+    gone = dict[str, Any]()
     for section, values in tables.items():
         if section == OLD_SETS:
             upgraded.setdefault("evaluation", {})["sets"] = values

@@ -212,7 +212,7 @@ def _group_by_common_prefix(
 
     `depths` of multi-token prediction read as many tokens behind a prefix: these, too, are the same in its documents.
     """
-    same_start: dict[Any, list[int]] = {}
+    same_start = dict[Any, list[int]]()
     for number, document in enumerate(documents):
         if getattr(document, "parent", -1) >= 0:
             raise DataError(

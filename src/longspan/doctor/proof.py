@@ -295,7 +295,7 @@ class CaseRun:
         stock_names = map_stock_names(gradients)
         errors_here = gradient_errors({name: gradients[ours] for name, ours in stock_names.items()}, stock)
         self.model.zero_grad()
-        errors: dict[str, float] = {}
+        errors = dict[str, float]()
         for rank_errors in self.world.control.gather_objects(errors_here, "errors of gradients"):
             errors |= {name: max(error, errors.get(name, 0.0)) for name, error in rank_errors.items()}
         errors |= errors_of_missing_gradients(set(errors), stock)

@@ -245,7 +245,7 @@ def gradient_errors(gradients: dict[str, Tensor], stock: ModelAnswer) -> dict[st
     rotary positions, for example, is zero up to rounding.
     """
     floor = SMALL_SHARE * stock.norm or 1e-30
-    errors: dict[str, float] = {}
+    errors = dict[str, float]()
     for name, gradient in gradients.items():
         exact = stock.gradients.get(name)
         exact = torch.zeros_like(gradient) if exact is None else exact

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.comm import SequenceShard
 from longspan.comm.autograd import break_graphs_around
-from longspan.comm.shard import check_is_shard
+from longspan.comm.shard import SequenceShard, check_is_shard
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing, shard_chains
