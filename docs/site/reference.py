@@ -28,7 +28,7 @@ from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags
 from longspan.cli.train_flags import TrainFlags
 from longspan.cli.upgrade import UpgradeFlags
-from longspan.config.keys import own_texts, section_keys, section_texts
+from longspan.config.keys import read_own_texts, section_keys, section_texts
 from longspan.config.sections import section_kinds
 from longspan.config.values import kind_text
 from longspan.errors import ConfigError
@@ -175,7 +175,7 @@ def flag_rows(kind: Any) -> Iterator[str]:
 
 def flag_texts(kind: Any) -> dict[str, str]:
     """The text of each flag, which stands below it in the source; that of the class itself wins."""
-    return {name: text for base in reversed(kind.__mro__[:-1]) for name, text in own_texts(base).items()}
+    return {name: text for base in reversed(kind.__mro__[:-1]) for name, text in read_own_texts(base).items()}
 
 
 def positionals(kind: Any) -> list[str]:

@@ -76,10 +76,10 @@ def test_processes(
 
 
 def test_processes_of_a_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert BenchFlags().processes(without_gpus=3) == (3, "gloo")
+    assert BenchFlags().choose_processes(without_gpus=3) == (3, "gloo")
     _here(monkeypatch, 4, {})
-    assert BenchFlags(world=2).processes(without_gpus=3) == (2, "nccl")
-    assert BenchFlags(device="cpu").processes(without_gpus=3) == (3, "gloo")
+    assert BenchFlags(world=2).choose_processes(without_gpus=3) == (2, "nccl")
+    assert BenchFlags(device="cpu").choose_processes(without_gpus=3) == (3, "gloo")
 
 
 def test_a_home_that_does_not_fit_all_gpus_says_where_their_number_comes_from(
@@ -119,7 +119,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(fork_server, "imports_for_ranks", note_server)
+    monkeypatch.setattr(fork_server, "import_for_ranks", note_server)
     monkeypatch.setattr(command, "import_module", note_verb)
     return noted
 

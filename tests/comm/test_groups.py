@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.channel import EVENT_BYTES, Channel, CommunicatorChoice, Handle
-from longspan.comm.process_groups import GroupRecord, ProcessGroups
+from longspan.comm.channel import EVENT_BYTES, Channel, Handle
+from longspan.comm.process_groups import CommunicatorChoice, GroupRecord, ProcessGroups
 from longspan.comm.watch import Operation
 from longspan.comm.world import World
 from longspan.errors import CommError

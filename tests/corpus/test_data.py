@@ -17,12 +17,12 @@ from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.plan_section import EvaluationSection
 from longspan.config.sections import DataConfig, RunConfig, SourceConfig
 from longspan.corpus import build_documents as builder
-from longspan.corpus.for_model import check_ids_in_vocabulary
+from longspan.corpus.fit_to_model import check_ids_in_vocabulary
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.run_corpus import open_or_build_corpus
 from longspan.corpus.sources.file_sums import file_differences
-from longspan.corpus.sources.find_files import CorpusFile, files_of_other_kinds, find_files
-from longspan.corpus.sources.first_rows import texts_for_tokenizer
+from longspan.corpus.sources.find_files import CorpusFile, count_files_of_other_kinds, find_files
+from longspan.corpus.sources.first_rows import read_texts_for_tokenizer
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.corpus_documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
@@ -152,7 +152,7 @@ def test_which_files_of_a_folder_are_read(tmp_path: Path, names: str, read: str,
         return
     left_out = (tmp_path / "run",)
     assert list(find_files(str(tmp_path), leave_out=left_out)) == read.split()
-    assert files_of_other_kinds(str(tmp_path), leave_out=left_out) == others
+    assert count_files_of_other_kinds(str(tmp_path), leave_out=left_out) == others
 
 
 def test_ids_that_no_row_has_may_lie_beyond_the_embedding(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_tokenizer_is_trained_on_so_many_characters(tmp_path: Path, monkeypatc
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "defg", "hi", "j")))
     for most in (3, 4, 9):
         monkeypatch.setattr("longspan.corpus.sources.first_rows.SAMPLE_CHARACTERS", most)
-        assert "".join(texts_for_tokenizer([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]
+        assert "".join(read_texts_for_tokenizer([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]
 
 
 def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def save_as_datasets(folder: Path, files: Mapping[str, int], *named: str, **sett
 def test_of_a_saved_data_set_the_files_are_read_that_its_state_names(tmp_path: Path) -> None:
     data = save_as_datasets(tmp_path / "data", {"data-0.arrow": 4, "cache-1.arrow": 3}, "data-0.arrow")
     (data / "dataset_info.json").write_text("{}")
-    assert list(find_files(str(data))) == ["data-0.arrow"] and not files_of_other_kinds(str(data))
+    assert list(find_files(str(data))) == ["data-0.arrow"] and not count_files_of_other_kinds(str(data))
     said = list[str]()
     assert len(build(tmp_path, data, said=said)) == 4 and not [line for line in said if line.startswith("left out")]
     missing = (("data-0.arrow", "data-1.arrow"), "2 files, of which 1 are not")

@@ -19,8 +19,8 @@ from longspan.config.sections import DataConfig, SourceConfig
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.rows.sample import Row
 from longspan.corpus.run_corpus import open_or_build_corpus
-from longspan.corpus.sources.row_chunks import chunk_rows
-from longspan.corpus.sources.row_files import row_file
+from longspan.corpus.sources.row_chunks import parse_chunk
+from longspan.corpus.sources.row_files import make_row_file
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from longspan.data.corpus_documents import Corpus
 from longspan.data.document import count_targets
@@ -97,8 +97,8 @@ def test_every_form_gives_the_same_documents(tmp_path: Path, form: str) -> None:
 
 
 def read_all(path: Path) -> tuple[list[Any], list[Any]]:
-    file = row_file(path.name, path)
-    placed = [placed for chunk in file.read_chunks() for placed in chunk_rows(chunk)]
+    file = make_row_file(path.name, path)
+    placed = [placed for chunk in file.read_chunks() for placed in parse_chunk(chunk)]
     good = [file.read_row_at(position) for position, row in placed if isinstance(row, Row)]
     values = [row.values if isinstance(row, Row) else row.reason for _, row in placed]
     return values, [row.values for row in good if isinstance(row, Row)]
@@ -267,7 +267,7 @@ def test_an_arrow_file_that_ends_between_two_batches_is_refused(tmp_path: Path) 
     for size in range(8, len(whole), 8):
         path.write_bytes(whole[:size])
         with pytest.raises(DataError, match=r"rows.arrow of the corpus .* cannot be read"):
-            row_file("rows.arrow", path).read_chunks().__next__()
+            make_row_file("rows.arrow", path).read_chunks().__next__()
         with suppress(pyarrow.ArrowInvalid, OSError):
             rows.append(len(pyarrow.ipc.open_stream(whole[:size]).read_all()))
     assert {3, 6} <= {*rows}, "pyarrow reads some of these"

@@ -12,7 +12,7 @@ from longspan.config.sections import DataConfig, SourceConfig
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.rows.sample import Row
 from longspan.corpus.sources.find_files import CorpusFile, find_files, find_rows
-from longspan.corpus.sources.first_rows import rows_of_file
+from longspan.corpus.sources.first_rows import read_file_rows
 from longspan.corpus.sources.splits import read_split_parts
 from longspan.errors import DataError
 
@@ -24,7 +24,7 @@ def texts(name: str, rows: int) -> Any:
 
 
 def texts_read(path: Path, split: str = "") -> list[str]:
-    rows = [row for file in find_rows(str(path), split) for row in rows_of_file(file, 0)]
+    rows = [row for file in find_rows(str(path), split) for row in read_file_rows(file, 0)]
     return [row.values["text"] for row in rows if isinstance(row, Row)]
 
 

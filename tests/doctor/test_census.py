@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 from longspan.doctor import proof
 from longspan.doctor.cases import Case
 from longspan.doctor.proof import Outcome, ProofRanks, run_proof
-from longspan.doctor.stock import Expected, ModelAnswer
+from longspan.doctor.stock import ExpectedAnswer, ModelAnswer
 from longspan.model.exactness.small_copies import shrink_configuration
 
 EXACT = {
@@ -83,7 +83,7 @@ def test_a_family_is_exact(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_is_refused_with_its_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name != "falcon":  # one stock model is enough to show that a refusal comes after its answer
-        answers = {Case().answer_key: Expected(ModelAnswer(1.0, {}), 0.0)}
+        answers = {Case().answer_key: ExpectedAnswer(ModelAnswer(1.0, {}), 0.0)}
         monkeypatch.setattr(proof, "compute_expected_answers", lambda *_: answers)
     (outcome,) = _prove(name, (Case(),), ProofRanks(1, launch=lambda run, task, count, seconds: run(0, task)))
     assert outcome.status == "refused" and REFUSED[name] in outcome.message

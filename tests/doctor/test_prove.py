@@ -19,7 +19,7 @@ from longspan.doctor.frozen import widen_rows
 from longspan.doctor.proof import CaseRun, Outcome, ProofRanks, Task, outcome_text, prove, run_proof
 from longspan.doctor.stock import (
     EXACT,
-    Expected,
+    ExpectedAnswer,
     ModelAnswer,
     compute_expected_answers,
     compute_in_float64,
@@ -49,11 +49,11 @@ def test_half_precision_of_a_mixture_allows_rounding_alone(family: str) -> None:
         assert outcome.status == "exact" and outcome.tolerance is not None and outcome.tolerance < 0.1, outcome
 
 
-def _bounds(config: PreTrainedConfig) -> list[Expected]:
+def _bounds(config: PreTrainedConfig) -> list[ExpectedAnswer]:
     cases = [Case(dtype="float64"), Case(dtype="float32")]
     expected = compute_expected_answers(config, cases, draw_documents(config, LENGTHS)).values()
-    assert all(isinstance(answer, Expected) for answer in expected), expected
-    return cast(list[Expected], [*expected])
+    assert all(isinstance(answer, ExpectedAnswer) for answer in expected), expected
+    return cast(list[ExpectedAnswer], [*expected])
 
 
 def test_an_ill_conditioned_model_is_allowed_what_rounding_does_and_no_more() -> None:
@@ -130,7 +130,7 @@ def _of_mutants(rank: int, task: Task) -> dict[str, Outcome]:
 def _task(config: PreTrainedConfig) -> Task:
     documents = draw_documents(config, LENGTHS)
     expected = compute_expected_answers(config, [CASE], documents)
-    answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
+    answers = {key: answer for key, answer in expected.items() if isinstance(answer, ExpectedAnswer)}
     return Task(config, Layout(ranks=2), ((0, CASE),), answers, documents, "gloo", 60.0)
 
 

@@ -65,10 +65,10 @@ def coming(batches: list[Any]) -> ComingStep:
 def test_a_step_is_of_its_batches_until_they_are_written_to() -> None:
     batches = [batch(), batch()]
     step = coming(batches)
-    assert step.has_batches(batches) and step.firsts == [0, 2]
-    assert not step.has_batches([batch(), batches[1]]) and not step.has_batches(batches[:1])
+    assert step.is_read_from(batches) and step.firsts == [0, 2]
+    assert not step.is_read_from([batch(), batches[1]]) and not step.is_read_from(batches[:1])
     batches[1]["labels"][0, 1] = -100
-    assert not step.has_batches(batches)
+    assert not step.is_read_from(batches)
 
 
 def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to() -> None:

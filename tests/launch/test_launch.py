@@ -213,7 +213,7 @@ def environment(rank):
     return os.getppid(), os.environ.get("LONGSPAN_TEST"), "PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ
 
 if __name__ == "__main__":
-    with fork_server.imports_for_ranks({"LONGSPAN_TEST": "imports"}):
+    with fork_server.import_for_ranks({"LONGSPAN_TEST": "imports"}):
         pid = forkserver._forkserver._forkserver_pid
         variables, begun = {"LONGSPAN_TEST=imports", "PYTORCH_NVML_BASED_CUDA_CHECK=1"}, []
         for _ in range(100):  # the file is incomplete while the process begins
@@ -227,7 +227,7 @@ if __name__ == "__main__":
         assert run_local(environment, 2) == [(pid, None, False)] * 2
     assert not os.path.exists(f"/proc/{pid}"), "the server outlives its command"
     try:
-        with fork_server.imports_for_ranks({}):
+        with fork_server.import_for_ranks({}):
             pid = forkserver._forkserver._forkserver_pid
             raise ValueError("of a flag")
     except ValueError:

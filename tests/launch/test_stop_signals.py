@@ -26,7 +26,7 @@ from longspan.config.file import to_toml
 from longspan.errors import CheckpointError
 from longspan.evaluation.request import EvalRequest
 from longspan.launch import fork_server, launcher_watch, stop_signals
-from longspan.launch.fork_server import imports_for_ranks
+from longspan.launch.fork_server import import_for_ranks
 from longspan.launch.launch import run_local, start_store_server
 from longspan.launch.launcher_watch import processes_of_torchrun
 from longspan.launch.stop_signals import (
@@ -155,7 +155,7 @@ def test_a_signal_that_comes_as_the_fork_server_starts_ends_it(monkeypatch: pyte
     killed = list[bool]()
     monkeypatch.setattr(forkserver, "ensure_running", lambda: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(fork_server, "kill_fork_server", lambda: killed.append(True))
-    with raise_on_stop_signals(), pytest.raises(Interrupted, match="SIGTERM"), imports_for_ranks({}):
+    with raise_on_stop_signals(), pytest.raises(Interrupted, match="SIGTERM"), import_for_ranks({}):
         pass
     assert killed
 

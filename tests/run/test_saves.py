@@ -155,12 +155,12 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
     assert [step for step, loss in losses.items() if best.record_if_best(rows(loss), step)] == [10, 30, 60]
     assert said[1] == "step 30 has the best eval_loss so far, 2 (before: 3 at step 10); its checkpoint is kept"
     resumed = BestCheckpoint("eval_loss", tmp_path, world, said.append)
-    resumed.load_bests(60, [60, 30])
+    resumed.restore_best_steps(60, [60, 30])
     assert resumed.step == 60
-    resumed.load_bests(50, [50, 30])  # what came after the checkpoint that the run goes on from is made again
+    resumed.restore_best_steps(50, [50, 30])  # what came after the checkpoint that the run goes on from is made again
     assert resumed.step == 30 and not resumed.record_if_best(rows(2.5), 60) and resumed.record_if_best(rows(1.5), 60)
     higher = BestCheckpoint("code/eval_hits:higher", tmp_path, world, said.append)
-    higher.load_bests(60, [60, 30])
+    higher.restore_best_steps(60, [60, 30])
     assert higher.step == 0 and "is of another figure" in said[-1]
     assert [higher.record_if_best(rows(1.0, eval_hits=hits), step) for step, hits in ((70, 0.5), (80, 0.4))] == [
         True,
@@ -169,7 +169,7 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
     with pytest.raises(ConfigError, match=r"checkpoint.keep_best names eval_hits, and the evaluation has eval_loss"):
         higher.record_if_best(rows(1.0), 90)
     (tmp_path / "best.json").write_text("{")
-    higher.load_bests(60, [60, 30])
+    higher.restore_best_steps(60, [60, 30])
     assert higher.step == 0 and "is damaged" in said[-1]
 
 

@@ -115,7 +115,7 @@ def test_a_gpu_gets_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_cpu_has_no_column_of_its_allocator() -> None:
     watch = watches.AllocatorWatch(torch.device("cpu"))
-    assert watch.count_step_retries() == {} and watch.warning_once(0.0) == ""
+    assert watch.count_step_retries() == {} and watch.take_warning(0.0) == ""
 
 
 def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypat
     watch = watches.AllocatorWatch(torch.device("cuda", 0))
     for retries in steps:
         assert watch.count_step_retries() == {"allocator_retries": retries} and watch.of_step == retries
-        lines.append(watch.warning_once(retries))
+        lines.append(watch.take_warning(retries))
     assert [bool(line) for line in lines] == [False] * 4 + [True] + [False] * 2
     assert lines[4] == (
         "the GPU's allocator ran out of memory 3 times a step: each time it waits for the GPU, gives back what is free "

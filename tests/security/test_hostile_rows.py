@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from longspan.corpus.rows.chats.infer_turns import longest_overlap
 from longspan.corpus.rows.sample import BadRow
-from longspan.corpus.sources.row_chunks import chunk_rows
-from longspan.corpus.sources.row_files import CHUNK_BYTES, row_file
+from longspan.corpus.sources.row_chunks import parse_chunk
+from longspan.corpus.sources.row_files import CHUNK_BYTES, make_row_file
 from longspan.data.corpus_documents import Corpus
 from longspan.errors import DataError
 from tests.corpus.test_formats import corpus_of, rows_as, zstd
@@ -57,8 +57,8 @@ def test_texts_in_parts_of_a_table_count_and_images_do_not(tmp_path: Path) -> No
     table = pyarrow.Table.from_pylist([row | {"images": [{"bytes": b"x" * 3000, "path": None}]} for row in rows])
     words = pyarrow.array(["short", "word " * 400, "short"]).dictionary_encode()
     parquet.write_table(table.append_column("word", words), tmp_path / "rows.parquet")
-    (chunk,) = row_file("rows.parquet", tmp_path / "rows.parquet", LIMIT * 5).read_chunks()
-    assert [type(row.row) is BadRow for row in chunk_rows(chunk)] == [False, True, False]
+    (chunk,) = make_row_file("rows.parquet", tmp_path / "rows.parquet", LIMIT * 5).read_chunks()
+    assert [type(row.row) is BadRow for row in parse_chunk(chunk)] == [False, True, False]
 
 
 def test_a_line_that_is_too_long_is_read_over_in_pieces(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ def test_a_line_that_is_too_long_is_read_over_in_pieces(tmp_path: Path) -> None:
     data = b"\n".join([whole, b" " * size, whole, b'{"text": "' + b"a" * LIMIT + b'"}', whole])
     for name, write in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstd)):
         (tmp_path / name).write_bytes(write(data))
-        file = row_file(name, tmp_path / name, LIMIT)
+        file = make_row_file(name, tmp_path / name, LIMIT)
         chunks = list(file.read_chunks())
         assert max(len(chunk.data) for chunk in chunks) <= CHUNK_BYTES + LIMIT + 1
         assert any(not chunk.data for chunk in chunks)
-        rows = [row for chunk in chunks for row in chunk_rows(chunk)]
+        rows = [row for chunk in chunks for row in parse_chunk(chunk)]
         assert [type(row.row) is BadRow for row in rows] == [False, True, False, True, False]
         assert [row.row.where for row in rows] == [f"{name}, line {n}" for n in range(1, 6)]
         assert f"a line of {size:,} bytes" in str(rows[1].row)

@@ -533,7 +533,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of q, k, v and sinks. Parts go from the last to the first, as on every member.
 
-        Forward saved _SAVED tensors for each slice of each part, where None stands for the output of a part.
+        `saved` is [whole out or None, then _SAVED tensors a slice]; None among these stands for the output of a part.
+        `run` takes the tensors that are not None, in order, because a recorded replay accepts tensors only.
         """
         sinks, indices, *saved = ctx.saved_tensors
         call = _with_layer_tensors(ctx.call, sinks, indices)
@@ -542,12 +543,12 @@ class _Attend(torch.autograd.Function):
         dout_and_saved = [gradients[0].contiguous(), *saved]
 
         def run(call: AttendCall, *tensors: Tensor) -> list[Any]:
-            present = iter(tensors)
-            dout, out, *saved = cast(list[Any], [x if x is None else next(present) for x in dout_and_saved])
+            remaining = iter(tensors)
+            dout, out, *unread = cast(list[Any], [x if x is None else next(remaining) for x in dout_and_saved])
             parts: list[Gradients] = []
             for (rows, cp_comm_type, members), count in zip(reversed(call.parts), reversed(slices), strict=True):
-                part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * count :]]
-                del saved[-_SAVED * count :]
+                part_tensors = [take_rows(out, rows) if x is None else x for x in unread[-_SAVED * count :]]
+                del unread[-_SAVED * count :]
                 saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
                 with _disable_autocast(dout):
                     compute = find_comm_pattern(cp_comm_type)[1]

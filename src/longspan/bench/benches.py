@@ -49,7 +49,7 @@ class BenchFlags:
                 f"--out {self.out}: the record is JSON, its table goes beside it; give {self.out[:-3]}.json"
             )
 
-    def processes(self, without_gpus: int) -> tuple[int, str]:
+    def choose_processes(self, without_gpus: int) -> tuple[int, str]:
         """Choose the processes, and print a note about them; returns their number (without --world, torchrun and GPUs
         `without_gpus`), and their backend.
         """

@@ -93,8 +93,8 @@ def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, is_known
     parts = defaultdict[Part, list[CalibrationSample]](list)
     for sample in samples:
         parts[sample.part].append(sample)
-    figures: dict[str, Any] = {}
-    fitted: dict[str, float] = {}
+    figures = dict[str, Any]()
+    fitted = dict[str, float]()
 
     def fit_line(rows: Sequence[CalibrationSample], *names: str) -> dict[str, float]:
         """Fit the seconds of one of each of these counts, without those of 0; `fitted` gets what samples take."""
@@ -266,7 +266,7 @@ class _CalibrationBench:
         """Time trials together, and return their samples with the slowest rank's seconds in the median of rounds. Every
         round has all trials, so that what disturbs the machine for a while disturbs no sample in most rounds.
         """
-        times: list[list[float]] = []
+        times = list[list[float]]()
         warmup = self.flags.warmup
         repeats = self.flags.repeats
         for i in range(warmup + repeats):
@@ -487,7 +487,7 @@ class CalibrateFlags(BenchFlags):
 def main(argv: Sequence[str]) -> int:
     """Run the bench; returns the exit code."""
     flags = parse_flags(CalibrateFlags, argv, "longspan bench calibrate")
-    ranks, backend = flags.processes(CPU_RANKS)
+    ranks, backend = flags.choose_processes(CPU_RANKS)
     flags.check_flags()
     if not Path(flags.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")

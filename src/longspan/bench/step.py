@@ -469,7 +469,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
     plan = training.training_choice.plan(settings.lengths, settings.home)
     planning_seconds = time.perf_counter() - started
     documents = synthetic_documents(settings.lengths, vocabulary_size(training.model) or 2)
-    losses: list[float] = []
+    losses = list[float]()
 
     def take_step() -> None:
         losses.append(training.take_step(plan, documents, len(losses)).loss)
@@ -612,7 +612,7 @@ CPU_RANKS = 2
 def main(argv: Sequence[str], peers: Peers | None = None) -> int:
     """Run the bench, and after the planners what `peers` measure; returns the exit code."""
     flags, config = parse_step_flags(argv)
-    ranks, backend = flags.processes(CPU_RANKS)
+    ranks, backend = flags.choose_processes(CPU_RANKS)
     settings = make_settings(flags, config, ranks, backend, ["longspan", "bench", "step", *argv])
     if not (settings.planners or peers):
         raise ConfigError(f"--planners is none: nothing to time; name some of {', '.join(PLANNERS)}")

@@ -216,12 +216,12 @@ def load_checkpoint(
     tensors = make_entries_to_fill(model, optimizer)
     names = world.control.reduce_object({*tensors["model"]}, set[str].union, "gather of host values") or set[str]()
     if weights:
-        _check_weight_names(path, _names_under("model.", metadata), names)
+        _check_weight_names(path, _names_with_prefix("model.", metadata), names)
     else:
         tensors["model"] = {}
     others = dict[str, Any]()  # of the optimizer, no tensors: its own settings, and numbers as they were saved
     if optimizer is not None:
-        saved = _names_under("optimizer.", metadata) | stored.numbers.keys()
+        saved = _names_with_prefix("optimizer.", metadata) | stored.numbers.keys()
         drop_absent_moments(path, saved, stored.settings, model, optimizer, tensors, world)
         others = {name: x for name, x in tensors["optimizer"].items() if not isinstance(x, Tensor)}
         tensors["optimizer"] = {name: x for name, x in tensors["optimizer"].items() if name not in others}
@@ -356,7 +356,7 @@ def drop_absent_moments(
         del moments[name]
 
 
-def _names_under(prefix: str, metadata: Metadata) -> set[str]:
+def _names_with_prefix(prefix: str, metadata: Metadata) -> set[str]:
     """Return the names of stored tensors that begin with a prefix, without it."""
     return {name.removeprefix(prefix) for name in metadata.state_dict_metadata if name.startswith(prefix)}
 

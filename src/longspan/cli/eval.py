@@ -63,7 +63,7 @@ from longspan.evaluation.saved_results import (
 )
 from longspan.files import as_json, json_safe_values, os_error_text, read_json
 from longspan.hub import find_local_path
-from longspan.launch.output import outlive_output
+from longspan.launch.output import keep_prints_from_failing
 from longspan.launch.stop_signals import block_signals
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page
@@ -151,7 +151,7 @@ class EvalFlags:
 
 def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlags:
     """Parse the flags of `eval`. With a run's configuration, keys of the layout that no flag gives have its values."""
-    sections: dict[str, Any] = {}
+    sections = dict[str, Any]()
     if config is not None:
         sections = {
             "parallel": config.parallel,
@@ -335,7 +335,7 @@ def eval_rank(
 ) -> tuple[SubjectResult, ...]:
     """Evaluate on one rank. What imports torch is imported here, as a part of the start that is timed (`starts`)."""
     starts.end_part("processes")
-    outlive_output(None, ["stderr"])
+    keep_prints_from_failing(None, ["stderr"])
     config = request.subjects[0].config
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compile != "none")

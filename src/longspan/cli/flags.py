@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from longspan.config.keys import (
     NOT_GIVEN,
     key_value,
-    own_texts,
+    read_own_texts,
     section_keys,
     section_texts,
     with_key_values,
@@ -59,7 +59,7 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
     """Write the help of a verb: its text, its examples, and the flags of its `SHOWN`, or (`whole`) all `types`."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     words = word_fields(kind)
-    texts = {name: text for base in reversed(kind.__mro__[:-1]) for name, text in own_texts(base).items()}
+    texts = {name: text for base in reversed(kind.__mro__[:-1]) for name, text in read_own_texts(base).items()}
     for section, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
             texts |= {f"{section}.{key}": text for key, text in section_texts(hint).items()}

@@ -13,7 +13,7 @@ from longspan.errors import ConfigError, DataError
 from longspan.evaluation.fit_layout import fit_evaluation_plans
 from longspan.evaluation.request import EvalRequest
 from longspan.files import as_json
-from longspan.launch.output import outlive_output
+from longspan.launch.output import keep_prints_from_failing
 from longspan.launch.stop_signals import block_signals
 from longspan.resolve.choice import home_of
 from longspan.run.progress import ProgressDisplay
@@ -94,7 +94,7 @@ def _generate_on_rank(
     rank: int, request: EvalRequest, flags: GenerateFlags, ranks: int, backend: str
 ) -> "Completions":
     """Complete the prompts that flags name on one rank, with the weights of the request; torch is imported here."""
-    outlive_output(None, ["stderr"])
+    keep_prints_from_failing(None, ["stderr"])
     with block_signals():  # some of these imports catch every exception, and that of a signal with them
         from longspan.comm import World
         from longspan.comm.all_ranks import run_on_every_rank

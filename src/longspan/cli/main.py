@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        with raise_on_stop_signals(), _imports_ahead(words) if argv is None else nullcontext():
+        with raise_on_stop_signals(), _import_ahead(words) if argv is None else nullcontext():
             verb = words[0] if words else "help"
             if verb in ("-h", "--help", "--help-all", "help"):
                 print(USAGE)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
+def _import_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
     """Return a context in which another process imports what ranks need, if the words of a command start ranks here.
 
     Under torchrun (RANK is set) this process is a rank itself, and starts none.
@@ -95,9 +95,9 @@ def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
     if not starts_ranks or "RANK" in os.environ:
         return nullcontext()
     from longspan.cli.machine import allocator_environment
-    from longspan.launch.fork_server import imports_for_ranks
+    from longspan.launch.fork_server import import_for_ranks
 
-    return imports_for_ranks(allocator_environment())
+    return import_for_ranks(allocator_environment())
 
 
 def _print_error(error: LongspanError, *, debug: bool) -> int:

@@ -18,7 +18,7 @@ from longspan.corpus.recipe import CorpusSettings, make_recipe
 from longspan.corpus.rows.kinds import rename_columns
 from longspan.corpus.rows.sample import BadRow, Sample
 from longspan.corpus.run_corpus import load_configured_tokenizer
-from longspan.corpus.sources.first_rows import rows_of_file, texts_for_tokenizer
+from longspan.corpus.sources.first_rows import read_file_rows, read_texts_for_tokenizer
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.document import NO_TARGET, Document
 from longspan.data.shared_prefixes import find_families
@@ -39,7 +39,7 @@ def show_rows(config: RunConfig, count: int) -> None:
     settings = CorpusSettings.for_run(config)
     data = config.data
     files = settings.find_source_files(Path(config.run.dir))
-    texts = texts_for_tokenizer(files, data.max_text_bytes)
+    texts = read_texts_for_tokenizer(files, data.max_text_bytes)
     tokenizer = load_configured_tokenizer(config) or train_tokenizer(texts, data.vocab_size)
     recipe = make_recipe(settings, files, (), tokenizer)
     marks = _COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else _MARKS
@@ -48,7 +48,7 @@ def show_rows(config: RunConfig, count: int) -> None:
     shown = list[Document]()
     for source, encoding in enumerate(recipe.encodings):
         of_source = (file for file in files if file.source == source)
-        rows = (row for file in of_source for row in rows_of_file(file, data.max_text_bytes))
+        rows = (row for file in of_source for row in read_file_rows(file, data.max_text_bytes))
         for row in islice(rows, count):
             is_bad = isinstance(row, BadRow)
             for sample in [row] if is_bad else encoding.encode([rename_columns(row, data.rename_columns)]):
@@ -67,7 +67,7 @@ def show_rows(config: RunConfig, count: int) -> None:
 def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
     """Draw the families of documents, numbered as they are shown, as trees: prefixes, and what continues each."""
     families = find_families(documents, depths=depths)
-    branches: dict[int, list[int]] = {}
+    branches = dict[int, list[int]]()
     for number, parent in enumerate(families.parents):
         branches.setdefault(parent, []).append(number)
     # a part, what is drawn before it, and before those that continue it

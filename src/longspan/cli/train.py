@@ -24,7 +24,7 @@ from longspan.cli.train_flags import parse_train
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
-from longspan.launch.output import outlive_output
+from longspan.launch.output import keep_prints_from_failing
 from longspan.launch.stop_signals import NOTICES, Interrupted, block_signals, ignore_signals
 from longspan.resolve.choice import home_of
 from longspan.run.checks import check_config, check_data, check_paths_exist
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         if prints_results():
             show_rows(config, flags.show)
         return 0
-    outlive_output(Path(config.run.dir))
+    keep_prints_from_failing(Path(config.run.dir))
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
     if not has_torchrun():  # whose ranks run already: they find a missing path themselves
@@ -90,7 +90,7 @@ def train_rank(
     leave their world and begin anew with half of the rows that "auto" had chosen.
     """
     starts.end_part("processes")
-    outlive_output(Path(config.run.dir))
+    keep_prints_from_failing(Path(config.run.dir))
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compile != "none")
     # imports, made here under torchrun, leave no garbage, and looking for some takes a tenth of the time

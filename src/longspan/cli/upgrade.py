@@ -83,7 +83,7 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     if twice := [f"{old} and {renamed[old]}" for old in renamed if {old, renamed[old]} <= given_keys]:
         raise ConfigError(f"the file gives a key by its old and its new name: {', '.join(twice)}; leave one out")
     document = tomlkit.parse(text)
-    moved: dict[str, Any] = {}
+    moved = dict[str, Any]()
     for section in [name for name, table in document.items() if isinstance(table, Table)]:
         _rename_keys(document, section, moved)
     sets = document.pop(OLD_SETS, None)

@@ -4,7 +4,6 @@ Point-to-point on the plane's parent group works for any members and any order; 
 their own (`process_groups.py`), one call of it does the same. `Channels` has those of a rank.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from longspan.comm.meshes import Meshes
-from longspan.comm.process_groups import ParentName, ProcessGroups
+from longspan.comm.process_groups import CommunicatorChoice, ParentName, ProcessGroups
 from longspan.comm.watch import Operation, Watch
 from longspan.errors import CommError
 from longspan.layout import Layout
@@ -301,45 +300,6 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     for addend in parts[1:]:
         total += addend
     return total.to(dtype)
-
-
-class CommunicatorChoice:
-    """Chooses, plan after plan, the slots that get a communicator, at most `max_groups` for each slot.
-
-    A group gains one where it recurs: where all groups of its plan have one degree (the fixed degrees of training and
-    evaluation), or where it has been in two micro-batches so far. Slots of planners ascend; groups of others talk point
-    to point, as torch sorts the ranks of a communicator.
-    """
-
-    def __init__(self, max_groups: int) -> None:
-        self.max_groups = max_groups
-        self._seen: Counter[tuple[int, ...]] = Counter()  # how many micro-batches had these slots as a group
-        self._chosen: set[tuple[int, ...]] = set()
-        self._load: Counter[int] = Counter()  # communicators per slot
-
-    def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
-        """Return the slots of this plan's groups that get communicators now, in plan order, and remember all that its
-        groups were.
-        """
-        groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
-        one_degree = len({group.degree for group in groups}) == 1
-        candidates = [group.slots for group in groups if self._may_get_communicator(group.slots)]
-        self._seen.update(candidates)
-        chosen_groups: list[tuple[int, ...]] = []
-        for slots in dict.fromkeys(candidates):  # one that was chosen may have taken the room of the next
-            if self._may_get_communicator(slots) and (one_degree or self._seen[slots] > 1):
-                chosen_groups.append(slots)
-                self._chosen.add(slots)
-                self._load.update(slots)
-                del self._seen[slots]
-        return chosen_groups
-
-    def _may_get_communicator(self, slots: tuple[int, ...]) -> bool:
-        """Whether all these slots have room for one more communicator, and these have none. A communicator is never
-        given up.
-        """
-        has_room = all(self._load[slot] < self.max_groups for slot in slots)
-        return has_room and slots not in self._chosen and slots == tuple(sorted(slots))
 
 
 class Channels:

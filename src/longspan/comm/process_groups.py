@@ -8,6 +8,7 @@ None is never passed to torch, which would take it for the whole world.
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from longspan.comm.rendezvous import Place
 from longspan.comm.watch import Watch
 from longspan.errors import CommError, plural
 from longspan.launch.environment import temporary_variables
+from longspan.plan import Plan
 
 ParentName = Literal["plane", "everyone", "pipeline", "tp", "control"]
 
@@ -147,6 +149,45 @@ class ProcessGroups:
         self.parents.clear()
         self.by_ranks.clear()
         return unused
+
+
+class CommunicatorChoice:
+    """Chooses, plan after plan, the slots that get a communicator, at most `max_groups` for each slot.
+
+    A group gains one where it recurs: where all groups of its plan have one degree (the fixed degrees of training and
+    evaluation), or where it has been in two micro-batches so far. Slots of planners ascend; groups of others talk point
+    to point, as torch sorts the ranks of a communicator.
+    """
+
+    def __init__(self, max_groups: int) -> None:
+        self.max_groups = max_groups
+        self._seen = Counter[tuple[int, ...]]()  # how many micro-batches had these slots as a group
+        self._chosen = set[tuple[int, ...]]()
+        self._load = Counter[int]()  # communicators per slot
+
+    def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
+        """Return the slots of this plan's groups that get communicators now, in plan order; count the groups that may
+        still get one.
+        """
+        groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
+        one_degree = len({group.degree for group in groups}) == 1
+        candidates = [group.slots for group in groups if self._may_get_communicator(group.slots)]
+        self._seen.update(candidates)
+        chosen_groups = list[tuple[int, ...]]()
+        for slots in dict.fromkeys(candidates):  # one that was chosen may have taken the room of the next
+            if self._may_get_communicator(slots) and (one_degree or self._seen[slots] > 1):
+                chosen_groups.append(slots)
+                self._chosen.add(slots)
+                self._load.update(slots)
+                del self._seen[slots]
+        return chosen_groups
+
+    def _may_get_communicator(self, slots: tuple[int, ...]) -> bool:
+        """Whether all these slots have room for one more communicator, and these have none. A communicator is never
+        given up.
+        """
+        has_room = all(self._load[slot] < self.max_groups for slot in slots)
+        return has_room and slots not in self._chosen and slots == tuple(sorted(slots))
 
 
 # Gloo connects every pair of members of a group that carries a CPU's tensors when it makes it: of the plane's group, of

@@ -409,6 +409,12 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
     return SequenceShard(micro_batch, world.slot, world.key, world.device, seed=(world.seed, world.step))
 
 
+def check_is_shard(caller: str, shard: object) -> None:
+    """Raise LayoutError, naming the calling function, unless it got a shard."""
+    if not isinstance(shard, SequenceShard):
+        raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
+
+
 def _gather_packed_rows(x_local: Tensor, shard: SequenceShard) -> Tensor:
     """Gather the rows of all slots of this plane, and lay them in packed order: (S, …)."""
     world = world_of(shard.world_key)

@@ -31,7 +31,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     nearest name) and values of the wrong type. Whether the values fit together is checked by `check_config`.
     """
     config = RunConfig() if path is None else read_file(path)
-    tables: dict[str, Any] = {}
+    tables = dict[str, Any]()
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         # no name: the tables [[evaluation.sets]]

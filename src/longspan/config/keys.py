@@ -160,18 +160,18 @@ def section_texts(kind: type[Any]) -> Mapping[str, str]:
     """Return the text of every key of a section or table: the string under it in the source, of the nearest class."""
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
-        texts |= own_texts(base)
+        texts |= read_own_texts(base)
     return texts
 
 
-def own_texts(kind: type) -> dict[str, str]:
+def read_own_texts(kind: type) -> dict[str, str]:
     """Read the texts under the keys that one class declares, without those of its bases, from its source file."""
     (section,) = (
         node
         for node in ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and node.name == kind.__name__
     )
-    texts: dict[str, str] = {}
+    texts = dict[str, str]()
     for key, text in zip(section.body, section.body[1:], strict=False):
         match key, text:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):

@@ -17,7 +17,7 @@ def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
 
 
 def given_checkpointing(train: TrainConfig) -> Checkpointing | None:
-    """Return what layers recompute by a key that is given; None: it is left to the plan of memory."""
+    """Return what layers recompute by train.activation_checkpointing; None ("auto"): the plan of memory decides."""
     word: Any = train.activation_checkpointing.removesuffix(ON_HOST)
     return None if word == AUTO else word
 

@@ -141,8 +141,8 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     >>> upgraded_tables({"train": {"memory": "none", "lr": 0.1}, "eval": [{"name": "books"}]})
     {'train': {'plan_memory': False}, 'optimizer': {'lr': 0.1}, 'evaluation': {'sets': [{'name': 'books'}]}}
     """
-    upgraded: dict[str, Any] = {}
-    gone: dict[str, Any] = {}
+    upgraded = dict[str, Any]()
+    gone = dict[str, Any]()
     for section, values in tables.items():
         if section == OLD_SETS:
             upgraded.setdefault("evaluation", {})["sets"] = values
@@ -174,27 +174,27 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of `REPLACING` that say what keys that are gone said, if that was not their default."""
+    """Yield keys of `REPLACING` with the values that stand for those of `gone` that were not at their default."""
 
-    def value_now(key: str, default: Any) -> Any:
+    def current_value(key: str, default: Any) -> Any:
         section, _, name = key.partition(".")
         return tables.get(section, {}).get(name, default)
 
-    if (factor := gone.get("model.rope_factor")) and (word := value_now("model.rope_scaling", "")):
+    if (factor := gone.get("model.rope_factor")) and (word := current_value("model.rope_scaling", "")):
         yield "model.rope_scaling", f"{word}:{str(factor).removesuffix('.0')}"  # yarn:4, as files and docs write it
-    checkpointing = value_now("train.activation_checkpointing", "auto")
+    checkpointing = current_value("train.activation_checkpointing", "auto")
     if gone.get("train.offload_activations") and checkpointing not in ("auto", "none", False):
         yield "train.activation_checkpointing", ("full" if checkpointing is True else checkpointing) + "+host"
     if coefficient := gone.get("train.center_rewards_coefficient"):
-        arguments = _require_list("train.loss_arguments", value_now("train.loss_arguments", ()))
+        arguments = _require_list("train.loss_arguments", current_value("train.loss_arguments", ()))
         yield "train.loss_arguments", [*arguments, f"center_rewards_coefficient={coefficient}"]
     betas = _require_list("train.betas", gone.get("train.betas", [0.9, 0.95]))
     if [*betas] != [0.9, 0.95]:
-        arguments = _require_list("optimizer.arguments", value_now("optimizer.arguments", ()))
+        arguments = _require_list("optimizer.arguments", current_value("optimizer.arguments", ()))
         yield "optimizer.arguments", [*arguments, f"betas={json.dumps(betas)}"]
     if steps := gone.get("optimizer.decay_steps"):
         yield "optimizer.lr_schedule", f"wsd:{steps}"
-    if gone.get("encoder.activation_checkpointing") and not value_now("encoder.max_tokens", 0):
+    if gone.get("encoder.activation_checkpointing") and not current_value("encoder.max_tokens", 0):
         yield "encoder.max_tokens", ALL_IMAGES
 
 
@@ -230,7 +230,7 @@ def _are_tables(values: Any) -> bool:
 
 
 def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
-    """List the keys that are gone of the tables of evaluation sets, each once, as `GONE` has them."""
+    """List each key of tables of evaluation sets that is gone, once, by its name in `GONE`."""
     evaluation = tables.get("evaluation")
     arrays: tuple[Any, ...] = (
         tables.get(OLD_SETS),

@@ -26,7 +26,7 @@ from longspan.config.keys import (
 from longspan.config.plan_section import ContextConfig, EvalConfig, EvaluationSection
 from longspan.config.text_values import (
     NamedGroup,
-    word_and_number,
+    read_word_and_number,
 )
 from longspan.errors import ConfigError
 
@@ -76,7 +76,7 @@ class ModelConfig(Section):
     @property
     def rope(self) -> tuple[str, float]:
         """How rotary positions are scaled, and by which factor; 0: by the one that the longest document needs."""
-        return word_and_number(
+        return read_word_and_number(
             "model.rope_scaling", self.rope_scaling, {"": None, "yarn": Above(1), "linear": Above(1)}
         )
 
@@ -296,7 +296,7 @@ class OptimizerSection(Section):
         Raises ConfigError for steps that are not whole.
         """
         words = {"cosine": None, "linear": None, "constant": None, "wsd": AtLeast(1)}
-        word, steps = word_and_number("optimizer.lr_schedule", self.lr_schedule, words)
+        word, steps = read_word_and_number("optimizer.lr_schedule", self.lr_schedule, words)
         if not steps.is_integer():
             raise ConfigError(f"optimizer.lr_schedule is {self.lr_schedule!r}; give whole steps, as in 'wsd:200'")
         return word, int(steps)

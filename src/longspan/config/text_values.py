@@ -113,10 +113,10 @@ def read_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
-def word_and_number(name: str, text: str, words: Mapping[str, AtLeast | None]) -> tuple[str, float]:
+def read_word_and_number(name: str, text: str, words: Mapping[str, AtLeast | None]) -> tuple[str, float]:
     """Read a word, and the number behind its colon where it may have one, by its bound; 0 where none is given.
 
-    >>> word_and_number("optimizer.lr_schedule", "wsd:200", {"cosine": None, "wsd": AtLeast(1)})
+    >>> read_word_and_number("optimizer.lr_schedule", "wsd:200", {"cosine": None, "wsd": AtLeast(1)})
     ('wsd', 200.0)
 
     Raises ConfigError, which names the key `name`, for another text.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longspan.corpus.document_encoder import Encoded, FileChunk, Notes
+from longspan.corpus.document_encoder import EncodedDocuments, FileChunk, Notes
 from longspan.corpus.encoding_processes import encode_batches
 from longspan.corpus.mismatched_answers import MismatchedAnswers
 from longspan.corpus.recipe import Recipe
@@ -111,10 +111,10 @@ class _Writer:
             if file is not None:
                 file.close()
 
-    def write_rows(self, encoded: Encoded) -> None:
+    def write_rows(self, encoded: EncodedDocuments) -> None:
         """Append the documents of a batch to all files. Raises DataError if labels of rows have different sizes."""
         if self._mismatched is not None:
-            encoded = self._mismatched.follow_documents(encoded)
+            encoded = self._mismatched.add_mismatched_documents(encoded)
         # A text is a row: a file and a position there.
         begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
         values = {  # of all columns that a corpus can have; this one may lack some

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import rename_columns
 from longspan.corpus.rows.sample import BadRow, Row, Sample
-from longspan.corpus.sources.row_chunks import RowChunk, chunk_rows
+from longspan.corpus.sources.row_chunks import RowChunk, parse_chunk
 from longspan.data.array_files import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.image_table import PlacedImage
 from longspan.data.manifest import SHORTEST
@@ -66,7 +66,7 @@ class Notes:
         self.ends |= other.ends
 
 
-class Encoded(NamedTuple):
+class EncodedDocuments(NamedTuple):
     """The documents of some rows: `ids` and `codes` end to end (T,), other fields with one value per document (D,).
 
     `positions` are those of rows in files, `hashes` of the texts before they were cut. Without `codes` every token is
@@ -98,7 +98,7 @@ class DocumentEncoder:
     dtype: str
     skip_bad: bool = False
 
-    def encode_chunks(self, chunks: Sequence[FileChunk]) -> Encoded:
+    def encode_chunks(self, chunks: Sequence[FileChunk]) -> EncodedDocuments:
         """Encode the rows of chunks in order. Raises DataError for the first bad row, unless bad rows are skipped."""
         batch = _BatchDocuments(self)
         for source, group in groupby(chunks, key=lambda chunk: chunk.source):
@@ -107,7 +107,7 @@ class DocumentEncoder:
             places = list[tuple[int, int]]()  # of rows: the file, and the position there
             for file_chunk in group:
                 try:
-                    for position, row in chunk_rows(file_chunk.chunk):
+                    for position, row in parse_chunk(file_chunk.chunk):
                         batch.notes.rows += 1
                         if isinstance(row, BadRow):
                             batch.add_bad_row(row)
@@ -225,7 +225,7 @@ class _BatchDocuments:
         if len(self.notes.bad) < SHOWN:
             self.notes.bad.append(f"{row.where}: {row.reason}")
 
-    def collect_documents(self) -> Encoded:
+    def collect_documents(self) -> EncodedDocuments:
         """Return all that was collected, end to end.
 
         Codes have one byte each unless labels name other tokens; if all are OWN_TOKEN there are none.
@@ -238,7 +238,7 @@ class _BatchDocuments:
         ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
         table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         lengths, targets, files, positions, hashes = (column.copy() for column in table.T)
-        return Encoded(
+        return EncodedDocuments(
             ids, codes, lengths, targets, files, positions, hashes, self.notes, self._images, self._numbers
         )
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk
+from longspan.corpus.document_encoder import DocumentEncoder, EncodedDocuments, FileChunk
 from longspan.errors import DataError, LongspanError
 from longspan.launch.worker import Worker, next_request
 
@@ -21,7 +21,7 @@ Batch = Sequence[FileChunk]
 
 def encode_batches(
     encoder: DocumentEncoder, batches: Iterable[Batch], workers: int
-) -> Iterator[tuple[Batch, Encoded]]:
+) -> Iterator[tuple[Batch, EncodedDocuments]]:
     """Yield each batch with its documents, in order, encoded by `workers` processes (0 and 1: by this one).
 
     In flight are two batches for each worker: one that it encodes, and one that waits. A batch of more than
@@ -31,7 +31,7 @@ def encode_batches(
         for batch in batches:
             yield batch, encoder.encode_chunks(batch)
         return
-    in_flight = deque[tuple[Batch, int, Future[Encoded]]]()
+    in_flight = deque[tuple[Batch, int, Future[EncodedDocuments]]]()
     bytes_in_flight = 0
     with _worker_processes(encoder, workers) as encode:
         for batch in batches:
@@ -48,7 +48,9 @@ def encode_batches(
 
 
 @contextmanager
-def _worker_processes(encoder: DocumentEncoder, count: int) -> Iterator[Callable[[Batch], Future[Encoded]]]:
+def _worker_processes(
+    encoder: DocumentEncoder, count: int
+) -> Iterator[Callable[[Batch], Future[EncodedDocuments]]]:
     """Start `count` processes, and yield what encodes a batch in an idle one and returns the future documents.
 
     Inside there are as many threads, each of which waits for one worker at a time. The processes end with the context.
@@ -63,7 +65,7 @@ def _worker_processes(encoder: DocumentEncoder, count: int) -> Iterator[Callable
         worker.connection.send(encoder)
         idle.put(worker)
 
-    def encode_by_idle_worker(batch: Batch) -> Encoded:
+    def encode_by_idle_worker(batch: Batch) -> EncodedDocuments:
         worker = idle.get()
         try:
             worker.connection.send(batch)

@@ -24,7 +24,7 @@ from longspan.corpus.rows.kinds import rename_columns
 from longspan.corpus.rows.media.row_media import RowMedia, extract_row_media
 from longspan.corpus.rows.sample import BadRow
 from longspan.corpus.rows.values import RowError
-from longspan.corpus.sources.row_files import row_file
+from longspan.corpus.sources.row_files import make_row_file
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
 from longspan.data.image_table import ImageTable, PlacedImage, display_paths, split_paths
 from longspan.errors import DataError, ModelError, plural
@@ -109,7 +109,7 @@ class ImageReader:
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
         source = self.corpus.source_file(placed.document)
-        row = row_file(source.name, Path(source.path)).read_row_at(placed.position)
+        row = make_row_file(source.name, Path(source.path)).read_row_at(placed.position)
         try:
             columns = self.corpus.manifest.columns
             media = RowMedia() if isinstance(row, BadRow) else extract_row_media(rename_columns(row, columns))[1]

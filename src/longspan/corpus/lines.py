@@ -10,8 +10,8 @@ from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import CHATS, KIND_TEXTS
 from longspan.corpus.rows.sample import Row, Sample
 from longspan.corpus.rows.values import short_repr
-from longspan.corpus.sources.find_files import files_of_other_kinds
-from longspan.corpus.tokenizer import pattern_of_any
+from longspan.corpus.sources.find_files import count_files_of_other_kinds
+from longspan.corpus.tokenizer import any_name_pattern
 from longspan.data.corpus_documents import Corpus
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
@@ -42,7 +42,7 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
         yield f'left out {plural(left_out.bad_rows, "bad row")} (data.on_bad_row = "skip"): {"; ".join(bad)}{more_text}'
     other_kinds = Counter[str]()  # files that are not read
     for _, path in settings.source_paths():
-        other_kinds.update(files_of_other_kinds(path, leave_out=(run_dir,)))
+        other_kinds.update(count_files_of_other_kinds(path, leave_out=(run_dir,)))
     if other_kinds:
         kinds = ", ".join(f"{kind} ({count:,})" for kind, count in other_kinds.most_common(5))
         yield f"left out {plural(other_kinds.total(), 'file')} of kinds that are not read: {kinds}"
@@ -132,7 +132,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     engine = encoding.tokenizer.engine
     ends = frozenset(encoding.template.ends)
     text = engine.decode(sample.ids[sample.labels != NO_TARGET].tolist(), skip_special_tokens=False)
-    tokens = pattern_of_any(ends | encoding.tokenizer.special_names)
+    tokens = any_name_pattern(ends | encoding.tokenizer.special_names)
     if tokens.search(text.partition(_WORDS[1])[2]):
         return None
     fault = "writes no token behind"

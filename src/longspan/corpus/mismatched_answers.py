@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.document_encoder import Encoded
+from longspan.corpus.document_encoder import EncodedDocuments
 from longspan.data.array_files import NOTHING, OWN_TOKEN
 
 
@@ -22,7 +22,7 @@ class MismatchedAnswers:
         self._longest = longest or None
         self._answers = list[npt.NDArray[Any]]()  # of the last documents of the batch before
 
-    def follow_documents(self, encoded: Encoded) -> Encoded:
+    def add_mismatched_documents(self, encoded: EncodedDocuments) -> EncodedDocuments:
         """Return a batch with twice as many documents: each, and behind it its prompt with another answer.
 
         The last answers of the batch are kept for the next one.

@@ -80,7 +80,7 @@ def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
     value: Any = values[keys[0]]
     template = None
     with suppress(DataError):
-        template = None if keys == ["text"] else ChatTemplate.of(tokenizer)
+        template = None if keys == ["text"] else ChatTemplate.from_tokenizer(tokenizer)
     try:
         if isinstance(value, str) and template is None:
             opening = tokenizer.surrounding_ids[0]
@@ -89,7 +89,7 @@ def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
         messages = (
             [{"role": "user", "content": value}] if isinstance(value, str) else checked_messages(value, keys[0])
         )
-        template = template or ChatTemplate.of(tokenizer)  # raises DataError
+        template = template or ChatTemplate.from_tokenizer(tokenizer)  # raises DataError
         tools = read_tools(values.get("tools"))
         text = template.render(template.fit_arguments(messages, tools), tools, prompt=True).text
     except RowError as error:

@@ -15,7 +15,7 @@ from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import KIND_TEXTS, Kind
 from longspan.corpus.rows.sample import DATE, RowSettings
 from longspan.corpus.sources.find_files import STDLIB, CorpusFile, find_rows
-from longspan.corpus.sources.first_rows import kind_of_files
+from longspan.corpus.sources.first_rows import find_kind_of_rows
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import PAIRS, SourceFile
 from longspan.errors import DataError
@@ -163,7 +163,7 @@ def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Ki
     kinds = list[Kind]()
     for number, _ in enumerate(settings.source_paths()):
         source_files = [file for file in files if file.source == number]
-        kinds.append(kind_of_files(source_files, settings.data))
+        kinds.append(find_kind_of_rows(source_files, settings.data))
     form = settings.preference
     allowed_kinds = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
     other_kinds = " and ".join(KIND_TEXTS[kind] for kind in sorted({*kinds} - allowed_kinds))

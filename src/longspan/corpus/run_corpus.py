@@ -21,11 +21,11 @@ from longspan.config.renamed import upgraded_tables
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.build_documents import build_documents
 from longspan.corpus.cache import Cache, cache_folder
-from longspan.corpus.for_model import fit_to_model
+from longspan.corpus.fit_to_model import fit_to_model
 from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, Recipe, make_recipe
-from longspan.corpus.sources.file_sums import file_differences, sums_of_files
-from longspan.corpus.sources.first_rows import texts_for_tokenizer
+from longspan.corpus.sources.file_sums import file_differences, hash_files
+from longspan.corpus.sources.first_rows import read_texts_for_tokenizer
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
 from longspan.data.corpus_documents import Corpus
 from longspan.data.image_table import ImageTable
@@ -77,7 +77,7 @@ class _CorpusOfRun:
         all_paths = Path(" ".join(path for _, path in settings.source_paths())).absolute()
         name = hashlib.sha256(str(all_paths).encode()).hexdigest()[:32]
         kept_sums = self._cache.folder / "files" / f"{name}.jsonl"
-        self._sources = sums_of_files(self._files, log, kept_sums, self._old_sources or ())
+        self._sources = hash_files(self._files, log, kept_sums, self._old_sources or ())
 
     def open_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed; that of a resumed run must not change.
@@ -112,7 +112,7 @@ class _CorpusOfRun:
             data = self._settings.data
             paths = ", ".join(path for _, path in self._settings.source_paths())
             self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
-            trained = train_tokenizer(texts_for_tokenizer(self._files, data.max_text_bytes), data.vocab_size)
+            trained = train_tokenizer(read_texts_for_tokenizer(self._files, data.max_text_bytes), data.vocab_size)
             # Read again as later starts read it: beside the model's config.json, by whose class it may split otherwise.
             trained.save_pretrained(self._run_dir)
             tokenizer = replace(load_tokenizer(self._run_dir), folder=None)

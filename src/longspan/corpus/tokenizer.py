@@ -36,7 +36,7 @@ _OWN_CODE_ADVICE = (
 )
 
 
-def pattern_of_any(names: Collection[str]) -> re.Pattern[str]:
+def any_name_pattern(names: Collection[str]) -> re.Pattern[str]:
     """Return a pattern for any of these names, the longest first; without names it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 

@@ -35,7 +35,7 @@ def with_epoch_steps(config: RunConfig, order: StepOrder, log: Callable[[str], N
         if steps < FEW_STEPS:
             log(_too_few_steps_text(config, order))
     for number, source in enumerate(order.stream.sources):
-        times = _times_read(config, order, source)
+        times = _readings_per_document(config, order, source)
         if times > MANY_TIMES and not _has_exact_epochs(config, order):
             path = config.data.sources[number].path if len(order.stream.sources) > 1 else ""
             log(
@@ -45,7 +45,7 @@ def with_epoch_steps(config: RunConfig, order: StepOrder, log: Callable[[str], N
     return config
 
 
-def _times_read(config: RunConfig, order: StepOrder, source: ShuffledSource) -> float:
+def _readings_per_document(config: RunConfig, order: StepOrder, source: ShuffledSource) -> float:
     """Return how often the run reads each document of a source, on average."""
     share = source.weight / sum(other.weight for other in order.stream.sources)
     return config.train.tokens_per_step * config.train.steps * share / source.tokens
@@ -112,5 +112,5 @@ def source_lines(config: RunConfig, order: StepOrder) -> Iterator[str]:
         yield (
             f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
             f"{plural(source.documents, 'document')} of {plural(source.tokens, 'token')} to train on, read about "
-            f"{number_text(_times_read(config, order, source))} times, and {len(source.held_out):,} held out"
+            f"{number_text(_readings_per_document(config, order, source))} times, and {len(source.held_out):,} held out"
         )

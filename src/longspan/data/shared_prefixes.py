@@ -124,7 +124,7 @@ def find_families(
     left_out = 0
     too_large: LargeFamily | None = None
     rows = dict[int, int]()
-    for numbers in _groups_of_alike_starts(documents, rows, least_rows, depths, length_limits):
+    for numbers in _group_by_common_prefix(documents, rows, least_rows, depths, length_limits):
         common = [0]  # of each document, the first rows that the one before has as well
         common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
         whole = _make_family(documents, numbers, common, least_rows)
@@ -199,8 +199,12 @@ def _shareable_rows(document: Any) -> int:
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
 
 
-def _groups_of_alike_starts(
-    documents: Sequence[Any], rows: dict[int, int], least: int, depths: int, length_limits: Sequence[LengthLimit]
+def _group_by_common_prefix(
+    documents: Sequence[Any],
+    rows: dict[int, int],
+    least_rows: int,
+    depths: int,
+    length_limits: Sequence[LengthLimit],
 ) -> Iterator[list[int]]:
     """Yield groups of documents that begin with the same ids, sorted by the ids that they may share.
 
@@ -208,19 +212,19 @@ def _groups_of_alike_starts(
 
     `depths` of multi-token prediction read as many tokens behind a prefix: these, too, are the same in its documents.
     """
-    same_start: dict[Any, list[int]] = {}
+    same_start = dict[Any, list[int]]()
     for number, document in enumerate(documents):
         if getattr(document, "parent", -1) >= 0:
             raise DataError(
                 f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
             )
-        if type(document) in _KINDS and len(document) > least + depths:
-            key = document.ids[: least + depths].tobytes(), length_class(length_limits, len(document))
+        if type(document) in _KINDS and len(document) > least_rows + depths:
+            key = document.ids[: least_rows + depths].tobytes(), length_class(length_limits, len(document))
             same_start.setdefault(key, []).append(number)
     for numbers in same_start.values():
         if len(numbers) > 1:
             rows |= {number: _shareable_rows(documents[number]) - depths for number in numbers}
-            numbers = [number for number in numbers if rows[number] >= least]
+            numbers = [number for number in numbers if rows[number] >= least_rows]
         if len(numbers) > 1:
             # in this order documents with a common prefix follow each other
             yield sorted(numbers, key=lambda d: documents[d].ids[: rows[d] + depths].astype(">i8").tobytes())
@@ -258,7 +262,7 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
     """
     groups = list[list[int]]()
     rows = dict[int, int]()
-    for numbers in _groups_of_alike_starts(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
+    for numbers in _group_by_common_prefix(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
         tokens = most_tokens
         for before, number in pairwise([-1, *numbers]):
             tokens += len(documents[number])

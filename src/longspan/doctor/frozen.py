@@ -44,7 +44,7 @@ def widen_rows(config: PreTrainedConfig, frozen: str) -> PreTrainedConfig:
 
 
 @torch.no_grad()
-def adapt(model: PreTrainedModel) -> Any:
+def add_drawn_adapter(model: PreTrainedModel) -> Any:
     """Return the model as a PeftModel with a drawn adapter of its dtype on every linear of its decoder layers."""
     peft_model = add_lora(model.requires_grad_(False), NewAdapter(rank=_RANK))
     for name, parameter in adapter_parameters(peft_model.get_base_model()):
@@ -56,9 +56,9 @@ def adapt(model: PreTrainedModel) -> Any:
 
 
 @torch.no_grad()
-def adapt_dequantised(model: PreTrainedModel, frozen: str) -> PreTrainedModel:
-    """Adapt a stock model, and return it with its weights as packed ones are computed with."""
-    inside: Any = adapt(model).get_base_model()
+def add_adapter_to_dequantised(model: PreTrainedModel, frozen: str) -> PreTrainedModel:
+    """Add the adapter to a stock model; return the model inside, its weights as packed ones are computed with."""
+    inside: Any = add_drawn_adapter(model).get_base_model()
     for name, packed in choose_formats(inside, frozen).items():
         rows = inside.get_parameter(name).data.flatten(0, -2)
         packed.unpack(packed.pack(rows), rows)

@@ -24,7 +24,7 @@ from longspan.doctor.documents import draw_documents, make_image_documents, make
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
-    Expected,
+    ExpectedAnswer,
     ModelAnswer,
     collect_gradients,
     compute_expected_answers,
@@ -166,7 +166,7 @@ class Task:
     config: PreTrainedConfig
     home: Layout
     cases: tuple[tuple[int, Case], ...]
-    expected: dict[tuple[str, bool, bool], Expected]  # by dtype, losses of routers or not, images or not
+    expected: dict[tuple[str, bool, bool], ExpectedAnswer]  # by dtype, losses of routers or not, images or not
     documents: list[np.ndarray]
     backend: str
     timeout: float
@@ -236,9 +236,9 @@ class CaseRun:
             with self.mode():
                 model: Any = make_tiny_model(config, getattr(torch, first.dtype), images=first.encoder > 0)
                 if task.frozen:
-                    from longspan.doctor.frozen import adapt
+                    from longspan.doctor.frozen import add_drawn_adapter
 
-                    model = adapt(model)
+                    model = add_drawn_adapter(model)
                 self.model = prepare(model, world, encoder=encoder, options=options)
         except CommError:
             raise
@@ -295,7 +295,7 @@ class CaseRun:
         stock_names = map_stock_names(gradients)
         errors_here = gradient_errors({name: gradients[ours] for name, ours in stock_names.items()}, stock)
         self.model.zero_grad()
-        errors: dict[str, float] = {}
+        errors = dict[str, float]()
         for rank_errors in self.world.control.gather_objects(errors_here, "errors of gradients"):
             errors |= {name: max(error, errors.get(name, 0.0)) for name, error in rank_errors.items()}
         errors |= errors_of_missing_gradients(set(errors), stock)
@@ -374,7 +374,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
                 cases_of_homes.setdefault(case.home(ranks.count), []).append((number, case))
             except LongspanError as error:
                 outcomes[number] = Outcome(case, "refused", message=str(error))
-    answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
+    answers = {key: answer for key, answer in expected.items() if isinstance(answer, ExpectedAnswer)}
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for home, numbered in cases_of_homes.items():
         first_numbers = {_preparation_key(case): number for number, case in reversed(numbered)}

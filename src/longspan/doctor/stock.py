@@ -116,9 +116,9 @@ def compute_stock_answer(
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = make_stock_model(config, weights, attention, images=images)
     if frozen:
-        from longspan.doctor.frozen import adapt_dequantised
+        from longspan.doctor.frozen import add_adapter_to_dequantised
 
-        model = adapt_dequantised(model, frozen)
+        model = add_adapter_to_dequantised(model, frozen)
     model = model.to(compute or weights)
     if nudge:
         random = torch.Generator().manual_seed(nudge)
@@ -245,7 +245,7 @@ def gradient_errors(gradients: dict[str, Tensor], stock: ModelAnswer) -> dict[st
     rotary positions, for example, is zero up to rounding.
     """
     floor = SMALL_SHARE * stock.norm or 1e-30
-    errors: dict[str, float] = {}
+    errors = dict[str, float]()
     for name, gradient in gradients.items():
         exact = stock.gradients.get(name)
         exact = torch.zeros_like(gradient) if exact is None else exact
@@ -282,7 +282,7 @@ def error_text(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedAnswer:
     """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed.
     `in_float64`: float64 without casts to float32. `every_expert`: each row gets every expert, on both sides.
     `near_ties`: rounding changes the stock model's own choice of keys, so that a larger error says nothing.
@@ -301,20 +301,20 @@ def compute_expected_answers(
     documents: Sequence[Any],
     image_documents: Sequence[TrialDocument] = (),
     frozen: str = "",
-) -> dict[tuple[str, bool, bool], Expected | str]:
+) -> dict[tuple[str, bool, bool], ExpectedAnswer | str]:
     """Compute the expected answer, or why there is none, for every dtype that the cases use, by `Case.answer_key`.
     Answers without losses of routers are always computed, as they say in which mode a model is prepared. `frozen` as of
     `compute_stock_answer`.
     """
     keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
     keys |= dict.fromkeys(case.answer_key for case in cases if case.router_losses)
-    answers: dict[tuple[str, bool, bool], Expected | str] = {}
+    answers: dict[tuple[str, bool, bool], ExpectedAnswer | str] = {}
     for name, with_routers, with_images in keys:
         router = ROUTER if with_routers else NO_ROUTER
         of_key = image_documents if with_images else documents
         answer_of = partial(compute_stock_answer, documents=of_key, router=router, frozen=frozen)
         plain = answers.get((name, False, with_images))
-        chosen = plain.every_expert if isinstance(plain, Expected) else None
+        chosen = plain.every_expert if isinstance(plain, ExpectedAnswer) else None
         try:
             answers[name, with_routers, with_images] = _compute_expected_answer(
                 config, answer_of, getattr(torch, name), chosen
@@ -326,7 +326,7 @@ def compute_expected_answers(
 
 def _compute_expected_answer(
     config: PreTrainedConfig, answer_of: Callable[..., ModelAnswer], dtype: torch.dtype, every_expert: bool | None
-) -> Expected:
+) -> ExpectedAnswer:
     """Compute what the stock model gives in this dtype, and how far a case may be from that.
 
     `answer_of` is `compute_stock_answer` but for its model and dtypes. In half precision the tolerance is ROUNDING
@@ -347,23 +347,23 @@ def _compute_expected_answer(
             if every is config or every_expert:
                 raise
             return _compute_expected_answer(config, answer_of, dtype, False)
-        return Expected(exact, ROUNDING * _worst_error(rounded, exact), every_expert=every is not config)
+        return ExpectedAnswer(exact, ROUNDING * _worst_error(rounded, exact), every_expert=every is not config)
     answer = answer_of(config, weights=dtype) if dtype == torch.float32 else None
     try:
         with compute_in_float64():  # scans and norms in float64 too
             exact = answer_of(config, weights=dtype, compute=torch.float64)
             nudged = [answer_of(config, weights=dtype, compute=torch.float64, nudge=seed) for seed in (1, 2)]
     except (RuntimeError, TypeError):  # such as a product of two dtypes
-        return Expected(answer or answer_of(config, weights=dtype, attention="sdpa"), EXACT[dtype])
+        return ExpectedAnswer(answer or answer_of(config, weights=dtype, attention="sdpa"), EXACT[dtype])
     # The conditioning: how far rounding to the dtype can move the answer, from what one unit of float64 does.
     change = max(_worst_error(moved, exact) for moved in nudged)
     units = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
     most_rounding = ROUNDINGS * units * change if change <= MOST_NUDGED else 0.0
     if answer is None:
-        return Expected(exact, max(EXACT[dtype], most_rounding), in_float64=True)
+        return ExpectedAnswer(exact, max(EXACT[dtype], most_rounding), in_float64=True)
     error = _worst_error(answer, exact)
     near_ties = error > max(EXACT[dtype], most_rounding) and bool(
         getattr(config.get_text_config(), "index_topk", 0)
     )
     tolerance = max(EXACT[dtype], ROUNDING * error if error <= most_rounding else 0.0)
-    return Expected(answer, tolerance, near_ties=near_ties)
+    return ExpectedAnswer(answer, tolerance, near_ties=near_ties)

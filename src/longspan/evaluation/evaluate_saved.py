@@ -18,10 +18,10 @@ from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.corpus.build_documents import build_documents
-from longspan.corpus.for_model import fit_documents_to_model
+from longspan.corpus.fit_to_model import fit_documents_to_model
 from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
-from longspan.corpus.sources.file_sums import sums_of_files
+from longspan.corpus.sources.file_sums import hash_files
 from longspan.corpus.token_bytes import token_bytes
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
@@ -149,7 +149,7 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
     try:
         folder.mkdir()
         files = settings.find_source_files(folder)
-        recipe = make_recipe(settings, files, sums_of_files(files, log), tokenizer)
+        recipe = make_recipe(settings, files, hash_files(files, log), tokenizer)
         for line in row_lines(recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
@@ -205,7 +205,7 @@ def _fit_subject(
     config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
     choice = PlannerConfig.evaluation(config, heads=heads)
     is_cap_fixed = "evaluation.max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
-    for at_degree in _list_choices(choice, request.degrees, 0 if is_cap_fixed else longest):
+    for at_degree in _choices_at_degrees(choice, request.degrees, 0 if is_cap_fixed else longest):
         at_degree.check_longest_document(longest, world.home, f"the longest document ({longest} tokens)")
     return _FittedSubject(
         checked, sets, config, configuration, (*request.home_changes, *layout_changes(usual, config))
@@ -268,7 +268,7 @@ class _Evaluator:
                 )
             else:
                 loss = loss_of_documents(documents, fit.config.train)
-            for at_degree in _list_choices(choice, self.degrees, max(documents.lengths)):
+            for at_degree in _choices_at_degrees(choice, self.degrees, max(documents.lengths)):
                 title = ", ".join(filter(None, (weights, name, at_degree.text)))  # held-out documents have no name
                 options = EvaluationOptions(
                     step=step,
@@ -283,8 +283,8 @@ class _Evaluator:
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)
 
 
-def _list_choices(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:
-    """Return the plans' choice at each degree, with room for a document of `longest` tokens (0: as it
-    is); or as it is.
+def _choices_at_degrees(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:
+    """Return the choice at each degree, with room for a document of `longest` tokens (0: its own limit); without
+    degrees the choice alone.
     """
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]

@@ -95,8 +95,8 @@ def load_saved_model(
         return prepare_run_model(config, world, model, training=False, images=images), 0
 
     def has_encoders() -> bool:
-        """Return whether the checkpoint has weights of encoders, by their names. Raises CheckpointError if the
-        documents need some.
+        """Return whether the checkpoint has weights of encoders, by their names. Raises CheckpointError if it has none
+        and the documents have images.
         """
         names = [name for name in read_metadata(checkpoint).state_dict_metadata if name.startswith("model.")]
         weights = [name.removeprefix("model.") for name in names]

@@ -118,7 +118,7 @@ class ComingStep:
     plan: Plan
     versions: Sequence[tuple[int, ...]]  # of each batch as it was read
 
-    def has_batches(self, batches: Sequence[Any]) -> bool:
+    def is_read_from(self, batches: Sequence[Any]) -> bool:
         """Return whether these are the step's batches, into which nothing was written since they were read."""
         return len(batches) == len(self.batches) and all(
             batch is batch_read and counts_of_writes(document_entries(batch)) == versions

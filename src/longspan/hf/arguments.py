@@ -102,14 +102,14 @@ class LongspanArguments:
                 value = int(value)
             section = "evaluation" if name.startswith("eval_") else _SECTIONS.get(name, "context")
             keys[f"{section}.{name.removeprefix('eval_')}"] = value
-        with errors_in_words_of_scripts():
+        with reword_errors_for_scripts():
             return load_config(None, keys)
 
     def home(self, ranks: int) -> Layout:
         """Return the layout of `ranks` ranks. Raises ConfigError for keys that do not fit it, or each other."""
         home = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate)
         config = self.config()
-        with errors_in_words_of_scripts():
+        with reword_errors_for_scripts():
             check_parallel(home)
             check_keys_needed_by_keys(config)
             check_plans(config, home, training=True)
@@ -127,8 +127,8 @@ _WORDS = {
 
 
 @contextmanager
-def errors_in_words_of_scripts() -> Iterator[None]:
-    """Have errors that longspan raises inside name keys and launchers as a script has them."""
+def reword_errors_for_scripts() -> Iterator[None]:
+    """Rewrite the messages of LongspanErrors raised inside: keys and launchers as a script names them (`_WORDS`)."""
     try:
         yield
     except LongspanError as error:

@@ -190,17 +190,17 @@ class Facade:
         dtype = torch.promote_types(self.inner_model.dtype, torch.float32)
         device = torch.as_tensor(input_ids).device
 
-        def table_of(name: str, kind: torch.dtype) -> Tensor:
-            """(B, L - 1), without column 0; 0 where nothing is predicted."""
+        def batch_values(name: str, kind: torch.dtype) -> Tensor:
+            """Return this value of all tokens (B, L - 1), without column 0, which nothing predicts; 0 for no target."""
             document_values = {d: values.token_value(name, i) for i, d in enumerate(scored)} if values else {}
             return rows.to_batch(document_values, dtype=kind, device=device)[:, 1:]
 
-        leaf = table_of("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
+        leaf = batch_values("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
         out = self._loss_output(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
         tables = dict.fromkeys((*DISTRIBUTION_VALUES, "aux_loss"))  # None: not asked of the head
-        tables |= {name: table_of(name, torch.bool if name == "top1" else dtype) for name in self.head.values}
+        tables |= {name: batch_values(name, torch.bool if name == "top1" else dtype) for name in self.head.values}
         tables["is_top1"] = tables.pop("top1")
         return TokenOutput({**out, **tables, "log_probs": leaf, "label_mask": _label_mask(labels)})
 

@@ -277,7 +277,7 @@ class StepsPart(StockTrainer):
         """
         step = self._next_step
         self._next_step = None
-        if step is None or not step.has_batches(batches):
+        if step is None or not step.is_read_from(batches):
             step = self._read_coming_step(batches, self._coming_targets)
         if step is None:
             return

@@ -13,7 +13,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank, run_on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
-from longspan.hf.arguments import LongspanArguments, errors_in_words_of_scripts
+from longspan.hf.arguments import LongspanArguments, reword_errors_for_scripts
 from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
@@ -163,13 +163,13 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         redirect_peft_model(model, prepared, SAVES)
         kind = type(prepared)
 
-        def call(model: Any, *args: Any, **batch: Any) -> Any:
+        def call_facade(model: Any, *args: Any, **batch: Any) -> Any:
             """Let a call without a shard, as trainers make it, reach the façade."""
             if "shard" in batch:
                 return kind.__call__(model, *args, **batch)
             return facade(*args, **batch)
 
-        def refuse_another(_: Any, *args: Any, **keywords: Any) -> NoReturn:
+        def refuse_second_model(_: Any, *args: Any, **keywords: Any) -> NoReturn:
             """Raise ModelError: another model of the prepared class would have whole weights where this has parts."""
             raise ModelError(
                 f"a second {architecture_name(prepared)} is made by the prepared model's class, as by TRL's "
@@ -178,7 +178,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
             )
 
         # Python looks `__call__` up in the class, so the model gets a class of its own.
-        attributes = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
+        attributes = {"__call__": call_facade, "__new__": refuse_second_model, "__module__": kind.__module__}
         prepared.__class__ = type(kind.__name__, (kind,), attributes)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__
@@ -245,7 +245,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
     def _report_errors_to_others(self) -> Iterator[None]:
         """Report an error of this rank alone, as of a metric; all wait at the end, so that none goes on without it."""
         try:
-            with errors_in_words_of_scripts():
+            with reword_errors_for_scripts():
                 yield
             self.world.control.barrier("the end of train, evaluate or predict")
         except BaseException as error:

@@ -1,6 +1,6 @@
 """The process that ranks are forked from: it has imported what they need, while its command was still at work.
 
-A command whose verb starts ranks begins it before its own imports (`imports_for_ranks`); elsewhere the first call of
+A command whose verb starts ranks begins it before its own imports (`import_for_ranks`); elsewhere the first call of
 ranks does, and later calls find it running. What it imports takes most of the time until a rank runs.
 """
 
@@ -56,7 +56,7 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
 
 
 @contextmanager
-def imports_for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
+def import_for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
     """Let the fork server import what ranks need, in this environment, while the command does its own imports and
     checks; end it on leaving.
     """

@@ -37,8 +37,8 @@ class _Output(io.FileIO):
         return len(data)
 
 
-def outlive_output(folder: Path | None, names: Sequence[str] = ("stdout", "stderr")) -> None:
-    """Let no print to these streams fail from now on: what cannot be written goes to FILE in the folder, if any."""
+def keep_prints_from_failing(folder: Path | None, names: Sequence[str] = ("stdout", "stderr")) -> None:
+    """Replace these streams by ones that never fail: what cannot be written goes to FILE in the folder, if any."""
     for name in names:
         stream: Any = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):  # not those of a program, as of pytest

@@ -119,7 +119,7 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     near = NEAR * float(stop.max(initial=0.0))
     color_of_bar = np.full(len(bars), -1)
     areas = np.zeros(len(FILLS))
-    colors: dict[int, int] = {}
+    colors = dict[int, int]()
     for index, bar in enumerate(bars):
         if bar.document not in colors:
             is_near = (slot <= bar.slot + bar.slots) & (bar.slot <= slot + slots)

@@ -327,10 +327,11 @@ def degrees_to_compare(home: Layout, choice: PlannerConfig) -> tuple[int, ...]:
     return tuple(degree for degree in divisors if choice.options.allows(degree, home.tp))
 
 
-def list_choices(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> Iterator[PlannerConfig]:
-    """List what a planner "auto" and a degree 0 may become, the others as they are.
+def expand_auto_choice(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> Iterator[PlannerConfig]:
+    """Yield what a planner "auto" and a degree 0 may become; another choice as it is.
 
-    Dynamic plans of documents of one length gain nothing. Degrees are powers of two that divide the slots, and all.
+    Under planner "auto" a given degree is dropped. Dynamic plans of documents of one length gain nothing. Degrees are
+    powers of two that divide the slots, and all.
     """
     degree = choice.degree
     planners = [choice.planner]

@@ -55,7 +55,7 @@ class Facts:
     evaluated: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     """The lengths of each evaluation set, by its name ("": held-out documents)."""
 
-    def on_home(self, home: Layout) -> "Facts":
+    def with_home(self, home: Layout) -> "Facts":
         """Return these facts for ranks that are factored otherwise."""
         return replace(self, home=home)
 

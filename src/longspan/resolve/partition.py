@@ -62,7 +62,7 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
     config = replace(config, context=context)
     trained = PlannerConfig.training(config, heads=facts.heads)
 
-    def follow_training(entry: EvalConfig) -> EvalConfig:
+    def give_training_type(entry: EvalConfig) -> EvalConfig:
         """Give training's type to an evaluation of type "auto" whose degree is one alone, and not chosen later."""
         choice = PlannerConfig.evaluation(config, entry, heads=facts.heads)
         if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
@@ -70,7 +70,7 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
         allowed = trained.options.allows(choice.degree, home.tp)
         return replace(entry, cp_comm_type=context.cp_comm_type) if allowed else entry
 
-    return with_evaluations(config, map(follow_training, config.evaluations)), reason
+    return with_evaluations(config, map(give_training_type, config.evaluations)), reason
 
 
 def set_default_partition(config: RunConfig) -> RunConfig:

@@ -89,7 +89,7 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
             facts = replace(facts, budget=None)
     rows_are_open = config.context.max_tokens_per_slot == AUTO
     if leaves_plans_open(config) or rows_are_open or facts.budget is not None:
-        resolved = settle(config, rank_ways(config, facts))
+        resolved = resolve_by_best_way(config, rank_ways(config, facts))
     else:
         notes = list[str]()
         way = Way(set_usual_mode(config), facts)
@@ -105,7 +105,7 @@ def leaves_plans_open(config: RunConfig) -> bool:
     return context.planner == AUTO or (context.planner in ONE_DEGREE and not context.context_parallel_size)
 
 
-def settle(config: RunConfig, ranking: Ranking) -> Resolved:
+def resolve_by_best_way(config: RunConfig, ranking: Ranking) -> Resolved:
     """Take the best way: its keys, those of evaluations that follow them, its memory and its cost.
 
     Raises PlanError, with the bytes, where not even that one fits.
@@ -124,7 +124,7 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
         ways = ()
     context = chosen.context
 
-    def follow_training(entry: EvalConfig) -> EvalConfig:
+    def give_training_plans(entry: EvalConfig) -> EvalConfig:
         if entry.planner == AUTO:
             return replace(entry, planner=context.planner)
         is_open = entry.planner == "padded" and not entry.context_parallel_size  # which is not compared
@@ -132,7 +132,7 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
             return replace(entry, context_parallel_size=context.context_parallel_size)
         return entry
 
-    chosen = with_evaluations(chosen, map(follow_training, chosen.evaluations))
+    chosen = with_evaluations(chosen, map(give_training_plans, chosen.evaluations))
     cost = best.way.cost(best.memory, notes)
     return Resolved(chosen, best.memory, cost, Reasons(ways=ways, notes=tuple(notes)))
 

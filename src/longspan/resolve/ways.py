@@ -33,7 +33,7 @@ from longspan.plan import (
     Plan,
 )
 from longspan.plan.memory.memory_choice import any_choice_fits, choose_fastest_memory, leanest_plans
-from longspan.resolve.choice import PlannerConfig, home_of, list_choices
+from longspan.resolve.choice import PlannerConfig, expand_auto_choice, home_of
 from longspan.resolve.facts import Facts
 from longspan.resolve.run_cost import find_run_cost, fixed_memory_keys, memory_settings_of_run
 
@@ -45,7 +45,7 @@ UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of
 
 
 @dataclass(frozen=True)
-class Given:
+class BindingKeys:
     """Which choices are left to the keys. Where `planner` is false, every planner is tried, whatever the key says;
     where `ep` is false, also a home whose slots share experts. Other keys that are not "auto" or 0 always hold.
     """
@@ -327,7 +327,7 @@ class Ranking:
         return self.fits[0]
 
 
-def rank_ways(config: RunConfig, facts: Facts, given: Given | None = None) -> Ranking:
+def rank_ways(config: RunConfig, facts: Facts, given: BindingKeys | None = None) -> Ranking:
     """Find the best way of each layout; those that do not fit are last. Where none fits with the fastest type of each
     group, all are tried under a ring.
 
@@ -335,7 +335,7 @@ def rank_ways(config: RunConfig, facts: Facts, given: Given | None = None) -> Ra
     """
     best = list[Fit]()
     refused = dict[str, str]()
-    layouts = [*_list_layouts(config, facts, given or Given())]
+    layouts = [*_list_layouts(config, facts, given or BindingKeys())]
     for layout in chain(layouts, (layout.ring_way() for layout in layouts if layout.has_ring)):
         if layout.is_ring and any(fit.seconds is not None for fit in best if not fit.way.is_ring):
             break
@@ -354,7 +354,7 @@ def rank_ways(config: RunConfig, facts: Facts, given: Given | None = None) -> Ra
 
 def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
     """Fit the way that needs least memory: a document over the most slots, and fewest rows."""
-    layouts = _list_layouts(set_usual_mode(config), facts, Given())
+    layouts = _list_layouts(set_usual_mode(config), facts, BindingKeys())
     way = max(layouts, key=lambda way: (way.choice.widest_degree(facts.home), way.choice.has_one_degree))
     if way.config.context.max_tokens_per_slot == AUTO:
         way = way.with_context(max_tokens_per_slot=way.limits_of_rows()[0])
@@ -414,7 +414,7 @@ def _fit_whole_run(way: Way, *, rows_open: bool) -> Fit:
     return fit_way(way, way.plan_steps(way.facts.timed_steps), full)
 
 
-def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way]:
+def _list_layouts(config: RunConfig, facts: Facts, given: BindingKeys) -> Iterator[Way]:
     """List the ways to compare, whose rows and mode are still open: each planner and degree that is not given, in each
     home of `_homes_with_expert_degrees`.
     """
@@ -424,9 +424,9 @@ def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way
     )
     planners = [planner for planner in planners if planner != AUTO or given.planner]
     for home_config, home in _homes_with_expert_degrees(config, facts, given):
-        way = Way(home_config, facts.on_home(home))
+        way = Way(home_config, facts.with_home(home))
         for planner in planners:
-            for choice in list_choices(replace(way.choice, planner=planner), home, facts.lengths_differ):
+            for choice in expand_auto_choice(replace(way.choice, planner=planner), home, facts.lengths_differ):
                 yield way.with_context(
                     planner=choice.planner,
                     context_parallel_size=choice.degree,
@@ -445,7 +445,7 @@ def fastest_plan(
     """Plan documents by what a choice leaves open: the fastest planner and degree. Raises PlanError where none can."""
     plans = list[tuple[float, Plan]]()
     refusal = None
-    for one in list_choices(choice, home, len(set(lengths)) > 1):
+    for one in expand_auto_choice(choice, home, len(set(lengths)) > 1):
         try:
             plan = one.plan(lengths, home, targets=targets, parents=parents)
         except PlanError as error:
@@ -457,7 +457,9 @@ def fastest_plan(
     return min(plans, key=itemgetter(0))[1]
 
 
-def _homes_with_expert_degrees(config: RunConfig, facts: Facts, given: Given) -> Iterator[tuple[RunConfig, Layout]]:
+def _homes_with_expert_degrees(
+    config: RunConfig, facts: Facts, given: BindingKeys
+) -> Iterator[tuple[RunConfig, Layout]]:
     """Yield the home as it is, and, where the degree of experts is open, one whose slots share experts: as many as
     divide slots and experts, at most MOST_EP.
     """
@@ -504,7 +506,7 @@ def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     way = way.with_context(planner="fixed", context_parallel_size=degree, max_tokens_per_slot=0)
     short = way.choice.plan((unit * degree,), home)
 
-    def plan_of(units: int) -> Plan:
+    def resize_short_plan(units: int) -> Plan:
         """Change the plan of the short document to one of so many units a slot."""
         (group,) = short.micro_batches[0].groups
         if way.choice.options.cp_comm_type == AUTO:  # another length may get another type
@@ -519,11 +521,11 @@ def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     # The number of units doubles until one does not fit; halving finds the last below that one.
     most = 0
     too_many = 1
-    while too_many < MOST_ROWS // unit and fits(plan_of(too_many)):
+    while too_many < MOST_ROWS // unit and fits(resize_short_plan(too_many)):
         most, too_many = too_many, 2 * too_many
     while most + 1 < too_many:
         middle = (most + too_many) // 2
-        most, too_many = (middle, too_many) if fits(plan_of(middle)) else (most, middle)
+        most, too_many = (middle, too_many) if fits(resize_short_plan(middle)) else (most, middle)
     # attention may be shared in another way
     while most and not fits(way.choice.plan((most * unit * degree,), home)):
         most = max(0, most - 1 - most // 256)

@@ -257,10 +257,10 @@ def _encoder_text(run: TrainingRun, model: MultimodalModel) -> str:
 _LISTED = 8  # groups of a level
 
 
-def attention_groups(world: World) -> list[str]:
-    """Each kind of group that attention has bound on any rank, with the ranks of its levels; entered by all ranks.
+def gather_attention_groups(world: World) -> list[str]:
+    """List each kind of group that attention has bound on any rank, with the ranks of its levels; entered by all ranks.
 
-    >>> attention_groups(world)
+    >>> gather_attention_groups(world)
     ['a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]', 'p2p of 2 [0, 1] [2, 3]']
     """
     bound = set[Any]().union(*world.control.gather_objects(world.channels.attended, "gather of attention's groups"))

@@ -105,8 +105,8 @@ class Evaluations:
         self._record_completions(done)
         return tuple(at_degrees), tuple(set_evaluations), ""
 
-    def list_work(self) -> Iterator[tuple[int, int, int]]:
-        """Yield of each set what `ProgressDisplay.set_length` takes."""
+    def list_evaluation_lengths(self) -> Iterator[tuple[int, int, int]]:
+        """Yield for each set its tokens, the steps between its evaluations, and how many come at the end."""
         heads = query_heads(self.run.model.config)
         for entry in self.run.sets:
             choice = PlannerConfig.unpriced(entry.config, self.run.config, heads)

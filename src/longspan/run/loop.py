@@ -98,7 +98,7 @@ class Steps:
         if plan.parents is not None:
             row["spared_tokens"] = plan.spared_rows
             if not self._logged_shared:
-                self._log(f"step {step + 1}: {shared_line(plan, run.figures.shape)}")
+                self._log(f"step {step + 1}: {shared_prefixes_line(plan, run.figures.shape)}")
             self._logged_shared = True
         images = [item.rows for item in getattr(documents, "items", ())]  # texts alone have no items
         row |= run.figures.step_figures(plan, seconds, images, result.encoders)
@@ -117,7 +117,7 @@ class Steps:
         if self._logged_divided or not is_first_rank(run.world):
             return
         documents = run.order.documents_to_share(step)
-        line = "" if documents is None else divided_line(run, documents)
+        line = "" if documents is None else divided_families_line(run, documents)
         if line:
             self._log(f"step {step + 1}: {line}")
             self._logged_divided = True
@@ -176,14 +176,14 @@ class Steps:
             stopped = signal_of_any_rank(world, stop.received)
         if saves_now:
             save_on = signal_of_any_rank(world, stop.save_asked)
-        if text := self._allocator.warning_once(most_retries):
+        if text := self._allocator.take_warning(most_retries):
             self._log(text)
         if slow_rank:
             self._slow_slots.log_slow_slot(int(slow_rank) - 1, world, self._log)
         return stopped, save_on, bool(minutes)
 
 
-def shared_line(plan: Plan, shape: ModelShape | None) -> str:
+def shared_prefixes_line(plan: Plan, shape: ModelShape | None) -> str:
     """Say what a step whose documents share prefixes computes once (docs/shared-prefixes.md)."""
     parents = plan.parents or ()
     whole = plan.whole_documents
@@ -201,7 +201,7 @@ def shared_line(plan: Plan, shape: ModelShape | None) -> str:
     return line
 
 
-def divided_line(run: TrainingRun, documents: CorpusDocuments) -> str:
+def divided_families_line(run: TrainingRun, documents: CorpusDocuments) -> str:
     """Say which documents of a step begin alike and have more rows together than a group holds; "" for none."""
     choice = run.training_choice
     home = run.world.home
@@ -242,7 +242,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         with open_records(run, classes, display.log) as records:
             prompts = read_prompts_of_run(run) if config.evaluation.prompts else ()
             evaluations = Evaluations(run, display, records, stop, prompts)
-            display.set_length(run.config.train.steps, evaluations.list_work())
+            display.set_length(run.config.train.steps, evaluations.list_evaluation_lengths())
             result = _train_and_evaluate(evaluations, starts)
         write_facts(run, "summary.json", result.summary())
         return result

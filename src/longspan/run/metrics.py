@@ -61,11 +61,11 @@ class MetricsLog(StepLog):
         super().__init__(path, after_step=after_step)
         self._loggers = loggers
         # steps and sets of which an evaluation is recorded; on other ranks those of this session
-        self.evaluated = evaluations_in_rows(read_metrics(path)) if path and after_step else set[tuple[int, str]]()
+        self.evaluated = recorded_evaluations(read_metrics(path)) if path and after_step else set[tuple[int, str]]()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row, and hand it to the loggers. Raises OSError for what the disk refuses."""
-        self.evaluated |= evaluations_in_rows([row])
+        self.evaluated |= recorded_evaluations([row])
         self.write_line(as_json(row))
         if self._loggers is not None:
             self._loggers.log(row)
@@ -88,7 +88,7 @@ class CompletionsLog(StepLog):
             self._loggers.log_completions(rows, step)
 
 
-def evaluations_in_rows(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
+def recorded_evaluations(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
     """Return the steps after which rows have evaluations, each with the name of the set ("": held-out documents)."""
     return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
 

@@ -12,10 +12,17 @@ from longspan.errors import ConfigError, RunFolderError
 from longspan.files import as_json, read_json, write_atomically
 from longspan.plan import Cost, Plan
 from longspan.plan.plan_rows import plan_row
-from longspan.run.collect_facts import attention_groups, collect_facts
+from longspan.run.collect_facts import collect_facts, gather_attention_groups
 from longspan.run.facts import LAST_STEPS, LOCK, RunFacts
 from longspan.run.loggers import LoggerClass, RunLoggers, RunStart
-from longspan.run.metrics import COMPLETIONS, CompletionsLog, MetricsLog, StepLog, evaluations_in_rows, read_metrics
+from longspan.run.metrics import (
+    COMPLETIONS,
+    CompletionsLog,
+    MetricsLog,
+    StepLog,
+    read_metrics,
+    recorded_evaluations,
+)
 from longspan.run.run_data import TrainingRun
 from longspan.train.start.start_times import Starts
 
@@ -100,7 +107,7 @@ def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
 def record_start_seconds(run: TrainingRun, starts: Starts, log: LogLine) -> None:
     """Log the seconds of a start by part and the groups of attention in its step, and add both to run.json."""
     file = run.dir / "run.json"
-    groups = attention_groups(run.world)
+    groups = gather_attention_groups(run.world)
 
     def add_starts() -> None:
         values = {"starts": starts.to_json(), "attention_groups": groups}
@@ -127,7 +134,7 @@ def _open_loggers(
     """Make the loggers of a session; none for a run that has come to its end with all evaluations."""
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
-    if run.done == steps and {(steps, entry.name) for entry in run.sets} <= evaluations_in_rows(rows):
+    if run.done == steps and {(steps, entry.name) for entry in run.sets} <= recorded_evaluations(rows):
         classes = {}
     start = RunStart(run.dir, run.config.tables(), dict(facts.lines), run.done, rows)
     return RunLoggers(classes, start, log)

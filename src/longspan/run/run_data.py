@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, held_out_set
-from longspan.corpus.for_model import (
+from longspan.corpus.fit_to_model import (
     fit_documents_to_model,
 )
 from longspan.corpus.recipe import CorpusSettings, find_kinds
@@ -84,14 +84,14 @@ def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log:
     settings = _corpus_settings_of_set(config, entry)
     folder = directory / settings.folder
 
-    def log_of_set(text: str) -> None:
+    def log_for_set(text: str) -> None:
         log(f"evaluation set {entry.name}: {text}")
 
     def build_corpus() -> None:
         folder.parent.mkdir(exist_ok=True)
         with name_file_in_errors(folder):
             tokenizer = load_configured_tokenizer(config) or load_tokenizer(directory)
-            open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_of_set)
+            open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_for_set)
 
     run_on_first_rank(world, build_corpus, DataError)
     corpus = run_on_every_rank(world, partial(open_shared_corpus, folder), DataError)
@@ -103,7 +103,7 @@ def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log:
     size = f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{detail}, "
     size += f"longest {max(lengths):,}"
     when = f"every {plural(entry.every, 'step')} and after the last" if entry.every else "after the last step"
-    log_of_set(f"{size}; evaluated {when}")
+    log_for_set(f"{size}; evaluated {when}")
     return EvaluationSet(entry, documents)
 
 

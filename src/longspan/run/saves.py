@@ -67,7 +67,7 @@ class Saves:
             saved_steps = run_on_first_rank(
                 run.world, lambda: [*map(step_of, complete_checkpoints(run.checkpoints))], CheckpointError
             )
-            self._best.load_bests(run.done, saved_steps)
+            self._best.restore_best_steps(run.done, saved_steps)
             self.saver.best = self._best.step
 
     def minutes_are_over(self) -> bool:
@@ -219,8 +219,8 @@ class BestCheckpoint:
         """The best step; 0 for none."""
         return self._bests[-1][0] if self._bests else 0
 
-    def load_bests(self, done: int, saved: Collection[int]) -> None:
-        """Read best.json, and keep of it the steps up to `done` whose checkpoints are among the `saved` ones."""
+    def restore_best_steps(self, done: int, saved: Collection[int]) -> None:
+        """Take from best.json the steps up to `done` whose checkpoints are among the `saved` ones."""
         stored = run_on_first_rank(self._world, self._read_bests, RunFolderError)
         self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
 

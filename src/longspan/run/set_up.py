@@ -22,7 +22,7 @@ from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
 from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.corpus.for_model import check_ids_in_vocabulary
+from longspan.corpus.fit_to_model import check_ids_in_vocabulary
 from longspan.data.corpus_documents import CorpusDocuments
 from longspan.data.run_epochs import most_step_tokens, source_lines, with_epoch_steps
 from longspan.data.run_order import allow_sharing, forbid_sharing

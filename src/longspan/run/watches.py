@@ -38,8 +38,8 @@ class AllocatorWatch:
         self._count_before = retries
         return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
 
-    def warning_once(self, most: float) -> str:
-        """Return the line to log after a step, once in a session; "" for none. `most` is the largest of any rank."""
+    def take_warning(self, most: float) -> str:
+        """Note the `most` retries of any rank in a step; return the warning to log, once in a session, "" for none."""
         self._last_retries.append(most)
         if self._is_warned or len(self._last_retries) < WARNED_AFTER or not all(self._last_retries):
             return ""

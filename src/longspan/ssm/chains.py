@@ -14,7 +14,6 @@ import torch
 
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.channel import Channel
-from longspan.errors import LayoutError
 from longspan.layout.segments import Flags, Integers
 from longspan.ssm.kernels.local_runs import LocalRuns
 
@@ -208,9 +207,3 @@ def shard_chains(shard: SequenceShard) -> tuple[Chains, ...]:
     if shard not in chains_by_shard:
         chains_by_shard[shard] = tuple(Chains(part, shard.device) for part in shard.parts)
     return chains_by_shard[shard]
-
-
-def check_is_shard(caller: str, shard: object) -> None:
-    """Raise LayoutError, naming the calling function, unless it got a shard."""
-    if not isinstance(shard, SequenceShard):
-        raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")

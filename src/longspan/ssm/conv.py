@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.comm import Handle, SequenceShard, to_device
+from longspan.comm import Handle, to_device
 from longspan.comm.autograd import break_graphs_around
+from longspan.comm.shard import SequenceShard, check_is_shard
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers, expand_runs
-from longspan.ssm.chains import Chains, check_is_shard, shard_chains
+from longspan.ssm.chains import Chains, shard_chains
 from longspan.ssm.kernels.convolutions import (
     Convolution,
     ConvolutionGradients,

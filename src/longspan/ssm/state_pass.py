@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.comm import SequenceShard
 from longspan.comm.autograd import break_graphs_around
+from longspan.comm.shard import SequenceShard, check_is_shard
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
-from longspan.ssm.chains import Chains, Passing, check_is_shard, shard_chains
+from longspan.ssm.chains import Chains, Passing, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, ScanKernel, scan_kernel
 from longspan.ssm.kernels.fla import fla_function, fla_unsupported_call_reason
 from longspan.ssm.kernels.interface import SavedScan, ScanForward, map_states, state_dtype

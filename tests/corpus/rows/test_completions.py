@@ -14,7 +14,7 @@ from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import KIND_TEXTS, MASKS, row_kind
 from longspan.corpus.rows.sample import Row, RowSettings, Sample
 from longspan.corpus.sources.find_files import CorpusFile
-from longspan.corpus.sources.first_rows import kind_of_files
+from longspan.corpus.sources.first_rows import find_kind_of_rows
 from longspan.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, asks, says
@@ -66,7 +66,7 @@ def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
 def test_rows_of_no_kind_or_of_two(tmp_path: Path, rows: list[dict[str, object]], message: str) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=message):
-        kind_of_files([CorpusFile(0, "rows.jsonl", tmp_path / "rows.jsonl")], DataConfig())
+        find_kind_of_rows([CorpusFile(0, "rows.jsonl", tmp_path / "rows.jsonl")], DataConfig())
 
 
 def encoded(encoding: RowEncoding, **values: Any) -> Sample:

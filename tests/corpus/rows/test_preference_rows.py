@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from longspan.config.sections import RowForm
-from longspan.corpus.document_encoder import NOTHING, OWN_TOKEN, Encoded
+from longspan.corpus.document_encoder import NOTHING, OWN_TOKEN, EncodedDocuments
 from longspan.corpus.mismatched_answers import MismatchedAnswers
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import row_kind
@@ -101,8 +101,8 @@ def test_a_mismatched_answer_is_of_another_row(pairs: bool) -> None:
         rows = np.array([prompt for prompt, _ in texts])
         ones = np.ones(len(rows), int)
         codes = np.tile(np.array([NOTHING, NOTHING, OWN_TOKEN], np.uint8), len(rows))
-        encoded = Encoded(ids, codes, 3 * ones, ones, 0 * ones, rows, rows, (), numbers=ones)
-        made = answers.follow_documents(encoded).ids.reshape(-1, 2, 3)
+        encoded = EncodedDocuments(ids, codes, 3 * ones, ones, 0 * ones, rows, rows, (), numbers=ones)
+        made = answers.add_mismatched_documents(encoded).ids.reshape(-1, 2, 3)
         first = batch[0] == 0
         others = np.roll(made[:, 0, 2], 1 + pairs) if first else np.append(before, made[:, 0, 2])[: len(rows)]
         assert (made[:, 1, :2] == made[:, 0, :2]).all() and made[:, 1, 2].tolist() == others.tolist()

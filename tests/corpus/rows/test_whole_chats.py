@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import BadRow, Row, Sample, Unseen
+from longspan.corpus.rows.sample import BadRow, Row, Sample, UnseenCounts
 from tests.corpus.rows.conversations import PLAIN, TOOL, Message, asks, says, text_parts
 from tests.corpus.rows.families import (
     FAMILIES,
@@ -125,7 +125,7 @@ def test_the_first_call_is_learnt_where_the_template_writes_no_other(tmp_path: P
     encoding = encoding_of(write_folder(tmp_path, "gpt-oss", generation=generation))
     messages = calling(called("f", a=1), called("w", q="Rome"))
     sample = encode_one(encoding, {"messages": messages, "tools": [TOOL]})
-    assert sample.unseen == Unseen(unseen_texts=1)
+    assert sample.unseen == UnseenCounts(unseen_texts=1)
     assert said(encoding, sample) == [
         ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
         "<|channel|>final<|message|>No.<|return|>",
@@ -193,9 +193,9 @@ def test_a_thought_in_an_answer_is_counted_where_the_template_leaves_it_out(tmp_
     messages = [asks("One?"), says("<think>hm</think>\n\n1."), asks("Two?"), says("<think>\n2.\n</think>2.")]
     text = (TRL_TEMPLATES / "glm4moe.jinja").read_text(encoding="utf-8")
     glm = encoding_of(write_family(tmp_path / "glm", GLM, text))
-    assert encode_one(glm, {"messages": messages}).unseen == Unseen(unseen_thoughts=1)
+    assert encode_one(glm, {"messages": messages}).unseen == UnseenCounts(unseen_thoughts=1)
     deepseek = trl_encoding(tmp_path / "r1", "deepseek-r1-distill", "deepseek_r1_distill")
-    assert encode_one(deepseek, {"messages": messages}).unseen == Unseen(unseen_thoughts=2)
+    assert encode_one(deepseek, {"messages": messages}).unseen == UnseenCounts(unseen_thoughts=2)
     text = (TRL_TEMPLATES / "deepseek_r1_distill.jinja").read_text(encoding="utf-8")
     headless = Family("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", lambda _: [])
     reason = refusal(encoding_of(write_family(tmp_path / "headless", headless, text)), {"messages": messages})

@@ -16,7 +16,7 @@ import torch
 from longspan.comm import received_signals as stop_module
 from longspan.comm.device import peak_memory_bytes
 from longspan.comm.received_signals import StopSignal
-from longspan.launch.output import FILE, outlive_output
+from longspan.launch.output import FILE, keep_prints_from_failing
 from longspan.launch.stop_signals import SIGNALS
 from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
@@ -221,7 +221,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, monkeypatch: py
     with os.fdopen(writer, "w") as stream:
         for name in ("stdout", "__stdout__"):
             monkeypatch.setattr(sys, name, stream)
-        outlive_output(tmp_path, ["stdout"])
+        keep_prints_from_failing(tmp_path, ["stdout"])
         with ProgressDisplay(3, sys.stdout) as display:
             display.log("one")
             assert os.read(reader, 99) == b"one\n"

@@ -34,8 +34,8 @@ from longspan.plan.shape.packed import find_packed_rows
 from longspan.resolve.evaluation import plan_type_text
 from longspan.resolve.facts import Facts, evenly_spaced_numbers
 from longspan.resolve.partition import choose_partition
-from longspan.resolve.resolved import Reasons, settle
-from longspan.resolve.ways import UNIT, Fit, Given, find_longest, fit_way, leanest_fit, rank_ways
+from longspan.resolve.resolved import Reasons, resolve_by_best_way
+from longspan.resolve.ways import UNIT, BindingKeys, Fit, find_longest, fit_way, leanest_fit, rank_ways
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 
 PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
@@ -241,7 +241,7 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         GpuRun.with_model(config, gpus),
         config=config.with_keys("context", **open_keys),
         given_keys=question.given_keys,
-        given=Given(planner=not flags.compare, ep=gives("parallel.ep")),
+        given=BindingKeys(planner=not flags.compare, ep=gives("parallel.ep")),
     )
     if preset := find_published_preset(config.model.source):
         print(OF_PRESET.format(config.model.source, preset), file=sys.stderr)
@@ -345,7 +345,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     reasons = Reasons(partition=partition)
     if fits:
         notes += ways[0].notes
-        resolved = settle(config, ranking)
+        resolved = resolve_by_best_way(config, ranking)
         chosen = resolved.config
         reasons = replace(resolved.reasons, partition=partition)
     else:
@@ -386,9 +386,9 @@ def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
     for count in (run.gpus.count << doublings for doublings in range(1, 11)):
         with suppress(LongspanError):  # degrees that do not suit this number
             larger = replace(run, gpus=replace(run.gpus, count=count))
-            wider = facts.on_home(larger.home)
+            wider = facts.with_home(larger.home)
             if leanest_fit(run.config, wider).seconds is not None:
-                config = settle(run.config, rank_ways(run.config, wider, open_planner)).config
+                config = resolve_by_best_way(run.config, rank_ways(run.config, wider, open_planner)).config
                 return replace(larger, config=choose_position_scaling(config, facts.model, facts.longest_document))
     return None
 

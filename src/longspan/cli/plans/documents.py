@@ -13,7 +13,7 @@ import numpy.typing as npt
 from longspan.cli.plans.gpu_run import GpuRun
 from longspan.config.sections import RunConfig
 from longspan.corpus.sources.find_files import STDLIB, find_rows
-from longspan.corpus.sources.first_rows import text_sizes
+from longspan.corpus.sources.first_rows import read_text_sizes
 from longspan.data.manifest import SHORTEST
 from longspan.data.run_epochs import documents_line, most_step_tokens, with_epoch_steps
 from longspan.data.run_order import allow_sharing, make_step_order, order_lengths
@@ -65,7 +65,7 @@ def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
     files = tuple(find_rows(data.path or STDLIB, data.split))
-    sizes = text_sizes(files, data.max_text_bytes)
+    sizes = read_text_sizes(files, data.max_text_bytes)
     limit = data.max_document_tokens
     tokens = (size // BYTES_PER_TOKEN for size in sizes)
     cut = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in tokens)

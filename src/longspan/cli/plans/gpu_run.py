@@ -17,7 +17,7 @@ from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, re
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.choice import home_of
 from longspan.resolve.facts import Facts
-from longspan.resolve.ways import Given
+from longspan.resolve.ways import BindingKeys
 from longspan.run.checks import (
     check_keys_needed_by_keys,
     check_model_keys,
@@ -38,7 +38,7 @@ class GpuRun:
     gpus: Gpus
     model: Any
     given_keys: frozenset[str] = frozenset()
-    given: Given = field(default_factory=Given)
+    given: BindingKeys = field(default_factory=BindingKeys)
 
     @classmethod
     def with_model(cls, config: RunConfig, gpus: Gpus) -> "GpuRun":

@@ -112,7 +112,7 @@ class Processor:
         `among` is how many images its document has; some processors decide by it whether to cut the image into tiles.
         """
         grid = self.patch_grid(size)
-        several = self._sees_others and among > 1
+        several = self._depends_on_image_count and among > 1
         key = grid or (several, None if self.has_fixed_placeholders else size)  # the text depends on these alone
         if key not in self._texts:
             self._texts[key] = _call_processor(self.name, size, lambda: self._find_text(size, grid, several))
@@ -122,7 +122,7 @@ class Processor:
         """Process a PIL image into the inputs of the model; `among` as in `image_text`. Raises DataError if
         that fails.
         """
-        several = self._sees_others and among > 1
+        several = self._depends_on_image_count and among > 1
         size = (picture.height, picture.width)
         return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
 
@@ -134,7 +134,7 @@ class Processor:
         return tuple(name for name, is_present in present.items() if is_present) + tuple(image.fields)
 
     @cached_property
-    def _sees_others(self) -> bool:
+    def _depends_on_image_count(self) -> bool:
         """Whether what it makes of an image depends on how many there are in the document."""
         return IN_DOCUMENT in self.stock.image_processor.model_input_names
 

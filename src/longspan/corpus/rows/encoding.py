@@ -28,8 +28,16 @@ from longspan.corpus.rows.kinds import (
     readable_keys,
 )
 from longspan.corpus.rows.messages import checked_messages, convert_to_messages
-from longspan.corpus.rows.preferences import check_not_empty, join_samples, read_label, with_prompt
-from longspan.corpus.rows.sample import DATE, BadRow, Row, RowSettings, Sample, Unseen, count_inside_tokens
+from longspan.corpus.rows.preferences import check_not_empty, join_samples, pair_with_prompt, read_label
+from longspan.corpus.rows.sample import (
+    DATE,
+    BadRow,
+    Row,
+    RowSettings,
+    Sample,
+    UnseenCounts,
+    count_borders_inside_tokens,
+)
 from longspan.corpus.rows.token_ids import take_token_ids
 from longspan.corpus.rows.values import RowError, has_value, require_key, require_string, short_repr
 from longspan.corpus.tokenizer import TextTokenizer
@@ -118,7 +126,7 @@ class RowEncoding:
         """The chat template of the tokenizer. Raises DataError if it has none."""
         from longspan.corpus.rows.template import ChatTemplate
 
-        return ChatTemplate.of(self.tokenizer)
+        return ChatTemplate.from_tokenizer(self.tokenizer)
 
     @cached_property
     def images(self) -> "RowImages | None":
@@ -140,7 +148,7 @@ class RowEncoding:
         return [key for key, value in values.items() if key not in read and has_value(value)]
 
     def learnt_end(self, ids: Integers, labels: Integers) -> dict[str, int]:
-        """Return the name and id of the special token with which the answer that ends a document ends; {} without one.
+        """Return {name: id} of the special token that ends the answer at a document's end; {} without one.
 
         Where a template writes none behind the last answer, it is the one behind the answer before.
         """
@@ -176,7 +184,7 @@ class RowEncoding:
         check_keys(row.values, self.kind, scored=self._reads_label)
         values = convert_to_messages(row.values, self.kind)
         if self.settings.preference and self.kind == PAIRS:
-            values = with_prompt(values)
+            values = pair_with_prompt(values)
         values, media = self._values_and_media(row._replace(values=values))
         check_objects(values)
         if self.settings.preference:
@@ -222,7 +230,7 @@ class RowEncoding:
         is_target = np.ones(len(ids), dtype=bool)
         is_target[:start] = False
         is_target[start : start + len(text_ids)] = spans[:, 1] > border
-        unseen = Unseen(inside_tokens=count_inside_tokens(spans, [border]))
+        unseen = UnseenCounts(inside_tokens=count_borders_inside_tokens(spans, [border]))
         return [Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)]
 
     @property

@@ -101,7 +101,7 @@ _REFUSED_KEYS: tuple[tuple[tuple[Place, ...], str, str], ...] = (
 
 def row_kind(row: Row) -> Kind:
     """Return the kind of a row by its keys. Raises DataError for one of no kind, or of several."""
-    kinds = _kinds_in(row.values)
+    kinds = _kinds_of_row(row.values)
     if len(kinds) > 1:
         raise DataError(f"{row.where} {_several_kinds_text(kinds)}")
     if not kinds:
@@ -124,7 +124,7 @@ def check_objects(values: Mapping[str, Any]) -> None:
 
 def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -> None:
     """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
-    if len(kinds := _kinds_in(values)) > 1:
+    if len(kinds := _kinds_of_row(values)) > 1:
         raise RowError(_several_kinds_text(kinds))
     chat = is_chat(values, kind)
     readable = readable_keys(kind, scored, chat, media=True)
@@ -175,7 +175,7 @@ def refused_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str,
             yield from ((key, why) for pattern, why in rules if re.fullmatch(pattern, key))
 
 
-def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
+def _kinds_of_row(values: Mapping[str, Any]) -> list[Kind]:
     """List the kinds of which a row has every key, with a value."""
     return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from longspan.corpus.rows.sample import Sample, Unseen
+from longspan.corpus.rows.sample import Sample, UnseenCounts
 from longspan.corpus.rows.values import RowError, has_value, short_repr
 
 
-def with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def pair_with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a pair with its prompt: without one what both answers begin with, as TRL's `extract_prompt` has it.
 
-    >>> with_prompt({"chosen": "Why? It is.", "rejected": "Why? No."})
+    >>> pair_with_prompt({"chosen": "Why? It is.", "rejected": "Why? No."})
     {'chosen': ' It is.', 'rejected': ' No.', 'prompt': 'Why?'}
     """
     chosen = values["chosen"]
@@ -57,7 +57,7 @@ def join_samples(first: Sample, second: Sample) -> Sample:
     return first._replace(
         ids=np.concatenate([first.ids, second.ids]),
         labels=np.concatenate([first.labels, second.labels]),
-        unseen=Unseen(*(a + b for a, b in unseen)),
+        unseen=UnseenCounts(*(a + b for a, b in unseen)),
         images=(*first.images, *moved),
         stops=(length, length + len(second.ids)),
     )

@@ -28,7 +28,7 @@ class Row(NamedTuple):
     folder: str = ""
 
 
-class Unseen(NamedTuple):
+class UnseenCounts(NamedTuple):
     """Counts of what is no target in a document's assistant turns.
 
     Thoughts and other texts are counted that the template leaves out, wholly or in part, and turns that are blank.
@@ -43,7 +43,7 @@ class Unseen(NamedTuple):
     inside_tokens: int = 0
 
 
-def count_inside_tokens(spans: Integers, borders: Iterable[int]) -> int:
+def count_borders_inside_tokens(spans: Integers, borders: Iterable[int]) -> int:
     """Count the borders that lie inside a token, by the characters (n, 2) of each token."""
     return sum(bool(((spans[:, 0] < border) & (border < spans[:, 1])).any()) for border in borders)
 
@@ -61,7 +61,7 @@ class Sample(NamedTuple):
     ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64] | None = None
     row: int = 0
-    unseen: Unseen = Unseen()
+    unseen: UnseenCounts = UnseenCounts()
     images: tuple[SampleImage, ...] = ()
     numbers: tuple[float, ...] = ()
     stops: tuple[int, ...] = ()

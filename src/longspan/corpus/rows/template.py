@@ -53,7 +53,7 @@ _DAY = (  # in place of the renderer's own strftime_now, which writes today's da
 _renderer: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = render_jinja_template  # pyright: ignore
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """A conversation as text; `marks` are the spans that the template marks as generated, in characters."""
 
     text: str
@@ -75,7 +75,7 @@ class ChatTemplate:
     variables: str = "{}"
 
     @classmethod
-    def of(cls, tokenizer: TextTokenizer) -> "ChatTemplate":
+    def from_tokenizer(cls, tokenizer: TextTokenizer) -> "ChatTemplate":
         """Return the templates of a tokenizer's folder. Raises DataError if it has none."""
         folder = tokenizer.folder
         if folder is None:
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Render messages; with `prompt` up to where an answer begins, with `marks` also with the template's own marks.
 
         A content that is a text becomes a list of parts, or a list a text, if the template reads only the other form.
@@ -218,7 +218,7 @@ class ChatTemplate:
 
     def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Render messages as they are, on the fixed day. Raises RowError if the template does.
 
         Keys without a value are left out, as templates ask whether a key is there.
@@ -241,7 +241,7 @@ class ChatTemplate:
             raise RowError(f"its chat template says: {error.message or type(error).__name__}") from error
         except Exception as error:  # a template may fail in any way that Python can
             raise RowError(f"its chat template fails: {type(error).__name__}: {error}") from error
-        return Rendered(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
+        return RenderedChat(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
 
     def _template_for(self, tools: Sequence[Any] | None) -> str:
         """Return the template of conversations with these tools, or without any (None or [])."""

@@ -20,7 +20,7 @@ _SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of i
 _NEWS_SECONDS = 5.0  # between two lines of progress
 
 
-def sums_of_files(
+def hash_files(
     files: Iterable[CorpusFile], log: LogLine, kept: Path | None = None, earlier: Iterable[SourceFile] = ()
 ) -> list[SourceFile]:
     """Return size, time and SHA-256 sum of each file.
@@ -36,7 +36,7 @@ def sums_of_files(
     last_log_time = time.monotonic()
     sources = list[SourceFile]()
     for file in files:
-        sources.append(_sum_of_file(file, sums))
+        sources.append(_hash_file(file, sums))
         if time.monotonic() - last_log_time > _NEWS_SECONDS:
             last_log_time = time.monotonic()
             log(f"read {len(sources):,} files to see what they hold")
@@ -49,7 +49,7 @@ def sums_of_files(
     return sources
 
 
-def _sum_of_file(file: CorpusFile, sums: Mapping[str, SourceFile]) -> SourceFile:
+def _hash_file(file: CorpusFile, sums: Mapping[str, SourceFile]) -> SourceFile:
     """Return size, time and sum of a file, which is read unless `sums` has its path with this size and time.
 
     Raises DataError for a file that is not regular or cannot be read, and a path that is not UTF-8.

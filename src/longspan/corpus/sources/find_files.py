@@ -14,7 +14,7 @@ from pathlib import Path
 
 from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.sources.row_chunks import RowChunk, count_rows, slice_chunks
-from longspan.corpus.sources.row_files import SUFFIXES, ZSTD, import_reader, row_file
+from longspan.corpus.sources.row_files import SUFFIXES, ZSTD, import_reader, make_row_file
 from longspan.corpus.sources.splits import (
     SAVED_SPLITS,
     SplitPart,
@@ -38,7 +38,7 @@ class CorpusFile:
 
     def read_chunks(self, most_bytes: int) -> Iterator[RowChunk]:
         """Yield the chunks of the rows that are taken; a row of more than `most_bytes` (0: any) is a bad one."""
-        chunks = row_file(self.name, self.path, most_bytes).read_chunks()
+        chunks = make_row_file(self.name, self.path, most_bytes).read_chunks()
         return chunks if self.rows is None else slice_chunks(chunks, *self.rows)
 
 
@@ -138,7 +138,7 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
     return root
 
 
-def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
+def count_files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
     """Count the files of a folder that are not read, by the endings of their names, the most frequent first.
 
     In the standard library only modules are meant to be read, so that nothing is counted there.

@@ -10,7 +10,7 @@ from longspan.config.sections import MAX_TEXT_BYTES, DataConfig
 from longspan.corpus.rows.kinds import KIND_TEXTS, Kind, rename_columns, row_kind
 from longspan.corpus.rows.sample import BadRow, Row
 from longspan.corpus.sources.find_files import CorpusFile
-from longspan.corpus.sources.row_chunks import chunk_rows
+from longspan.corpus.sources.row_chunks import parse_chunk
 from longspan.errors import DataError
 
 FIRST_ROWS = 20
@@ -18,7 +18,7 @@ FIRST_FILES = 5
 SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 
 
-def kind_of_files(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
+def find_kind_of_rows(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
     """Return the kind of rows of these files, by the first rows of the first files; "text" if there are no rows.
 
     Where bad rows are skipped, they and rows of no kind do not count; else they raise DataError, as rows of several
@@ -27,9 +27,9 @@ def kind_of_files(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
     rows = list[Row]()
     bad = list[BadRow]()
     for file in files[:FIRST_FILES]:
-        for row in islice(rows_of_file(file, data.max_text_bytes), FIRST_ROWS):
+        for row in islice(read_file_rows(file, data.max_text_bytes), FIRST_ROWS):
             row = rename_columns(row, data.rename_columns) if not isinstance(row, BadRow) else row
-            if data.on_bad_row == "skip" and not _tells_kind(row):
+            if data.on_bad_row == "skip" and not _has_one_kind(row):
                 continue
             if isinstance(row, BadRow):
                 bad.append(row)  # raised below: first rows of other files are read, as their kind may differ
@@ -47,39 +47,39 @@ def kind_of_files(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
     return kind
 
 
-def texts_for_tokenizer(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) -> Iterator[str]:
+def read_texts_for_tokenizer(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) -> Iterator[str]:
     """Yield texts to train a tokenizer on, up to SAMPLE_CHARACTERS, of files in a fixed shuffled order."""
     budget = SAMPLE_CHARACTERS
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
     for number in order:
-        for row in rows_of_file(files[number], most_bytes):
-            text = "" if isinstance(row, BadRow) else _texts_in(row.values)
+        for row in read_file_rows(files[number], most_bytes):
+            text = "" if isinstance(row, BadRow) else _join_texts(row.values)
             yield text[:budget]
             budget -= len(text)
             if budget <= 0:
                 return
 
 
-def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int]:
+def read_text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int]:
     """Yield the bytes of the texts of each row. Raises DataError for a bad one, as of over `most_bytes` (0: any)."""
     for file in files:
-        for row in rows_of_file(file, most_bytes):
+        for row in read_file_rows(file, most_bytes):
             if isinstance(row, BadRow):
                 raise DataError(f"{row.where}: {row.reason}")
-            yield len(_texts_in(row.values).encode())
+            yield len(_join_texts(row.values).encode())
 
 
-def rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
+def read_file_rows(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
     """Yield the rows of a file in order; a text that is not UTF-8, which is a whole file, has none."""
     for chunk in file.read_chunks(most_bytes):
         try:
-            for placed in chunk_rows(chunk):
+            for placed in parse_chunk(chunk):
                 yield placed.row
         except UnicodeDecodeError:
             return
 
 
-def _tells_kind(row: Row | BadRow) -> bool:
+def _has_one_kind(row: Row | BadRow) -> bool:
     """Return whether a row is good and of exactly one kind."""
     try:
         return isinstance(row, Row) and bool(row_kind(row))
@@ -87,7 +87,7 @@ def _tells_kind(row: Row | BadRow) -> bool:
         return False
 
 
-def _texts_in(value: Any) -> str:
+def _join_texts(value: Any) -> str:
     """Join the texts inside a JSON value, a line each; of an object with a text under "text" that one alone.
 
     Lone surrogates, which no tokenizer can read, are left out.
@@ -95,8 +95,8 @@ def _texts_in(value: Any) -> str:
     if isinstance(value, dict):
         text = value.get("text")
         if isinstance(text, str):
-            return _texts_in(text)
-        return "\n".join(filter(None, map(_texts_in, value.values())))
+            return _join_texts(text)
+        return "\n".join(filter(None, map(_join_texts, value.values())))
     if isinstance(value, list):
-        return "\n".join(_texts_in(inner) for inner in value if isinstance(inner, dict | str))
+        return "\n".join(_join_texts(inner) for inner in value if isinstance(inner, dict | str))
     return value.encode(errors="ignore").decode() if isinstance(value, str) else ""

@@ -50,7 +50,7 @@ class PlacedRow(NamedTuple):
     row: Row | BadRow
 
 
-def chunk_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
+def parse_chunk(chunk: RowChunk) -> Iterator[PlacedRow]:
     """Parse the rows of a chunk in order; empty lines are skipped.
 
     Raises UnicodeDecodeError for a text that is not UTF-8.
@@ -61,7 +61,7 @@ def chunk_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
         row = BadRow(chunk.name, reason) if reason else Row(chunk.name, {"text": text}, chunk.folder)
         rows = iter([PlacedRow(0, row)])
     else:
-        rows = _read_table(chunk) if chunk.form == "table" else _read_line_rows(chunk)
+        rows = _read_table_rows(chunk) if chunk.form == "table" else _read_line_rows(chunk)
     return islice(rows, *chunk.rows or (None,))
 
 
@@ -198,7 +198,7 @@ def _value_decoder(kind: Any, levels: int = 0) -> Decode | None:
     return lambda values: [_decode_value(value, inner) for value in values]
 
 
-def _read_table(chunk: RowChunk) -> Iterator[PlacedRow]:
+def _read_table_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
     """Read the rows of a chunk of a table, whose positions are their numbers in the file.
 
     A bad row is too long (images do not count), nested too deeply, or has a value that Python cannot hold.

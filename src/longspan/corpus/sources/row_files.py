@@ -1,6 +1,6 @@
 """Readers of source files, in chunks or a row at a time: lines, plain or compressed, texts, parquet and Arrow tables.
 
-`row_file` picks the reader by the name. How a chunk's rows are parsed is in `row_chunks.py`.
+`make_row_file` picks the reader by the name. How a chunk's rows are parsed is in `row_chunks.py`.
 """
 
 import gzip
@@ -192,7 +192,7 @@ class TableFile(RowFile):
         with self._errors_with_name():
             first = 0
             size = self.path.stat().st_size
-            rows, batches = self._count_rows_and_batches()
+            rows, batches = self._row_count_and_batches()
             for batch in batches:
                 sink = pyarrow.BufferOutputStream()
                 with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
@@ -210,7 +210,7 @@ class TableFile(RowFile):
             return Row(f"{self.name}, row {position + 1}", record_decoder(table.schema)(record), self.folder)
 
     @abstractmethod
-    def _count_rows_and_batches(self) -> tuple[int, Iterator[Any]]:
+    def _row_count_and_batches(self) -> tuple[int, Iterator[Any]]:
         """Return the number of rows, and an iterator of the rows in batches of about CHUNK_BYTES."""
 
     @abstractmethod
@@ -226,7 +226,7 @@ class ParquetFile(TableFile):
         """What reads a row group by its number, and keeps the last one."""
         return lru_cache(maxsize=1)(self._file.read_row_group)
 
-    def _count_rows_and_batches(self) -> tuple[int, Iterator[Any]]:
+    def _row_count_and_batches(self) -> tuple[int, Iterator[Any]]:
         meta = self._file.metadata
 
         def batches() -> Iterator[Any]:
@@ -258,7 +258,7 @@ class ParquetFile(TableFile):
 class ArrowFile(TableFile):
     """An .arrow file in Arrow's stream or file format, mapped into memory."""
 
-    def _count_rows_and_batches(self) -> tuple[int, Iterator[Any]]:
+    def _row_count_and_batches(self) -> tuple[int, Iterator[Any]]:
         def batches() -> Iterator[Any]:
             for batch in self._table.to_batches():
                 # else Arrow follows a damaged file's offsets to bytes outside of the file
@@ -294,7 +294,7 @@ _READERS: dict[str, type[RowFile]] = {
 SUFFIXES = tuple(_READERS)
 
 
-def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile:
+def make_row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile:
     """Return the reader for the ending of `name`. Nothing is read yet."""
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most_bytes)
 

@@ -155,7 +155,11 @@ class _SegmentCall:
         return self.fetch_input
 
     def pack(self, keep: Callable[[Tensor], Callable[[], Tensor]], saved: Tensor) -> Callable[[], Tensor]:
-        """Keep a tensor that the checkpoint saves: the layer's input by `keep`, all else in place."""
+        """The pack hook of the layer's checkpoint: return the function that fetches the tensor.
+
+        The layer's input is kept by `keep`, all else in place. A segment's first layer also keeps a fetch that does not
+        prefetch the layer before it (`ahead=False`, which only parked tensors have).
+        """
         if (saved.data_ptr(), saved.shape, saved.dtype) != self._memory:
             return _keep_in_place(saved)
         fetch = keep(saved)

@@ -52,10 +52,11 @@ def hook_layer_arguments(model: PreTrainedModel) -> None:
 
 
 def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
-    """Let recomputation see the running layer, whoever set the function by which a module recomputes its layers.
+    """Forward pre-hook: wrap every `_gradient_checkpointing_func` once, so that a recomputation, which may run without
+    the layer's hooks, sets the running layer again; re-entrant checkpoints become non-re-entrant ones.
 
-    A forward pre-hook: the function may be set at any time before a call. In transformers 5.17 a layer's hooks ran
-    inside its checkpoint. A function is wrapped once.
+    The function may be set at any time before a call. A model wraps those of all its modules: in transformers 5.17 a
+    layer's own hooks run inside its checkpoint, too late for this.
     """
     for part in module.modules() if isinstance(module, PreTrainedModel) else (module,):
         run: Any = vars(part).get("_gradient_checkpointing_func")

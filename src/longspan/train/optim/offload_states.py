@@ -190,7 +190,9 @@ class OffloadedStates(Optimizer):
             self._update = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimizer; an update that was begun keeps the gradients that it needs, but not their zeros."""
+        """With `set_to_none` a pending update keeps its own references to the gradients; without it they would be
+        zeroed in place under that update, so it is finished first.
+        """
         if not set_to_none:
             self.finish_step()
         super().zero_grad(set_to_none)

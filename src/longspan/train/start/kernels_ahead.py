@@ -58,7 +58,7 @@ def compile_kernels_ahead(
     """
     with ExitStack() as stack:
         folder = os.environ.get(CACHE, "")
-        digest = _model_digest(config.model)
+        digest = _kernel_notes_digest(config.model)
         if (
             folder
             and digest
@@ -87,9 +87,9 @@ def compile_kernels_ahead(
         yield
 
 
-def _model_digest(model: ModelConfig) -> str:
-    """Return a digest of configuration and packages for names of notes; "" where FlashAttention-4 or a
-    file is missing.
+def _kernel_notes_digest(model: ModelConfig) -> str:
+    """Return a digest of the configuration and the versions of the kernel packages, by which notes are named; ""
+    without FlashAttention-4 or a file of the model.
     """
     file = Path(model.source) if model.source else None
     file = file / "config.json" if file is not None and file.is_dir() else file

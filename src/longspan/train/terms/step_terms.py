@@ -90,7 +90,7 @@ def encoder_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
     model: Any = inputs.model
     if not is_multimodal(model):
         return ()
-    from longspan.train.terms.waves_ahead import EncodersTerm
+    from longspan.train.terms.encoders_term import EncodersTerm
 
     items = inputs.documents.items
     assert items is not None, "documents of a MultimodalModel have items"

@@ -1,13 +1,7 @@
-"""The encoders' part of a step, as a term; a thread may plan its waves ahead, while another step runs.
+"""The waves of a coming step, planned ahead by a thread while another step runs; `EncodersTerm` takes them."""
 
-An item, such as an image, takes places of a document, for which an encoder makes rows; a wave is one pass of an encoder
-over some of a step's items, on all ranks. `encoding.py` runs waves.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,12 +10,9 @@ import torch
 from torch import nn
 
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.plan import MicroBatch, Plan
+from longspan.plan import Plan
 from longspan.plan.items.item_table import ItemTable
-from longspan.train.passes import Term
-from longspan.train.rows.agreed_reading import read_and_compare_digest
-from longspan.train.rows.read_rows import LocalBatch
-from longspan.train.step_inputs import StepDocuments, StepInputs
+from longspan.train.step_inputs import StepDocuments
 from longspan.train.terms.encoding import Encoding
 
 MOST_AHEAD = 4  # steps of a model whose waves are planned and not yet taken; older ones are dropped
@@ -54,6 +45,17 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, dept
         planned.pop(next(iter(planned)))
 
 
+def take_planned_encoding(
+    model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int
+) -> Encoding:
+    """Return the waves of a step: those that were planned ahead, for which it waits, or planned now."""
+    key = _encoding_key(model, plan, table, (backward, depths))
+    ahead = _planned_encodings.get(model, {}).pop(key, None)
+    if ahead is None:
+        return Encoding(model, plan, plan.micro_batches, table, backward=backward, depths=depths)
+    return ahead.result()
+
+
 def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
     """Plan the waves of a coming step and begin to read their items; run by the thread of `plan_waves_ahead`.
 
@@ -77,60 +79,3 @@ def _encoding_key(
     """
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen
-
-
-@dataclass(eq=False)
-class EncodersTerm(Term):
-    """The encoders of a MultimodalModel in a step: all waves of a whole step, or those of a portion at a time.
-
-    Where any rank cannot read its items, `read` raises DataError on every rank.
-    """
-
-    _model: MultimodalModel
-    _inputs: StepInputs
-    _items: ItemTable
-    _depths: int = 0
-    _micro_batches: Sequence[MicroBatch] = ()
-    _encoding: "Encoding | None" = None
-
-    def read(self, batches: Sequence[LocalBatch]) -> None:
-        """Take the waves that were planned ahead, or plan them, and read this rank's items; entered by all ranks.
-
-        Raises DataError on every rank where any cannot read, CommError for another list of items.
-        """
-        inputs = self._inputs
-        table = self._items
-        plan = inputs.plan
-        self._micro_batches = plan.micro_batches
-        # the waves that were planned ahead, for which it waits, or planned now
-        key = _encoding_key(self._model, plan, table, (inputs.backward, self._depths))
-        ahead = _planned_encodings.get(self._model, {}).pop(key, None)
-        if ahead is None:
-            passes = {"backward": inputs.backward, "depths": self._depths}
-            encoding = Encoding(self._model, plan, plan.micro_batches, table, **passes)
-        else:
-            encoding = ahead.result()
-        self._encoding = encoding
-        read_items = partial(encoding.read_items, inputs.documents.documents)
-        read_and_compare_digest(read_items, table.digest(), inputs.world, what="lists of items")
-
-    def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Plan the waves of some micro-batches of an evaluation and read this rank's items, without the other ranks.
-
-        Raises what reading raises, and PlanError for items that fit no slot, on this rank alone: the caller tells the
-        others.
-        """
-        self._micro_batches = micro_batches
-        self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
-        self._encoding.read_items(self._inputs.documents.documents)
-
-    def passes_context(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
-        assert self._encoding is not None, "read first"
-        return self._encoding.passes_context(self._micro_batches, batches)
-
-    def nonfinite_inputs(self) -> list[str]:
-        return [] if self._encoding is None else self._encoding.nonfinite_inputs()
-
-    def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        assert self._encoding is not None
-        return {"encoders": self._encoding.gather_times()} if self._inputs.backward else {}

@@ -18,7 +18,7 @@ from longspan.corpus.rows.chats.turn_tokens import TurnTokens, find_turn_tokens
 from longspan.corpus.rows.media.placeholders import RowImages
 from longspan.corpus.rows.media.row_media import NOTHING_SHOWN, RowMedia, check_media_counts, kinds_of_parts
 from longspan.corpus.rows.messages import checked_messages, learnt_messages, read_tools
-from longspan.corpus.rows.sample import RowSettings, Sample, count_inside_tokens
+from longspan.corpus.rows.sample import RowSettings, Sample, count_borders_inside_tokens
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message, read_variables
 from longspan.corpus.rows.values import RowError, check_strings, require_key
 from longspan.corpus.tokenizer import TextTokenizer
@@ -170,7 +170,7 @@ class ChatEncoding:
         for start, stop in spans.spans:  # a token is one if it has a character in a span
             is_target |= (begins < stop) & (ends > start)
         answers = (start if end is None else end for start, end in zip(starts, prompt_ends, strict=True))
-        unseen = spans.unseen._replace(inside_tokens=count_inside_tokens(offsets, answers))
+        unseen = spans.unseen._replace(inside_tokens=count_borders_inside_tokens(offsets, answers))
         return Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)
 
     def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from longspan.corpus.rows.chats.turn_tokens import TurnTokens
 from longspan.corpus.rows.message_texts import THOUGHTS, Field, replace_field, texts_of_messages
-from longspan.corpus.rows.sample import Unseen
+from longspan.corpus.rows.sample import UnseenCounts
 from longspan.corpus.rows.template import ChatTemplate, Message
 from longspan.corpus.rows.values import RowError, short_repr
 
@@ -28,7 +28,7 @@ class TurnSpans(NamedTuple):
     """Spans (start, stop) of a rendering in characters, and counts of the assistant's texts that are not in it."""
 
     spans: tuple[tuple[int, int], ...]
-    unseen: Unseen = Unseen()
+    unseen: UnseenCounts = UnseenCounts()
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Conversation:
         earlier = [t for t in self.turns if t.message < turn.message and t.ends[-1] <= turn.ends[0]]
         return earlier[-1] if earlier else _Turn(-1, (), (0,))
 
-    def messages_in(self, start: int, stop: int) -> set[int]:
+    def messages_between(self, start: int, stop: int) -> set[int]:
         """Return the numbers of the messages of which a text ends behind `start` and not behind `stop`."""
         # The number len(messages) is above every message's, so that all texts that end at a place count.
         first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
@@ -108,7 +108,7 @@ def marked_spans(
         return TurnSpans(marks, unseen)
     spans = list[tuple[int, int]]()
     for start, stop in marks:
-        owners = conversation.messages_in(start, stop)
+        owners = conversation.messages_between(start, stop)
         if not owners:  # those from the last message with a text that ends before to the first with one behind
             before, behind = (bisect_right(conversation.ends, (at, len(messages))) for at in (start, stop))
             first_owner = conversation.ends[before - 1][1] if before else 0
@@ -131,7 +131,7 @@ def _count_unrendered(
     ends: Sequence[tuple[int, ...]],
     learnt: Collection[int],
     first: int,
-) -> Unseen:
+) -> UnseenCounts:
     """Count what a rendering lacks; `ends` has the places of each of the `fields` in it.
 
     These are thoughts of learnt messages (left out whole, or cut off an answer) and their other texts; learnt messages
@@ -149,7 +149,7 @@ def _count_unrendered(
     names = [str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()]
     if names and not first and not any(name in conversation.text for name in names):
         others.append("tool list")
-    return Unseen(thoughts + cut_thoughts, len(lacking) - thoughts, blank, tuple(others))
+    return UnseenCounts(thoughts + cut_thoughts, len(lacking) - thoughts, blank, tuple(others))
 
 
 def _shortened_thought(conversation: Conversation, turn: _Turn) -> str:
@@ -201,7 +201,7 @@ def _turn_spans(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> 
             f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
             f"word is in the text; {hint}mark it in the template with {{% generation %}}"
         )
-    if intruders := conversation.messages_in(start, end) - {turn.message}:
+    if intruders := conversation.messages_between(start, end) - {turn.message}:
         raise RowError(
             f"its chat template writes messages[{min(intruders)}] into {name}, so that it would be learnt as what the "
             "assistant says; give its texts and its calls as messages of their own"
@@ -321,10 +321,10 @@ def _locate_marks(conversation: Conversation, fields: Mapping[str, Field]) -> di
 
 
 def _locate_mark_alone(conversation: Conversation, field: Field, mark: str) -> list[int]:
-    """Return where the rendering goes on as one with the field's mark does behind it: one place, or [] if that lacks
-    the mark.
+    """Find where a field's text ends, by a rendering with a mark behind it: where what follows the mark begins in the
+    rendering without it. One place, or [] if the template leaves the mark out.
 
-    Raises RowError where what follows is another text with the mark.
+    Raises RowError where the template writes another text behind the mark.
     """
     text = conversation.text
     rendered = conversation.render(_add_mark(conversation.messages, field, mark))

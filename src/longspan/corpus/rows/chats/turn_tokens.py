@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from longspan.corpus.rows.template import ChatTemplate
 from longspan.corpus.rows.values import RowError, map_strings, strings_with_places
-from longspan.corpus.tokenizer import pattern_of_any
+from longspan.corpus.tokenizer import any_name_pattern
 
 _HARMLESS = "Z"
 _WORDS = ("Zq0user", "Zq1assistant", "Zq2user", "Zq3assistant")
@@ -36,7 +36,7 @@ class TurnTokens:
     @cached_property
     def any_token(self) -> re.Pattern[str]:
         """A pattern of every token that may begin or end a turn, and of special ones."""
-        return pattern_of_any(self.ends | self.headers | self.special)
+        return any_name_pattern(self.ends | self.headers | self.special)
 
     @cached_property
     def _risky_characters(self) -> re.Pattern[str]:
@@ -59,7 +59,7 @@ class TurnTokens:
 
         Names of `plain` tokens come first, to be matched as a whole: templates look for these names.
         """
-        plain = pattern_of_any(self.plain - self.ends - self.headers)
+        plain = any_name_pattern(self.plain - self.ends - self.headers)
         pattern = re.compile(f"{plain.pattern}|{self._risky_characters.pattern}")
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
         return map_strings(value, lambda text: pattern.sub(replaced, text))
@@ -116,7 +116,7 @@ def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine
     special, ordinary = (
         frozenset(token.content for token in added if token.special == is_special) for is_special in (True, False)
     )
-    tokens = pattern_of_any(special | ordinary)
+    tokens = any_name_pattern(special | ordinary)
     roles = ("user", "assistant", "user", "assistant")
     turns = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=True)]
     text = template.render(turns, tools).text

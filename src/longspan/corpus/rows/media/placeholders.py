@@ -18,13 +18,13 @@ from longspan.corpus.rows.media.row_media import (
     PARTS,
     RowMedia,
     check_media_counts,
-    kinds_named,
+    kinds_in_text,
     media_name_pattern,
 )
 from longspan.corpus.rows.sample import Sample
 from longspan.corpus.rows.template import ChatTemplate
 from longspan.corpus.rows.values import RowError, check_strings, require_string
-from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
+from longspan.corpus.tokenizer import TextTokenizer, any_name_pattern
 from longspan.data.document import NO_TARGET
 from longspan.data.image_table import SampleImage, join_paths, join_stamps
 from longspan.errors import DataError, plural
@@ -34,7 +34,7 @@ _RULES = "images are named by parts, else by texts of rows with a key for them"
 _WORDS = ("Zq0before", "Zq1behind")
 
 
-class Shown(NamedTuple):
+class ShownMedium(NamedTuple):
     """An image or a video in a text: its name for messages, its file or frames, and what the processor makes of it.
 
     `text` is what the processor writes for it, `grid` the grid of its patches (None: it is not cut into a grid).
@@ -46,11 +46,11 @@ class Shown(NamedTuple):
     grid: Grid | None
 
 
-class Expanded(NamedTuple):
+class ExpandedText(NamedTuple):
     """A text with placeholders for its media, these in their order, and spans (start, stop) of characters."""
 
     text: str
-    shown: tuple[Shown, ...]
+    shown: tuple[ShownMedium, ...]
     spans: tuple[tuple[int, int], ...] = ()
 
 
@@ -109,7 +109,9 @@ class RowImages:
                 tokens["video"] = self.processor.videos.token
         return tokens
 
-    def expand_placeholders(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
+    def expand_placeholders(
+        self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()
+    ) -> ExpandedText:
         """Replace placeholders in a text, one for each file in order, by what the processor writes for these.
 
         `spans` of the text, in characters, move by as many as the placeholders before them grow. Raises RowError for
@@ -140,9 +142,9 @@ class RowImages:
         )
         shown_texts = (*(medium.text for medium in shown), "")  # no placeholder follows the last piece
         expanded_text = "".join(piece + shown_text for piece, shown_text in zip(pieces, shown_texts, strict=True))
-        return Expanded(expanded_text, shown, moved_spans)
+        return ExpandedText(expanded_text, shown, moved_spans)
 
-    def add_images(self, sample: Sample, expanded: Expanded) -> Sample:
+    def add_images(self, sample: Sample, expanded: ExpandedText) -> Sample:
         """Return a sample of an expanded text with its images; placeholders are no targets."""
         placed = list[SampleImage]()
         labels = sample.ids if sample.labels is None else sample.labels
@@ -158,8 +160,8 @@ class RowImages:
         """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
         text = require_string(values.get("text"), "text")
         pattern = media_name_pattern(values)
-        special = pattern_of_any(self.tokenizer.special_names)
-        check_media_counts(kinds_named(text, pattern), media, "its text")
+        special = any_name_pattern(self.tokenizer.special_names)
+        check_media_counts(kinds_in_text(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
         # What stands between names of media is tokenized with the placeholders, so it must name no special token.
@@ -180,7 +182,7 @@ class RowImages:
             raise RowError(str(error)) from error
 
     def _place_images(
-        self, ids: npt.NDArray[np.int64], kind: str, placeholder: int, shown: Sequence[Shown]
+        self, ids: npt.NDArray[np.int64], kind: str, placeholder: int, shown: Sequence[ShownMedium]
     ) -> Iterator[SampleImage]:
         """Yield images, or groups of frames, with the places of their placeholders in a text's ids (n,).
 
@@ -226,7 +228,9 @@ class RowImages:
             stamp = join_stamps(frame.stamp() for frame in frames)
             yield SampleImage(*at, path, *stamp, frame=group * size, seconds=video.interval * size)
 
-    def _process_size(self, kind: str, numbered_file: tuple[int, ImageFile | VideoFile], images: int) -> Shown:
+    def _process_size(
+        self, kind: str, numbered_file: tuple[int, ImageFile | VideoFile], images: int
+    ) -> ShownMedium:
         """Ask the processor what it writes for a file; `images` is how many the row has.
 
         Raises RowError, naming the file, where that fails.
@@ -236,8 +240,8 @@ class RowImages:
         try:
             if isinstance(file, VideoFile):
                 grid = self._videos.patch_grid(len(file.frames), file.size())
-                return Shown(name, file, self._videos.video_text(grid, file.times), grid)
+                return ShownMedium(name, file, self._videos.video_text(grid, file.times), grid)
             size = file.size()
-            return Shown(name, file, self.processor.image_text(size, images), self.processor.patch_grid(size))
+            return ShownMedium(name, file, self.processor.image_text(size, images), self.processor.patch_grid(size))
         except DataError as error:
             raise RowError(f"{name}: {error}") from error

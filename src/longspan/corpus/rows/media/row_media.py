@@ -16,7 +16,7 @@ from longspan.corpus.rows.kinds import MEDIA_KEYS
 from longspan.corpus.rows.media.entries import TIMES, check_entry_keys, read_image_entry, read_video_entry
 from longspan.corpus.rows.sample import Row
 from longspan.corpus.rows.values import RowError, type_name
-from longspan.corpus.tokenizer import pattern_of_any
+from longspan.corpus.tokenizer import any_name_pattern
 from longspan.errors import plural
 
 
@@ -53,10 +53,10 @@ def media_name_pattern(values: Mapping[str, Any]) -> re.Pattern[str]:
     with_key = [kind for kind, keys in MEDIA_KEYS.items() if any(key in values for key in keys)]
     part_types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))]
     by_name = (kind for kind in with_key if not any(part_type in _TYPES[kind] for part_type in part_types))
-    return pattern_of_any([NAMED[kind] for kind in by_name])
+    return any_name_pattern([NAMED[kind] for kind in by_name])
 
 
-def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
+def kinds_in_text(text: str, name_pattern: re.Pattern[str]) -> list[str]:
     """List the kinds (image, video, audio) that a text names, in order."""
     return [name.strip("<>") for name in name_pattern.findall(text)]
 
@@ -64,7 +64,7 @@ def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
 def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
     """Read the media under keys of a row; relative paths begin in `folder`.
 
-    Raises RowError for keys that are not read, and for entries that are none.
+    Raises RowError for keys that are not read, and for entries that are no image or video.
     """
     if values.get("video"):
         raise RowError('"video" is no key of a row; give "videos", a list of lists of frames')
@@ -125,7 +125,7 @@ def extract_row_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
             )
     if not media:  # with media the names in texts are counted where the row is encoded
         texts = [text for key in _TEXTS if isinstance(text := row.values.get(key), str)]
-        check_media_counts([kind for text in texts for kind in kinds_named(text, pattern)], media, "its texts")
+        check_media_counts([kind for text in texts for kind in kinds_in_text(text, pattern)], media, "its texts")
     return values, media
 
 
@@ -216,7 +216,7 @@ def _split_at_names(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
     if not (isinstance(text, str) and name_pattern.search(text)):
         yield part
         return
-    kinds = kinds_named(text, name_pattern)
+    kinds = kinds_in_text(text, name_pattern)
     for i, piece in enumerate(name_pattern.split(text)):
         if i:  # a name stands before every piece except the first
             yield {"type": kinds[i - 1]}
