@@ -28,7 +28,7 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
 from longspan.resolve.choice import PlannerConfig
 from longspan.train.families import cached_plan, share_where_faster
-from longspan.train.rows.read_rows import bring_gathered_rows
+from longspan.train.rows.gather_documents import bring_gathered_rows
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
 
 if TYPE_CHECKING:
