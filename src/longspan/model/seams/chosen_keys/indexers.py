@@ -158,7 +158,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         with (operands := ScoreOperands()):
             rows = slice(first, first + _ROWS_AT_ONCE)
             run_class(rows, lambda keys, _: local_keys.append(keys) or keys[:, :0])
-    in_tiles = operands.are_known()
+    in_tiles = operands.can_score_by_kernel()
     heads = int(getattr(indexer, "n_heads", 1))
     chosen = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32)
     all_keys = torch.cat(local_keys, 1)[0]
