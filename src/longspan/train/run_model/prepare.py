@@ -65,9 +65,9 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
             options = _prepare_options(config, world, model, None, training=True)
             with ExitStack() as forms:
                 if images:
-                    from longspan.model.multimodal.take_apart import take_apart_or_undo
+                    from longspan.model.multimodal.take_apart import split_off_image_encoder_or_undo
 
-                    forms.enter_context(take_apart_or_undo(model))
+                    forms.enter_context(split_off_image_encoder_or_undo(model))
                 features = features_of(Call(model, model, world, options))
                 for feature in features:
                     forms.enter_context(feature.checks_context(model))
