@@ -612,7 +612,7 @@ CPU_RANKS = 2
 def main(argv: Sequence[str], peers: Peers | None = None) -> int:
     """Run the bench, and after the planners what `peers` measure; returns the exit code."""
     flags, config = parse_step_flags(argv)
-    ranks, backend = flags.processes(CPU_RANKS)
+    ranks, backend = flags.choose_processes(CPU_RANKS)
     settings = make_settings(flags, config, ranks, backend, ["longspan", "bench", "step", *argv])
     if not (settings.planners or peers):
         raise ConfigError(f"--planners is none: nothing to time; name some of {', '.join(PLANNERS)}")
