@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from longspan.errors import PlanError
 from longspan.layout import Floats, Integers
 from longspan.plan.cost.cost import Cost
-from longspan.plan.micro_batch import Group, MicroBatch, Mode, main_type
+from longspan.plan.micro_batch import Group, MicroBatch, Mode, most_common_type
 
 TypeAndPartition = tuple[str, int, str]  # communication type, a2a size, partition
 
@@ -51,7 +51,7 @@ class GroupTable:
         ways: dict[TypeAndPartition, int] = {}
         way = list[int]()
         for group in groups:
-            kind = main_type(group.cp_comm_type) if group.degree > 1 else "p2p"
+            kind = most_common_type(group.cp_comm_type) if group.degree > 1 else "p2p"
             size = (group.hierarchical_context_parallel_sizes or (1,))[0]
             way.append(ways.setdefault((kind, size, group.partition), len(ways)))
         self.way = _int_array(way)  # index into `ways`
