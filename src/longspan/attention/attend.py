@@ -450,7 +450,7 @@ def attend(
     # a node of autograd would only cost the host
     if not torch.is_grad_enabled() and active_recording.get() is None:
         q, k, v = map(contiguous_heads, (q, k, v))
-        return _attend_parts(q, k, v, _with_layer_tensors(call, sinks, indices))[0]
+        return _attend_parts(q, k, v, _add_layer_tensors(call, sinks, indices))[0]
     return _Attend.apply(q, k, v, sinks, indices, call)  # pyright: ignore[reportReturnType]
 
 
@@ -512,7 +512,7 @@ class _Attend(torch.autograd.Function):
         """
         q, k, v = map(contiguous_heads, (q, k, v))
         recording = active_recording.get()
-        layer_call = _with_layer_tensors(call, sinks, indices)
+        layer_call = _add_layer_tensors(call, sinks, indices)
         if recording is None:
             out, saved, slices = _attend_parts(q, k, v, layer_call)
         else:
@@ -536,7 +536,7 @@ class _Attend(torch.autograd.Function):
         Forward saved _SAVED tensors for each slice of each part, where None stands for the output of a part.
         """
         sinks, indices, *saved = ctx.saved_tensors
-        call = _with_layer_tensors(ctx.call, sinks, indices)
+        call = _add_layer_tensors(ctx.call, sinks, indices)
         slices = ctx.slices
         shapes = ctx.shapes
         dout_and_saved = [gradients[0].contiguous(), *saved]
@@ -587,7 +587,7 @@ def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: 
     return call.replays[key](lambda *inputs: run(replace(call, sinks=inputs[-1]), *inputs[:-1]), tensors_and_sinks)
 
 
-def _with_layer_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor | None) -> AttendCall:
+def _add_layer_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor | None) -> AttendCall:
     """Return the call with this layer's tensors; the call in the shard's cache, which all layers share, must keep
     neither.
     """
