@@ -186,7 +186,7 @@ def _gather_keys(keys: Tensor, members: Members) -> Tensor:
     if members.degree == 1:
         return keys[members.document_order((0,))]
     gathered = members.channel.all_gather_rows(keys.contiguous(), members.counts, "index keys").wait()
-    return gathered[members.document_order(members.channel.starts(members.counts))]
+    return gathered[members.document_order(members.channel.row_starts(members.counts))]
 
 
 def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:
