@@ -151,7 +151,7 @@ def _prepare_options(
     if config.lora.rank:  # parameters of an adapter may be in another dtype than the model's
         dtypes |= {p.dtype for p in model.parameters() if p.requires_grad}
     float8 = config.train.float8
-    if float8 and not training and world.control.any_rank(bool(float8_device_reason(world.device))):
+    if float8 and not training and world.control.flag_on_any_rank(bool(float8_device_reason(world.device))):
         # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
         float8 = ""
     return PrepareOptions(
