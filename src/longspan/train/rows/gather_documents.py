@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from longspan.bridge.bridge import carry_rows, moves_on_device
+from longspan.bridge.bridge import carry_rows, copy_moves_to_device
 from longspan.comm import World
 from longspan.comm.all_ranks import on_all_ranks, result_or_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued
@@ -106,7 +106,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
             _one_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)
         ]
         exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))
-        moves = moves_on_device(exchange.moves(channel.index), channel.device)
+        moves = copy_moves_to_device(exchange.moves(channel.index), channel.device)
         columns = carry_rows(torch.from_numpy(self._brought_rows.columns), moves, channel, "rows of documents")
         return replace(self, _rows_here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
