@@ -38,7 +38,7 @@ class ForwardFold:
         self.chains: Chains = chains
         self.inputs: Inputs = inputs
         self.transitions = inputs.k.new_zeros(0)
-        self._passing = chains.forward
+        self._passing = chains.forward_passing
         if not self._passing.any:
             return
         states, transitions = scan.summaries(self._passing.leaving, self._passing.carrying)
@@ -87,11 +87,11 @@ class BackwardFold:
     ) -> None:
         self._chains = chains
         self._states = states
-        if chains.backward.any:
-            runs = chains.backward.leaving
+        if chains.backward_passing.any:
+            runs = chains.backward_passing.leaving
             local = initial_state_gradients(runs) if len(runs) else states[:0]
             label = "gradients of states of runs"
-            self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
+            self._gathered = _GatheredSummaries(chains, chains.backward_passing, local, transitions, label)
 
     def leaving_gradients(self) -> Tensor:
         """Fold the gradient (R, H, K, V) at the final state of each run of this member.
@@ -100,7 +100,7 @@ class BackwardFold:
         plus the gradient at its own final state through the transposed transition. A chain's last run has none at its
         final state.
         """
-        passing = self._chains.backward
+        passing = self._chains.backward_passing
         leaving = torch.zeros_like(self._states)
         if not passing.any:
             return leaving
