@@ -135,7 +135,7 @@ def check_attention_arguments(arguments: Arguments) -> None:
 
 
 def is_positive_integer(value: object) -> bool:
-    """An integer, numpy's among them, of at least 1."""
+    """Whether a value is an integer, numpy's among them, of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 

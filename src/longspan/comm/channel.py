@@ -284,7 +284,6 @@ class Channel:
         return [member for member in range(self.degree) if member != self.index]
 
     def _peer(self, member: int) -> int:
-        """Return a member's rank in the parent group."""
         assert member != self.index, "a member does not send to itself"
         return self._peers[member]
 

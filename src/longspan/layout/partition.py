@@ -196,7 +196,6 @@ class Partition(ABC):
         return make_read_only(expand_runs(runs[:, 0], runs[:, 1]))
 
     def _check_member(self, member: int) -> None:
-        """Raise LayoutError for a member outside the group."""
         if not 0 <= member < self.degree:
             raise LayoutError(
                 f"member {member} is outside a group of {self.degree} (members 0 to {self.degree - 1})"

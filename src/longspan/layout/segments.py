@@ -120,7 +120,7 @@ def join_runs(runs: Integers) -> Integers:
 
 
 def is_integer_type(kind: type) -> bool:
-    """Python and numpy integers are counts, bools are not."""
+    """Whether this is a type of integers, Python's or numpy's; bool is none."""
     return issubclass(kind, (int, np.integer)) and kind is not bool
 
 

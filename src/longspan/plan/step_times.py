@@ -118,8 +118,8 @@ class GroupTable:
 
 
 def _count_skipped_rows(group: Group, pad_to: int) -> float:
-    """For how many rows no member computes experts and logits: its share of all, less the busiest's real ones, the
-    first of each document. Shares are fractions of rows here, not rounded as in `Group.shares`.
+    """Count the rows for which no member computes experts and logits: its share of all, less the busiest's real ones,
+    the first of each document. Shares are fractions of rows here, not rounded as in `Group.shares`.
     """
     degree = group.degree
     lengths = _int_array(group.lengths)

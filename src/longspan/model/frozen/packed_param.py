@@ -30,7 +30,6 @@ check_fsdp_names(
 
 
 def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """Make a parameter that requires no gradient if it is of integers."""
     return nn.Parameter(data, requires_grad and data.is_floating_point())
 
 
@@ -85,9 +84,7 @@ class PackedWeight:
         return values
 
     def source_part(self, part: LocalPart) -> LocalPart:
-        """Return the part of the weight that `pack_part` makes the bytes of `part` from: whole rows of codes, or, of a
-        weight of numbers, the columns that those bytes are in.
-        """
+        """Return what `pack_part` makes the bytes of `part` from: whole rows of codes, or their columns as numbers."""
         *rows, held_bytes = part.block
         if self.read_dtype is None:
             return LocalPart((*rows, slice(0, self.format.rows.row_bytes(self.whole_columns))), torch.uint8)

@@ -96,9 +96,7 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
 
 
 def _fixed_memory_levels(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[list[FixedMemory]]:
-    """Yield the keys of level after level, with segments and the place of weights chosen: first with neither segments
-    nor weights on the host, then with one of them, then with both.
-    """
+    """Yield the keys level by level: without segments and weights on the host, with one of them, with both."""
     segments = _segment_sizes_to_try(fixed)
     weights = _weight_places_to_try(needs, fixed)
     for level in range(len(segments) + len(weights) - 1):
