@@ -21,7 +21,7 @@ from longspan.report.evaluation_page import (
     loss_unit,
     sections_of_sets,
 )
-from longspan.report.gantt import plan_part
+from longspan.report.gantt import PICTURE_NOTE, plan_part
 from longspan.report.page import (
     Part,
     chart,
@@ -33,7 +33,6 @@ from longspan.report.page import (
     section,
     table,
 )
-from longspan.report.plan_page import PICTURE_NOTE
 from longspan.report.run_folder import MTP_LOSS, RunFolder
 
 # What building a page raises for records that hold values which no run writes.
