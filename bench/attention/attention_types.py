@@ -390,7 +390,7 @@ def _between(start: Any, stop: Any) -> float:
 
 def main(argv: Sequence[str]) -> int:
     flags = parse_flags(AttentionFlags, argv, PROGRAM)
-    ranks, backend = flags.processes(CPU_RANKS)
+    ranks, backend = flags.choose_processes(CPU_RANKS)
     settings = make_settings(flags, ranks, backend, ["python", PROGRAM, *argv])
     record = run_on_ranks(attention_ranks, (settings,), ranks)
     show_record(record, flags, text=record_text(record), markdown=record_markdown(record))

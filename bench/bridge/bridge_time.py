@@ -319,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
         text = text_table(RECEIVED, _received_lines(record))
         show_record(record, flags, text=text, markdown=received_markdown(record))
         return 0
-    ranks, backend = flags.processes(CPU_RANKS)
+    ranks, backend = flags.choose_processes(CPU_RANKS)
     if ranks < 2 or ranks % 2:
         raise ConfigError(f"{ranks} ranks: the layouts need an even number of them; give --world 2")
     about = {"bench": "bridge", "ranks": ranks, "backend": backend, "command": command}

@@ -389,7 +389,7 @@ PROGRAM = "bench/evaluation/evaluation_degrees.py"
 
 def main(argv: Sequence[str]) -> int:
     flags = parse_flags(EvalBenchFlags, argv, PROGRAM)
-    ranks, backend = flags.processes(CPU_RANKS)
+    ranks, backend = flags.choose_processes(CPU_RANKS)
     settings = make_settings(flags, ranks, backend, ["python", PROGRAM, *argv])
     for case in settings.left_out:
         print_note(f"{case.name} is left out: it runs on multiples of {case.ranks} ranks, here are {ranks}", sys.stderr)

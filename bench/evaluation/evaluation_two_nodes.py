@@ -106,7 +106,7 @@ def _differences(record: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     flags = parse_flags(TwoNodesFlags, argv, PROGRAM)
-    ranks, backend = flags.processes(CPU_RANKS)
+    ranks, backend = flags.choose_processes(CPU_RANKS)
     cases = flags.cases or ("tiny-tp1" if backend == "gloo" else "8k-tp1")
     command = ["bench/two_nodes.sh", "python", PROGRAM, *argv]
     settings = make_settings(replace(flags, cases=cases), ranks, backend, command)

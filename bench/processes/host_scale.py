@@ -38,7 +38,7 @@ from longspan.cli.machine import machine_facts
 from longspan.comm import raise_first_error, run_local
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.comm.channel import Channels
-from longspan.comm.received_signals import StopSignal, signal_of_any_rank
+from longspan.comm.received_signals import StopSignal, find_received_signal
 from longspan.errors import CommError
 from longspan.plain_text import markdown_table
 from longspan.versions import versions
@@ -51,17 +51,17 @@ def calls_of_a_step(world: World) -> None:
     world.control.compare_digests(DIGEST)
     world.control.compare_digests(DIGEST)
     world.control.sum_over_ranks([1.0, 2.0, 3.0])
-    world.control.any_ranks(False, False)
+    world.control.flags_on_any_rank(False, False)
 
 
 CALLS: dict[str, Callable[[World], object]] = {
     "step: all of the following, the first twice": calls_of_a_step,
     "step: comparison of plans": lambda world: world.control.compare_digests(DIGEST),
     "step: loss and norm": lambda world: world.control.sum_over_ranks([1.0, 2.0, 3.0]),
-    "step: agreement on the end": lambda world: world.control.any_ranks(False, False),
+    "step: agreement on the end": lambda world: world.control.flags_on_any_rank(False, False),
     "run: errors of a rank, none": lambda world: raise_first_error(world, None),
     "run: work of every rank": lambda world: run_on_every_rank(world, int, CommError),
-    "run: signal received, none": lambda world: signal_of_any_rank(world, StopSignal().received),
+    "run: signal received, none": lambda world: find_received_signal(world, StopSignal().received),
     "run: broadcast of an object": lambda world: world.control.broadcast_object(DIGEST),
     "run: gather of an object": lambda world: world.control.gather_objects(DIGEST),
     "run: barrier": lambda world: world.control.barrier(),

@@ -84,7 +84,7 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
             beside = list[bool]()
             figures = list[Any]()
             step = 0
-            while step < options.steps or world.control.any_rank(bool(saver.activity())):
+            while step < options.steps or world.control.flag_on_any_rank(bool(saver.activity())):
                 step += 1
                 started = seconds_now()
                 run_step(model, plan, documents, world, optimizer=optimizer, step=step)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from longspan.attention import Kernel
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
-from longspan.attention.tiles import visible_keys
+from longspan.attention.tiles import visible_key_mask
 
 calls: list[str] = []
 
@@ -37,7 +37,7 @@ def tile_of(q, k, v, tile, call):
     """Rows, scores (N, Tq, Tk) and values (Tk, N, Hv) of a tile; None sees every key."""
     rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
     k, v = (x[keys].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores, seen = call.scale * torch.einsum("qhd,shd->hqs", q[rows], k), visible_keys(tile, q.device)
+    scores, seen = call.scale * torch.einsum("qhd,shd->hqs", q[rows], k), visible_key_mask(tile, q.device)
     return rows, scores if seen is None else scores.masked_fill(~seen, -torch.inf), v
 
 

@@ -24,7 +24,7 @@ from longspan.attention.kernels.triton_flash import BlockSizes
 from longspan.attention.masks import Mask, tiles_between
 from longspan.attention.members import Members
 from longspan.attention.rows import accumulation_dtype, launch_deltas
-from longspan.attention.tiles import Launch, Tile, Tiling, visible_keys
+from longspan.attention.tiles import Launch, Tile, Tiling, visible_key_mask
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError
 from longspan.layout import Partition
@@ -272,7 +272,7 @@ def hidden_by_torch_flash(launch: Launch) -> bool:
         mask = torch.ones((tile.queries, tile.keys), dtype=torch.bool)
         if max(limits) >= 0:
             mask = (keys >= first - left) & (keys <= first + right)
-        shown = visible_keys(tile, CPU)
+        shown = visible_key_mask(tile, CPU)
         if not torch.equal(mask, torch.ones_like(mask) if shown is None else shown):
             return True
     return False

@@ -41,7 +41,7 @@ class RunAgain:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RunAgain]:
     made = list[RunAgain]()
-    monkeypatch.setattr(replays, "record", lambda run: (made.append(RunAgain(run)) or made[-1], made[-1].results))
+    monkeypatch.setattr(replays, "record_graph", lambda run: (made.append(RunAgain(run)) or made[-1], made[-1].results))
     return made
 
 
@@ -69,11 +69,11 @@ def two_micro_batches(world: World, kind: str) -> list[Tensor]:
 def errors_of_replays(rank: int) -> tuple[dict[str, float], int]:
     """By type, how far replayed calls are from launched ones; and how many recordings were made."""
     with World(Layout(ranks=4)) as world, pytest.MonkeyPatch.context() as patch:
-        record, recordings, errors = replays.record, list[Any](), dict[str, float]()
+        record, recordings, errors = replays.record_graph, list[Any](), dict[str, float]()
         if world.device.type == "cpu":
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
             record = lambda run: (again := RunAgain(run), again.results)  # noqa: E731
-        patch.setattr(replays, "record", lambda run: recordings.append(record(run)) or recordings[-1])
+        patch.setattr(replays, "record_graph", lambda run: recordings.append(record(run)) or recordings[-1])
         for kind in TYPES:
             patch.setattr(module, "REPLAYED_KERNELS", ())
             launched = two_micro_batches(world, kind)

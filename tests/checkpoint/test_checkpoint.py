@@ -367,8 +367,8 @@ def is_on_slow_disks(rank: int, root: Path, model: nn.Module, world: World, patc
         patch.setattr(place, name, slow(seconds, getattr(place, name)))
     optim = build_optimizer(model, lr=1e-2)
     update(model, optim)
-    beats, ask = [0], world.control.any_rank
-    patch.setattr(world.control, "any_rank", lambda flag: (beats.append(beats.pop() + 1), ask(flag))[1])
+    beats, ask = [0], world.control.flag_on_any_rank
+    patch.setattr(world.control, "flag_on_any_rank", lambda flag: (beats.append(beats.pop() + 1), ask(flag))[1])
     path = save_checkpoint(root, model, optim, world, step=1, state={}, keep=0)
     beats.append(0)
     check_checkpoint(path, world)

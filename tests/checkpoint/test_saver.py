@@ -162,7 +162,7 @@ def failures_rank(rank: int, root: Path, model: nn.Module, world: World) -> list
         while broken is not refuse and save.phase != phase:
             time.sleep(0.01)
         saver.timeout = 0.0 if broken is not refuse else saver.timeout
-        while not world.control.any_rank(saver.has_failed):  # as a step's agreement does
+        while not world.control.flag_on_any_rank(saver.has_failed):  # as a step's agreement does
             assert "step-000002 (" in world.watch.activity().text or saver.has_failed
             time.sleep(0.01)
         with pytest.raises(CheckpointError) as error:

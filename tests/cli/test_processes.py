@@ -76,10 +76,10 @@ def test_processes(
 
 
 def test_processes_of_a_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert BenchFlags().choose_processes(without_gpus=3) == (3, "gloo")
+    assert BenchFlags().choose_processes(on_cpus=3) == (3, "gloo")
     _here(monkeypatch, 4, {})
-    assert BenchFlags(world=2).choose_processes(without_gpus=3) == (2, "nccl")
-    assert BenchFlags(device="cpu").choose_processes(without_gpus=3) == (3, "gloo")
+    assert BenchFlags(world=2).choose_processes(on_cpus=3) == (2, "nccl")
+    assert BenchFlags(device="cpu").choose_processes(on_cpus=3) == (3, "gloo")
 
 
 def test_a_home_that_does_not_fit_all_gpus_says_where_their_number_comes_from(

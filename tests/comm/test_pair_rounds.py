@@ -12,7 +12,7 @@ from bench.processes.host_scale import Traffic, traffic
 from longspan.comm.all_ranks import raise_first_error
 from longspan.comm.control_group import PairRounds
 from longspan.comm.failure_reports import FailureReports
-from longspan.comm.received_signals import StopSignal, signal_of_any_rank
+from longspan.comm.received_signals import StopSignal, find_received_signal
 from longspan.comm.world import World
 from longspan.errors import CommError, DataError
 from longspan.layout import Layout
@@ -70,15 +70,15 @@ def differences(rank: int) -> list[str]:
             raise_first_error(world, DataError(f"no room for {rank}") if rank in (1, 3) else None)
         raise_first_error(world, None)
         stop = StopSignal()
-        assert signal_of_any_rank(world, stop.received) == ""
+        assert find_received_signal(world, stop.received) == ""
         stop.received = "SIGTERM" if rank == 2 else ""
-        return [str(plans.value), str(errors.value), signal_of_any_rank(world, stop.received)]
+        return [str(plans.value), str(errors.value), find_received_signal(world, stop.received)]
 
 
 def in_other_calls(rank: int) -> str:
     with pytest.raises(CommError) as raised, World(Layout(ranks=2), backend="gloo", timeout=60) as world:
         world.watch.timeout = 0.5
-        world.control.any_ranks(False, False) if rank else world.control.any_ranks(False)
+        world.control.flags_on_any_rank(False, False) if rank else world.control.flags_on_any_rank(False)
     return str(raised.value)
 
 

@@ -13,9 +13,9 @@ from longspan.comm.tp_collectives import (
     tp_copy_parameter,
     tp_gather,
     tp_index_and_degree,
+    tp_reduce_scatter,
     tp_split,
     tp_sum,
-    tp_sum_split,
 )
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
@@ -58,7 +58,7 @@ def _check(home: Layout, world: World) -> None:
     rows = [_numbers(1, ROWS // tp, WIDTH, seed=40 + member) for member in range(tp)]
     out, gradient = _apply(lambda x, key: tp_split(x, key, 1), world, total, rows[me])
     assert torch.equal(out, total.chunk(tp, 1)[me]) and torch.equal(gradient, torch.cat(rows, 1))
-    out, gradient = _apply(lambda x, key: tp_sum_split(x, key, 1), world, part, rows[me])
+    out, gradient = _apply(lambda x, key: tp_reduce_scatter(x, key, 1), world, part, rows[me])
     assert torch.equal(out, total.chunk(tp, 1)[me]) and torch.equal(gradient, torch.cat(rows, 1))
     whole_rows = [_numbers(1, ROWS, WIDTH, seed=60 + member) for member in range(tp)]
     out, gradient = _apply(tp_sum, world, part, whole_rows[0])

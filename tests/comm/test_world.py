@@ -48,8 +48,8 @@ def visit_all(rank: int) -> str:
             assert math.isnan(world.control.sum_over_slots([float("nan") if world.slot == 0 else 0.0])[0])
             assert world.control.gather_objects({"rank": rank}) == [{"rank": r} for r in home.ranks]
             assert world.control.broadcast_object(rank) == home.ranks[0]
-            assert world.control.any_rank(rank == n - 1) and not world.control.any_rank(False)
-            assert world.control.any_ranks(rank == 0, False, rank == n - 1) == (True, False, True)
+            assert world.control.flag_on_any_rank(rank == n - 1) and not world.control.flag_on_any_rank(False)
+            assert world.control.flags_on_any_rank(rank == 0, False, rank == n - 1) == (True, False, True)
             assert world.control.compare_digests("0f" * 32, rank == n - 1, False) == (True, False)
             world.step = 3
             assert world.watch.step == world.step == 3
@@ -456,7 +456,7 @@ def test_a_world_of_one_rank_waits_for_nobody() -> None:
         started = mock.patch("longspan.comm.all_ranks.Thread", side_effect=AssertionError("nobody waits"))
         with entered, started, leave_together(world):
             control, total = world.control, np.arange(3.0)
-            assert control.any_ranks(True, False) == control.compare_digests("ab", True, False) == (True, False)
+            assert control.flags_on_any_rank(True, False) == control.compare_digests("ab", True, False) == (True, False)
             assert control.gather_objects("a") == ["a"] and control.first_object("a", "") == (0, "a")
             assert control.broadcast_object(None) is None and control.largest_over_ranks([2.0], "") == [2.0]
             assert (control.sum_array_over_ranks(total) == total).all() and run_on_every_rank(

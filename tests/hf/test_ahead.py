@@ -117,7 +117,7 @@ def test_values_are_summed_alike_on_the_host_and_on_the_device() -> None:
 
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
-HOST = {"compare_digests", "any_ranks", "__call__", "get_batch_samples"}  # tensors that never were on a device
+HOST = {"compare_digests", "flags_on_any_rank", "__call__", "get_batch_samples"}  # tensors that never were on a device
 OURS = f"{Path(longspan.__file__).parent}/"  # not the folder of a clone, which may be called longspan too
 COUNTED = 3  # the step, from 1
 

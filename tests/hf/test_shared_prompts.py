@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from trl import KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from longspan.plan import Cost
-from longspan.train.families import share_where_faster
+from longspan.train.families import share_prefixes_where_faster
 from tests.hf.stock import CP2, Run, check_each, ours_each, stock_each, train_with_shared_prompts
 from tests.hf.test_grpo import grpo
 from tests.hf.test_scores import reward
@@ -97,12 +97,12 @@ def plans_of_one_prompt(run: Run, kind: Any, rows: int) -> None:
     plans = list[bool]()
 
     def plan(*arguments: Any, **keywords: Any) -> Any:
-        documents, made = share_where_faster(*arguments, **keywords)
+        documents, made = share_prefixes_where_faster(*arguments, **keywords)
         plans.append(made.parents is not None and len(documents) == rows + 1)
         return documents, made
 
     with (
-        patch("longspan.hf.steps.share_where_faster", plan),
+        patch("longspan.hf.steps.share_prefixes_where_faster", plan),
         patch("longspan.hf.resolve_trainer.find_run_cost", return_value=Cost()),
     ):
         if kind is Trainer:

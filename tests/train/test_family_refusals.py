@@ -29,7 +29,7 @@ from longspan.errors import DataError, LossError, ModelError, PlanError
 from longspan.model.seams.call_rules import CallRules
 from longspan.mtp import MtpLoss
 from longspan.train import PlannerConfig, SharedDocuments, share_prefixes
-from longspan.train.families import _log_once, share_where_faster
+from longspan.train.families import _log_once, share_prefixes_where_faster
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
@@ -123,13 +123,13 @@ def test_where_nobody_asked_documents_are_separate_and_a_line_says_why(caplog: p
     _log_once.cache_clear()
     for model, choice, ranks in cases:
         world: Any = SimpleNamespace(home=Layout(ranks), rank=0)
-        same, plan = share_where_faster(model, documents, lengths, choice, world, training=True, targets=10)
+        same, plan = share_prefixes_where_faster(model, documents, lengths, choice, world, training=True, targets=10)
         assert same is documents and (plan.lengths, plan.parents, plan.targets) == (lengths, None, 10)
     world = SimpleNamespace(home=Layout(1), rank=0)
     for choice in (PlannerConfig.dynamic(), PlannerConfig.fixed(1, max_tokens_per_slot=311)):
-        shared, plan = share_where_faster(plain, documents, lengths, choice, world, training=True, targets=10)
+        shared, plan = share_prefixes_where_faster(plain, documents, lengths, choice, world, training=True, targets=10)
         assert (len(shared), plan.parents, plan.targets) == (3, (2, 2, -1), 10)
-    share_where_faster(chunks, documents[:1], lengths[:1], padded, world, training=True)
+    share_prefixes_where_faster(chunks, documents[:1], lengths[:1], padded, world, training=True)
     begin = "documents that begin alike are computed whole, as "
     assert [record.getMessage().removeprefix(begin).split(" (")[0] for record in caplog.records] == [
         "Llama4 has chunks of positions",

@@ -90,7 +90,7 @@ def _gather_slices(
     memory.
     """
     channel = members.gather_channel
-    order = members.document_order(channel.starts(members.counts))
+    order = members.document_order(channel.row_starts(members.counts))
 
     def start_gather(heads: HeadSlice) -> Handle:
         return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), members.counts, label)

@@ -154,7 +154,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     """
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
-    call = _with_indices_of_all_rows(call, members)
+    call = _gather_indices(call, members)
     split = head_split(q.shape[1], k.shape[1], members.inner)
     # Alike on all members, by the one with the most rows. Under a narrow window rows are fetched in one exchange:
     # slices would have no other blocks to take turns on.
@@ -169,14 +169,16 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     return out, work.saved
 
 
-def _with_indices_of_all_rows(call: AttendCall, members: Members) -> AttendCall:
+def _gather_indices(call: AttendCall, members: Members) -> AttendCall:
     """Return the call with the indices of all neighbours' rows, in document order: they are the same for all heads."""
     if call.indices is None:
         return call
     channel = members.inner_channel
     counts = members.inner_counts
     gathered = channel.all_gather_rows(call.indices.contiguous(), counts, "attention all-to-all, indices").wait()
-    parts = [gathered[start : start + count] for start, count in zip(channel.starts(counts), counts, strict=True)]
+    parts = [
+        gathered[start : start + count] for start, count in zip(channel.row_starts(counts), counts, strict=True)
+    ]
     arrived = torch.cat(parts)
     orders = members.arrival_orders
     return replace(call, indices=arrived if orders is None else arrived[orders[0]])
@@ -249,7 +251,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     """
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
-    call = _with_indices_of_all_rows(call, members)
+    call = _gather_indices(call, members)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
     swap = HeadSwap(members, split, len(saved))
     # A complete dk or dv may travel in the input's dtype; the parts that copies of a head give are still to be summed.

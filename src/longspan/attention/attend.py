@@ -135,7 +135,7 @@ def check_attention_arguments(arguments: Arguments) -> None:
 
 
 def is_positive_integer(value: object) -> bool:
-    """An integer, numpy's among them, of at least 1."""
+    """Whether a value is an integer, numpy's among them, of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
@@ -450,7 +450,7 @@ def attend(
     # a node of autograd would only cost the host
     if not torch.is_grad_enabled() and active_recording.get() is None:
         q, k, v = map(contiguous_heads, (q, k, v))
-        return _attend_parts(q, k, v, _with_layer_tensors(call, sinks, indices))[0]
+        return _attend_parts(q, k, v, _add_layer_tensors(call, sinks, indices))[0]
     return _Attend.apply(q, k, v, sinks, indices, call)  # pyright: ignore[reportReturnType]
 
 
@@ -512,7 +512,7 @@ class _Attend(torch.autograd.Function):
         """
         q, k, v = map(contiguous_heads, (q, k, v))
         recording = active_recording.get()
-        layer_call = _with_layer_tensors(call, sinks, indices)
+        layer_call = _add_layer_tensors(call, sinks, indices)
         if recording is None:
             out, saved, slices = _attend_parts(q, k, v, layer_call)
         else:
@@ -537,7 +537,7 @@ class _Attend(torch.autograd.Function):
         `run` takes the tensors that are not None, in order, because a recorded replay accepts tensors only.
         """
         sinks, indices, *saved = ctx.saved_tensors
-        call = _with_layer_tensors(ctx.call, sinks, indices)
+        call = _add_layer_tensors(ctx.call, sinks, indices)
         slices = ctx.slices
         shapes = ctx.shapes
         dout_and_saved = [gradients[0].contiguous(), *saved]
@@ -588,7 +588,7 @@ def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: 
     return call.replays[key](lambda *inputs: run(replace(call, sinks=inputs[-1]), *inputs[:-1]), tensors_and_sinks)
 
 
-def _with_layer_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor | None) -> AttendCall:
+def _add_layer_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor | None) -> AttendCall:
     """Return the call with this layer's tensors; the call in the shard's cache, which all layers share, must keep
     neither.
     """

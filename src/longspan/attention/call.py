@@ -196,7 +196,7 @@ class Kernel:
         return self.unsupported_reason(call.device)
 
     def suits(self, call: AttendCall) -> bool:
-        """The kernel can compute the call and may be chosen without being named."""
+        """Whether the kernel can compute the call and may be chosen without being named."""
         return (call.one_document or not self.one_document_only) and not self.unsupported_call_reason(call)
 
 

@@ -266,10 +266,10 @@ class Members:
         # What a run sees begins where that of the run before ends, at the earliest: so no row is in two.
         start[1:] = np.where(same_document, np.maximum(start[1:], stop[:-1]), start[1:])
         if self.part.group.parents is not None:
-            return self._with_prefix_ends(runs, start, stop)
+            return self._add_prefix_ends(runs, start, stop)
         return segments_from_runs(runs.document, start, stop)
 
-    def _with_prefix_ends(self, runs: Segments, start: Integers, stop: Integers) -> Segments:
+    def _add_prefix_ends(self, runs: Segments, start: Integers, stop: Integers) -> Segments:
         """Add what branches among the runs see of their prefixes: of each one run, up to its end."""
         group = self.part.group
         window = self.mask.window

@@ -265,7 +265,7 @@ def find_copies(rows: Integers) -> tuple[Integers, list[Integers]]:
     return distinct, [places[np.where(copy < counts, first + copy, -1)] for copy in copies]
 
 
-def visible_keys(tile: Tile, device: torch.device) -> Tensor | None:
+def visible_key_mask(tile: Tile, device: torch.device) -> Tensor | None:
     """Return which keys each query row of a tile sees: (queries, keys) bool; None where every row sees every key."""
     if tile.left is None and tile.right is None:
         return None

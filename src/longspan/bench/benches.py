@@ -49,11 +49,13 @@ class BenchFlags:
                 f"--out {self.out}: the record is JSON, its table goes beside it; give {self.out[:-3]}.json"
             )
 
-    def choose_processes(self, without_gpus: int) -> tuple[int, str]:
-        """Choose the processes, and print a note about them; returns their number (without --world, torchrun and GPUs
-        `without_gpus`), and their backend.
+    def choose_processes(self, on_cpus: int) -> tuple[int, str]:
+        """Choose the processes, set the environment that GPUs need, and print a note; return (ranks, backend).
+
+        `on_cpus` is the number where neither --world, torchrun nor GPUs decide it. Raises ConfigError as
+        `choose_processes`.
         """
-        processes = choose_processes(self.world, self.device, on_cpus=without_gpus)
+        processes = choose_processes(self.world, self.device, on_cpus=on_cpus)
         print_note(processes.note, sys.stderr)
         return processes.ranks, processes.backend
 

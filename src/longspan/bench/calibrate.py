@@ -270,7 +270,7 @@ class _CalibrationBench:
         warmup = self.flags.warmup
         repeats = self.flags.repeats
         for i in range(warmup + repeats):
-            if i > warmup and self.world.control.any_rank(self.seconds > MOST_SECONDS):
+            if i > warmup and self.world.control.flag_on_any_rank(self.seconds > MOST_SECONDS):
                 break
             times.append([time_run(trial.repeat, self.world) / trial.turns for trial in trials])
         if self.world.rank == self.world.home.ranks[0]:

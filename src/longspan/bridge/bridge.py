@@ -44,8 +44,8 @@ class DeviceMoves:
     widened: bool
 
 
-def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
-    """Return the same moves, ready to be carried out on a device; their indices go there in one copy."""
+def copy_moves_to_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
+    """Return the moves with their indices on a device, where all of them go in one copy."""
     zeros = sum(moves.receives) + len(moves.stays)
     places = np.where(moves.places < 0, zeros, moves.places)
     rows = (moves.leaves, moves.stays, places, moves.summed_rows)
@@ -139,12 +139,12 @@ class RowExchange:
             "partial_over_slots": [tuple(members) for members in slots],
             "identical": None,
         }
-        self._moves_there = moves_on_device(exchange.moves(channel.index), channel.device)
+        self._moves_there = copy_moves_to_device(exchange.moves(channel.index), channel.device)
         self._moves_back: DeviceMoves | None = None
         if gradient != "none":
             have, need = exchange.blocks
             moves_back = plan_moves(need, have, channel.index, groups[gradient])
-            self._moves_back = moves_on_device(moves_back, channel.device)
+            self._moves_back = copy_moves_to_device(moves_back, channel.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Bring this rank's rows of `have`, in order, to its rows of `need`.

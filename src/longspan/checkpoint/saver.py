@@ -300,7 +300,7 @@ class CheckpointSaver:
         self._running = None
         save.given_up = True
         self._planner = make_save_planner()  # ranks may have kept different plans
-        if self._world.control.any_rank(not save.ended.wait(_ENDS)):
+        if self._world.control.flag_on_any_rank(not save.ended.wait(_ENDS)):
             self._background = False  # the group may have a message of these threads under way
             self._log(
                 "the next checkpoints are written while training waits: the threads of this one have not ended"

@@ -38,7 +38,7 @@ def leave_together(world: World) -> Iterator[None]:
 
     def beat() -> None:
         try:
-            while world.control.any_rank(not end.wait(min(_BEAT, world.watch.timeout / 4))):
+            while world.control.flag_on_any_rank(not end.wait(min(_BEAT, world.watch.timeout / 4))):
                 pass
         except BaseException as error:  # raised where the others are waited for
             failures.append(error)

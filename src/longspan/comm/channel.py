@@ -223,13 +223,13 @@ class Channel:
         """Start gathering every member's rows; `wait()` returns (counts[m], …) tensors, views of one buffer. `x` is
         (counts[index], …).
         """
-        bounds = [(start, start + count) for start, count in zip(self.starts(counts), counts, strict=True)]
+        bounds = [(start, start + count) for start, count in zip(self.row_starts(counts), counts, strict=True)]
         return self.all_gather_rows(x, counts, label).then(
             lambda buffer: [buffer[start:stop] for start, stop in bounds]
         )
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int], label: str) -> Handle:
-        """Start `all_gather` so that `wait()` returns the buffer: member m's rows begin at `starts(counts)[m]`."""
+        """Start `all_gather` so that `wait()` returns the buffer: member m's rows begin at `row_starts(counts)[m]`."""
         assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (label, x.shape, counts, self.index)
         communicator = self._communicator_to_gather(counts)
         if communicator is not None:
@@ -249,7 +249,7 @@ class Channel:
         receives = [(m, parts[m]) for m in peers]
         return self.exchange(sends, receives, label, buffer, buffer.nbytes)
 
-    def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
+    def row_starts(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Return where each member's rows begin in what `all_gather_rows` gives for these counts."""
         communicator = self._communicator_to_gather(counts)
         if communicator is None:
@@ -283,7 +283,6 @@ class Channel:
         return [member for member in range(self.degree) if member != self.index]
 
     def _peer(self, member: int) -> int:
-        """Return a member's rank in the parent group."""
         assert member != self.index, "a member does not send to itself"
         return self._peers[member]
 

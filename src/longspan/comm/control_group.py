@@ -222,11 +222,11 @@ class ControlGroup:
         """Wait until all ranks are here."""
         self._reduce(torch.zeros(1), torch.maximum, label)
 
-    def any_rank(self, flag: bool) -> bool:
+    def flag_on_any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        return self.any_ranks(flag)[0]
+        return self.flags_on_any_rank(flag)[0]
 
-    def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
+    def flags_on_any_rank(self, *flags: bool) -> tuple[bool, ...]:
         """Return whether each flag is set on any rank; every rank gives the same number of flags."""
         values = self._reduce(torch.tensor(flags, dtype=torch.int64), torch.maximum, "agreement on a flag")
         return tuple(map(bool, values.tolist()))

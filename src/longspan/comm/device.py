@@ -115,7 +115,7 @@ def choose_device(backend: str | None, device: torch.device | str | None, local_
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """No memory was left, on a device or on the host."""
+    """Whether an error says that no memory was left, on a device or on the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

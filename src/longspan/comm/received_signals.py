@@ -70,7 +70,7 @@ class StopSignal:
             raise Interrupted(number)
 
 
-def signal_of_any_rank(world: World, name: str) -> str:
+def find_received_signal(world: World, name: str) -> str:
     """Return the signal of this `name` (as `stop.received`) that any rank received, else ""; entered by all ranks."""
     first = world.control.first_object(name or None, "gather of host values")
     return "" if first is None else first[1]

@@ -73,7 +73,7 @@ def join_world_of_all_ranks(store: Store, place: Place, timeout: float) -> str:
         if place.size == 1:  # no other is waited for
             return f"longspan/world {store.add('longspan/worlds', 1)}"
         begin = _open_world if place.rank == 0 else _join_world
-        return LimitedStore(store).ask(partial(begin, store, place, timeout), timeout + STORE_SECONDS)
+        return LimitedStore(store).run_request(partial(begin, store, place, timeout), timeout + STORE_SECONDS)
     except DistError as error:
         raise CommError(
             f"rank {place.rank} could not open a world of {plural(place.size, 'rank')}: their store does not answer; "
@@ -198,10 +198,10 @@ class LimitedStore:
     _late: Future[Any] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *arguments: self.ask(partial(getattr(self._store, name), *arguments), STORE_SECONDS)
+        return lambda *arguments: self.run_request(partial(getattr(self._store, name), *arguments), STORE_SECONDS)
 
-    def ask(self, request: Callable[[], T], seconds: float) -> T:
-        """Return what a function of requests returns, within so many seconds.
+    def run_request(self, request: Callable[[], T], seconds: float) -> T:
+        """Run a function that asks the store, and return its result, within so many seconds.
 
         Raises DistStoreError after these seconds, and at once while an earlier request is late.
         """

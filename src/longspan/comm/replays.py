@@ -44,7 +44,7 @@ class Replay:
             return run(*tensors)
         if self._graph is None:
             self._inputs = [torch.empty_like(x) for x in tensors]
-            self._graph, self._results = record(lambda: run(*self._inputs))
+            self._graph, self._results = record_graph(lambda: run(*self._inputs))
             self._written = [
                 x for x in self._results if isinstance(x, Tensor) and id(x) not in map(id, self._inputs)
             ]
@@ -81,16 +81,16 @@ def forget_replays(count: int = 0) -> None:
         _recorded.popleft().forget()
 
 
-def record(run: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
+def record_graph(run: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
     """Record a call on the current device; return its graph, and where its replays leave the results.
 
     Recordings made under one stream share memory, as their replays follow each other there.
     """
     stream, pool, _ = _recorder(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
-    return _record(run, stream, pool)
+    return _record_on_stream(run, stream, pool)
 
 
-def _record(run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any) -> tuple[Any, list[Any]]:
+def _record_on_stream(run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any) -> tuple[Any, list[Any]]:
     """Record a call as a graph on this stream, in this pool of memory; an error ends the recording and is raised."""
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -113,5 +113,5 @@ def _recorder(device: int, current_stream: int) -> tuple[torch.cuda.Stream, Any,
     """
     stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()
-    graph, _ = _record(lambda: [torch.zeros(1, device=device)], stream, pool)
+    graph, _ = _record_on_stream(lambda: [torch.zeros(1, device=device)], stream, pool)
     return stream, pool, graph

@@ -314,7 +314,7 @@ class SequenceShard(Immutable):
         padding = padded_rows - real
         return SequenceShard(
             self.micro_batch, self.slot, self.world_key, self.device, padding, self.seed
-        )._with_spans(self.spans)
+        )._copy_with_spans(self.spans)
 
     def with_spans(self, spans: SpansOfDocuments) -> "SequenceShard":
         """Return the same shard with runs of rows that see each other in both directions, as tokens of an image may.
@@ -328,11 +328,11 @@ class SequenceShard(Immutable):
         Raises LayoutError, naming the document, for runs that are empty, overlap or lie outside the document.
         """
         groups = self.micro_batch.groups
-        return self._with_spans(
+        return self._copy_with_spans(
             tuple(Spans.from_documents(spans, group.documents, group.lengths) for group in groups)
         )
 
-    def _with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
+    def _copy_with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
         """Return a copy with these spans, one value a group, and nothing derived yet."""
         shard = object.__new__(SequenceShard)
         values = {name: getattr(self, name) for name in self.__slots__}
@@ -425,7 +425,7 @@ def _gather_packed_rows(x_local: Tensor, shard: SequenceShard) -> Tensor:
             counts[slot] += group_rows
     local = x_local.detach()[: counts[shard.slot]].contiguous()
     rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
-    starts = channel.starts(counts)
+    starts = channel.row_starts(counts)
     starts_and_order = shard.derived.packed_order
     if starts_and_order is None or starts_and_order[0] != starts:
         starts_and_order = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)

@@ -100,7 +100,7 @@ def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
 
 
 @break_graphs_around
-def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
+def tp_reduce_scatter(x: Tensor, world_key: int, dim: int) -> Tensor:
     """Return this rank's slice of the sum of every rank's tensor; backward gathers the slices' gradients."""
     dim = dim % x.ndim
     return apply_with_gradient(

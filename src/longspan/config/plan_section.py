@@ -191,7 +191,8 @@ class EvaluationSection(EvaluationPlan):
 
 
 def name_of_key(prefix: str, key: str) -> str:
-    """Name the key of a plan section with this prefix, or the one that it inherits.
+    """Return the full name, for messages, of the key that a user sets for this field: the section's own, or for a field
+    that is no key there (INHERITED) that of the section whose value it has.
 
     >>> name_of_key("evaluation.sets.books.", "planner")
     'evaluation.planner'

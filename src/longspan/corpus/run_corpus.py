@@ -233,7 +233,10 @@ def open_corpus_on_all_ranks(
     """
     directory = Path(config.run.dir)
 
-    def write_corpus() -> None:
+    def check_and_build_corpus() -> None:
+        """On the first rank: check the vocabulary, save the model's configuration, and build the corpus if it is
+        missing or changed.
+        """
         tokenizer = load_configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
@@ -253,7 +256,7 @@ def open_corpus_on_all_ranks(
             corpus = open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=resumed, log=log)
         log(f"corpus: {corpus_line(corpus, [path for _, path in settings.source_paths()])}")
 
-    run_on_first_rank(world, write_corpus, DataError)
+    run_on_first_rank(world, check_and_build_corpus, DataError)
     return run_on_every_rank(
         world, lambda: fit_to_model(open_shared_corpus(directory / "corpus"), model, directory), DataError
     )

@@ -238,8 +238,8 @@ class LabelledCorpusDocument(CorpusDocument):
         return int(self.corpus.targets[self.number]) if ends else 0
 
     @property
-    def shareable_rows(self) -> int:
-        """The rows of the whole document that other documents may have too: they predict nothing."""
+    def shareable_prefix_length(self) -> int:
+        """How many first rows of the whole document other documents may have too: they predict nothing."""
         return self.corpus.count_rows_before_targets(self.number)
 
     def labels(self, positions: Integers) -> Integers:
@@ -255,7 +255,7 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
 
     def labels(self, positions: Integers) -> Integers:
         """Return 0 at the position that has the score, −100 elsewhere."""
-        return np.where(self._positions_in_whole(positions) == self.shareable_rows, 0, NO_TARGET)
+        return np.where(self._positions_in_whole(positions) == self.shareable_prefix_length, 0, NO_TARGET)
 
     def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
         """Return the document's label, the same at each of these positions; of pairs nothing."""
@@ -264,8 +264,8 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
         return label_columns(table) if self.corpus.unit == 1 else {}
 
     @property
-    def shareable_rows(self) -> int:
-        """The rows before the one that has the score, which is that of the last token but padding."""
+    def shareable_prefix_length(self) -> int:
+        """How many rows come before the one that has the score, which is that of the last token but padding."""
         ids = self.corpus.tokens_of(self.number)
         for stop in range(len(ids), 0, -_TAIL):  # as `ScoredDocument` chooses it
             first = max(stop - _TAIL, 0)

@@ -193,7 +193,7 @@ def _shareable_rows(document: Any) -> int:
     one stays.
     """
     if isinstance(document, LabelledCorpusDocument):
-        return document.shareable_rows
+        return document.shareable_prefix_length
     ahead = 0 if isinstance(document, ScoredDocument) else 1  # a row predicts the next token
     is_target = document.labels()[ahead:] != NO_TARGET
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)

@@ -27,8 +27,8 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel, check_wo
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
 from longspan.resolve.choice import PlannerConfig
-from longspan.train.families import cached_plan, share_where_faster
-from longspan.train.rows.read_rows import bring_gathered_rows
+from longspan.train.families import cached_plan, share_prefixes_where_faster
+from longspan.train.rows.gather_documents import bring_gathered_rows
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _plan_and_check(
     choice = replace(choice, options=options)
     documents_to_read: Any = documents
     if share_prefixes and documents.items is None and isinstance(documents.documents, Sequence):
-        shared, plan = share_where_faster(
+        shared, plan = share_prefixes_where_faster(
             language_model, documents.documents, documents.lengths, choice, world, training=False
         )
         documents_to_read = documents if plan.parents is None else shared

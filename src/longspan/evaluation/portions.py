@@ -130,7 +130,7 @@ class Portions:
             error = reading_error(failure, self.world)
         control = self.world.control
         if done:
-            any_ended, self.any_long = control.any_ranks(error is not None, self.long)
+            any_ended, self.any_long = control.flags_on_any_rank(error is not None, self.long)
         else:
             if self.items is not None:
                 control.compare_digests(self.items.digest(), what="lists of items")

@@ -147,7 +147,8 @@ def read_step_documents(
 
 
 def coefficients_agree(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
-    """Return whether the coefficients that a loss left are those of a guess, up to rounding in the loss's dtype.
+    """Return whether the derivatives of the Trainer's loss by each target's log-probability (`coefficient`), as its
+    backward pass left them in the batches' leaves, equal the guessed ones up to rounding in the loss's dtype.
 
     Coefficients of tokens that are no targets, such as the first of a document, are not compared.
     """

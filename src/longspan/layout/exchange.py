@@ -28,7 +28,7 @@ class Blocks:
     start: Integers
     size: Integers
 
-    def block_begins(self, member: int) -> Integers:
+    def block_starts(self, member: int) -> Integers:
         """Where each of the member's blocks begins in its order of rows."""
         sizes = self.size[self.members[member]]
         return np.cumsum(sizes) - sizes
@@ -118,7 +118,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
     places, summed_rows, further_addends = _find_addends(arriving, target, me, groups)
     begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
-    begin[distinct_blocks[me]] = source.block_begins(me)[_first_occurrences(source.members[me], source)]
+    begin[distinct_blocks[me]] = source.block_starts(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
         folds=_list_folds(source, me, begin) if summed and repeats[me] else (),
         leaves=_block_rows(begin, np.concatenate(leaving), source.size),
@@ -233,7 +233,7 @@ def _find_addends(
     has_several = count[needed] > 1
     summed = needed[has_several]
     sizes = target.size[summed]
-    begins = target.block_begins(me)[has_several]
+    begins = target.block_starts(me)[has_several]
     summed_rows = expand_runs(begins, begins + sizes)
     # A target is an index into `summed_rows`, which lists the rows of these blocks one block after another.
     ends = np.cumsum(sizes)
@@ -255,7 +255,7 @@ def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ..
     member's rows.
     """
     blocks = source.members[me]
-    places = source.block_begins(me)
+    places = source.block_starts(me)
     order = np.argsort(blocks, kind="stable")
     firsts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
     number = np.arange(len(order)) - np.repeat(firsts, np.diff(np.append(firsts, len(order))))

@@ -20,6 +20,7 @@ from longspan.layout.segments import (
     Segments,
     expand_runs,
     is_integer_type,
+    join_runs,
     make_read_only,
     segments_from_runs,
 )
@@ -98,14 +99,6 @@ class Packing:
 def _document_starts(lengths: tuple[int, ...]) -> Integers:
     """The row at which each document starts, and the total: (documents + 1,)."""
     return make_read_only(np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))]))
-
-
-def join_runs(runs: Integers) -> Integers:
-    """Join runs (start, stop) that follow each other directly to one."""
-    # The first run, if there is one, opens a joined run, and so does each that begins elsewhere than the last stopped.
-    opens = np.flatnonzero(np.append([True] * (len(runs) > 0), runs[1:, 0] != runs[:-1, 1]))
-    closes = np.append(opens, len(runs))[1:] - 1
-    return make_read_only(np.stack([runs[opens, 0], runs[closes, 1]], axis=1).astype(np.int64))
 
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
@@ -203,7 +196,6 @@ class Partition(ABC):
         return make_read_only(expand_runs(runs[:, 0], runs[:, 1]))
 
     def _check_member(self, member: int) -> None:
-        """Raise LayoutError for a member outside the group."""
         if not 0 <= member < self.degree:
             raise LayoutError(
                 f"member {member} is outside a group of {self.degree} (members 0 to {self.degree - 1})"

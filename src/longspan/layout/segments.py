@@ -111,8 +111,16 @@ def expand_runs(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
     return np.repeat(start - integers_before, sizes) + np.arange(total, dtype=np.int64)
 
 
+def join_runs(runs: Integers) -> Integers:
+    """Join runs (start, stop) that follow each other directly to one."""
+    # The first run, if there is one, opens a joined run, and so does each that begins elsewhere than the last stopped.
+    opens = np.flatnonzero(np.append([True] * (len(runs) > 0), runs[1:, 0] != runs[:-1, 1]))
+    closes = np.append(opens, len(runs))[1:] - 1
+    return make_read_only(np.stack([runs[opens, 0], runs[closes, 1]], axis=1).astype(np.int64))
+
+
 def is_integer_type(kind: type) -> bool:
-    """Python and numpy integers are counts, bools are not."""
+    """Whether this is a type of integers, Python's or numpy's; bool is none."""
     return issubclass(kind, (int, np.integer)) and kind is not bool
 
 

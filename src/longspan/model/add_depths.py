@@ -225,4 +225,4 @@ def _check_layer_inputs(model: PreTrainedModel) -> None:
             f"{size}: several streams of each row, and a depth of multi-token prediction, whose projection makes one, "
             "has none; train it without (no add_mtp, mtp.num_layers = 0)"
         )
-    inputs.make_call()  # raises for tensors that depend on parameters
+    inputs.layer_arguments()  # raises for tensors that depend on parameters

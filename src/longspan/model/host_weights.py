@@ -119,7 +119,7 @@ class HostStore:
             read.staged_sum = None
 
     def wait_for_reads(self) -> None:
-        """Let the memory of copies be taken anew once the current stream has read them."""
+        """Have the stream that copies wait until the current one has read the copies, whose memory it takes anew."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 

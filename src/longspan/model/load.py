@@ -182,7 +182,7 @@ def checked_folder_weights(
     shape, quantized, twice in the files, or tied and unequal.
     """
     _refuse_weights_of_other_class(folder, model)
-    join = None if stored is None else stored.join
+    join = None if stored is None else stored.join_weights
     source = FolderWeights(folder, model, join=join)
     source.check_complete()
     unread = source.unread

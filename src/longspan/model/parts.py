@@ -194,7 +194,7 @@ class _StageEntry(Absent):
         self.rows = kwargs.get("inputs_embeds")
 
     def forget_rows(self, base: nn.Module, args: object, out: object) -> None:
-        """Let them go; a hook after its forward, also after an error in it."""
+        """Drop those hidden states; a hook after the base model's forward, also after an error in it."""
         self.rows = None
 
 

@@ -407,11 +407,11 @@ def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[
         yield
     finally:
         for block in blocks:
-            block.leave()
+            block.restore()
 
 
 class _BlockHooks:
-    """Replaces FSDP2's two hooks of one block, which run only where they do something, until `leave` puts them back.
+    """Replaces FSDP2's two hooks of one block, which run only where they do something, until `restore` puts them back.
 
     `state` is FSDP2's of the block, `later` the block that is called next; `trains` is of `leave_out_idle_hooks`.
     """
@@ -435,7 +435,7 @@ class _BlockHooks:
         for (hooks, key), mine in zip(self._places, (self._begin_forward, self._end_forward), strict=True):
             hooks[key] = mine
 
-    def leave(self) -> None:
+    def restore(self) -> None:
         """Put FSDP2's hooks back."""
         for (hooks, key), hook in zip(self._places, self._fsdp_hooks, strict=True):
             hooks[key] = hook

@@ -122,7 +122,6 @@ class StockCopy:
         self.layers = len(layers)
 
     def _count_bytes(self, names: Sequence[str]) -> int:
-        """Return the bytes of the stock model's tensors of these names."""
         return sum(self._targets[name].nbytes for name in names)
 
     def _fetch_weights(self, names: Sequence[str], *_: Any) -> None:
@@ -152,5 +151,4 @@ class StockCopy:
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter of no elements, which stands for a weight that is not here now."""
     return nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)

@@ -155,7 +155,7 @@ class MicroBatch:
         return max(rows.values(), default=0)
 
 
-def main_type(types: str | Sequence[str]) -> str:
+def most_common_type(types: str | Sequence[str]) -> str:
     """Return the communication type that most layers of a list have, or the one type."""
     return types if isinstance(types, str) else max(types, key=types.count)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from longspan.errors import PlanError
 from longspan.layout import Floats, Integers
 from longspan.plan.cost.cost import Cost
-from longspan.plan.micro_batch import Group, MicroBatch, Mode, main_type
+from longspan.plan.micro_batch import Group, MicroBatch, Mode, most_common_type
 
 TypeAndPartition = tuple[str, int, str]  # communication type, a2a size, partition
 
@@ -51,7 +51,7 @@ class GroupTable:
         ways: dict[TypeAndPartition, int] = {}
         way = list[int]()
         for group in groups:
-            kind = main_type(group.cp_comm_type) if group.degree > 1 else "p2p"
+            kind = most_common_type(group.cp_comm_type) if group.degree > 1 else "p2p"
             size = (group.hierarchical_context_parallel_sizes or (1,))[0]
             way.append(ways.setdefault((kind, size, group.partition), len(ways)))
         self.way = _int_array(way)  # index into `ways`
@@ -118,8 +118,8 @@ class GroupTable:
 
 
 def _count_skipped_rows(group: Group, pad_to: int) -> float:
-    """For how many rows no member computes experts and logits: its share of all, less the busiest's real ones, the
-    first of each document. Shares are fractions of rows here, not rounded as in `Group.shares`.
+    """Count the rows for which no member computes experts and logits: its share of all, less the busiest's real ones,
+    the first of each document. Shares are fractions of rows here, not rounded as in `Group.shares`.
     """
     degree = group.degree
     lengths = _int_array(group.lengths)

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from longspan.report.gantt import (
         gantt_svg as gantt_svg,
         plan_document as plan_document,
+        plan_page as plan_page,
         write_png as write_png,
     )
     from longspan.report.run_folder import RunFolder as RunFolder
-    from longspan.report.run_page import plan_page as plan_page, write_report as write_report
+    from longspan.report.run_page import write_report as write_report
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -18,7 +18,8 @@ from longspan.plan import Cost, Plan
 from longspan.plan.micro_batch import comm_type_text
 from longspan.plan.plan import group_counts
 from longspan.report.bars import FILLS, Bar, PlanBars, Summary, group_times, plan_bars
-from longspan.report.page import PATTERNS, Part, read_report_file
+from longspan.report.page import PATTERNS, Part, page, page_head, read_report_file, section
+from longspan.run.facts import time_and_command
 
 WIDTH = 1120  # of the picture on a page
 NARROW = 400  # on a page of a telephone
@@ -42,6 +43,10 @@ _SHAPE_COLORS = {  # of the shapes' classes, as in page.css
 }
 LINE = re.compile(r"M([\d.]+) ([\d.]+)([HVv])([\d.]+)")  # of a path: from a point to an x, to a y, or so far down
 ALIGNMENTS = {"start": "left", "middle": "center", "end": "right"}
+PICTURE_NOTE = (
+    "Times of a picture are those of the plan's cost model, not measured. Within a micro-batch the documents of the "
+    "widest groups come first here, whatever a slot's own order."
+)
 
 
 def plan_part(plan: Plan, name: str, seconds: float | None, *, measured: bool) -> Part:
@@ -118,6 +123,15 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
         *entries,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {size['width']} {size['height']}",
+    )
+
+
+def plan_page(plan: Plan, *, title: str = "plan") -> str:
+    """Return a page with the picture of one plan."""
+    part = plan_part(plan, title, None, measured=bool(plan.cost.source))
+    plans = section("Plan of a step", {"plans": {"plans": [part], "first": 0}}, {"note": PICTURE_NOTE})
+    return page(
+        f"{title} · longspan", {"head": page_head(title, " · ".join(time_and_command())), "sections": [plans]}
     )
 
 

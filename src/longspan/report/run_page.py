@@ -1,4 +1,4 @@
-"""The page of a run's folder, and the page of a plan. Sections about evaluations are in `evaluation_page.py`."""
+"""The page of a run's folder. Sections about evaluations are in `evaluation_page.py`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,6 @@ from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.evaluation.result import SAME, largest_difference
 from longspan.files import name_file_in_errors, os_error_text
 from longspan.plain_text import bytes_text, number_text, seconds_text
-from longspan.plan import Plan
 from longspan.plan.memory.memory_plan import measures_text
 from longspan.report.evaluation_page import (
     NATS,
@@ -22,7 +21,7 @@ from longspan.report.evaluation_page import (
     loss_unit,
     sections_of_sets,
 )
-from longspan.report.gantt import plan_part
+from longspan.report.gantt import PICTURE_NOTE, plan_part
 from longspan.report.page import (
     Part,
     chart,
@@ -35,7 +34,6 @@ from longspan.report.page import (
     table,
 )
 from longspan.report.run_folder import MTP_LOSS, RunFolder
-from longspan.run.facts import time_and_command
 
 # What building a page raises for records that hold values which no run writes.
 BAD_RECORD = (
@@ -80,10 +78,6 @@ _STEP_CHARTS: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (  # title
     ("Router balance loss", "router_balance_loss", "before its weight", 1, {}),
     ("Router z-loss", "router_z_loss", "before its weight", 1, {}),
 )
-_PLAN_NOTE = (
-    "Times of a picture are those of the plan's cost model, not measured. Within a micro-batch the documents of the "
-    "widest groups come first here, whatever a slot's own order."
-)
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -109,15 +103,6 @@ def write_report(run_dir: str | Path) -> Path:
     except OSError as error:
         raise RunFolderError(os_error_text(error)) from error
     return path
-
-
-def plan_page(plan: Plan, *, title: str = "plan") -> str:
-    """Return a page with the picture of one plan."""
-    part = plan_part(plan, title, None, measured=bool(plan.cost.source))
-    plans = section("Plan of a step", {"plans": {"plans": [part], "first": 0}}, {"note": _PLAN_NOTE})
-    return page(
-        f"{title} · longspan", {"head": page_head(title, " · ".join(time_and_command())), "sections": [plans]}
-    )
 
 
 def run_head(run: RunFolder) -> Part:
@@ -416,7 +401,7 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
         parts.append(plan_part(plan, title, run.value_of_planned_step(name, "seconds"), measured=is_measured))
     title = f"Plan of {names[0]}, the newest" if run.live else "Plan of a step"
     plans = {"plans": parts, "first": first}
-    yield section(title, {"plans": plans}, {"note": _PLAN_NOTE}, key="plans")
+    yield section(title, {"plans": plans}, {"note": PICTURE_NOTE}, key="plans")
 
 
 def notes_sections(run: RunFolder) -> Iterator[Part]:

@@ -229,10 +229,10 @@ def _preferences_text(run: TrainingRun) -> str:
 
 def _scores_text(run: TrainingRun, columns: int) -> str:
     """Say what a model that scores gives, and its loss, for labels of so many `columns`."""
-    from longspan.train.terms.scores import usual_problem
+    from longspan.train.terms.scores import default_problem_type
 
     scores = run.config.model.num_labels
-    loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, columns)
+    loss = getattr(run.model.config, "problem_type", None) or default_problem_type(scores, columns)
     if run.corpus.unit > 1:
         coefficient = loss_arguments(run.config.train)["center_rewards_coefficient"]
         loss = "-log σ(chosen - rejected - margin)"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
-from longspan.comm.received_signals import StopSignal, signal_of_any_rank
+from longspan.comm.received_signals import StopSignal, find_received_signal
 from longspan.config.keys import AUTO
 from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
@@ -80,7 +80,7 @@ class Evaluations:
             evaluation = self._evaluate_set(entry, self.run.evaluation_choice(entry.config), done)
             if evaluation is not None:
                 self._record_evaluations(entry, [evaluation])
-            elif signal := signal_of_any_rank(self.run.world, self.stop.received):
+            elif signal := find_received_signal(self.run.world, self.stop.received):
                 return signal
         if is_due(done, self.run.config.evaluation.every):
             self._record_completions(done)
@@ -97,7 +97,7 @@ class Evaluations:
             for evaluation in self._evaluate_set_at_end(entry, done):
                 if evaluation is not None:
                     evaluations.append(evaluation)
-                elif signal := signal_of_any_rank(self.run.world, self.stop.received):
+                elif signal := find_received_signal(self.run.world, self.stop.received):
                     return (), (), signal
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)

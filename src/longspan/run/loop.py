@@ -15,7 +15,7 @@ from typing import Any
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank
 from longspan.comm.device import peak_memory_bytes
-from longspan.comm.received_signals import StopSignal, signal_of_any_rank
+from longspan.comm.received_signals import StopSignal, find_received_signal
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import CorpusDocuments
 from longspan.data.shared_prefixes import cut_documents
@@ -173,9 +173,9 @@ class Steps:
             saves.saver.raise_failure()
         if stops:
             raise_first_error(world, failure)
-            stopped = signal_of_any_rank(world, stop.received)
+            stopped = find_received_signal(world, stop.received)
         if saves_now:
-            save_on = signal_of_any_rank(world, stop.save_asked)
+            save_on = find_received_signal(world, stop.save_asked)
         if text := self._allocator.take_warning(most_retries):
             self._log(text)
         if slow_rank:

@@ -134,7 +134,7 @@ class Chains:
         return number
 
     @cached_property
-    def forward(self) -> "Passing":
+    def forward_passing(self) -> "Passing":
         """All runs but the last of a chain pass their final state on.
 
         The first of a chain sends no transition, for the state that enters it is zero.
@@ -142,7 +142,7 @@ class Chains:
         return Passing(self, leaves=~self.runs.last, carries=(self.runs.place > 0) & ~self.runs.last)
 
     @cached_property
-    def backward(self) -> "Passing":
+    def backward_passing(self) -> "Passing":
         """All runs but the first of a chain pass the gradient at their entering state back.
 
         The last of a chain sends no transition, for no gradient comes from behind it.

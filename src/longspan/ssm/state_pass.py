@@ -38,7 +38,7 @@ class ForwardFold:
         self.chains: Chains = chains
         self.inputs: Inputs = inputs
         self.transitions = inputs.k.new_zeros(0)
-        self._passing = chains.forward
+        self._passing = chains.forward_passing
         if not self._passing.any:
             return
         states, transitions = scan.summaries(self._passing.leaving, self._passing.carrying)
@@ -87,11 +87,11 @@ class BackwardFold:
     ) -> None:
         self._chains = chains
         self._states = states
-        if chains.backward.any:
-            runs = chains.backward.leaving
+        if chains.backward_passing.any:
+            runs = chains.backward_passing.leaving
             local = initial_state_gradients(runs) if len(runs) else states[:0]
             label = "gradients of states of runs"
-            self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
+            self._gathered = _GatheredSummaries(chains, chains.backward_passing, local, transitions, label)
 
     def leaving_gradients(self) -> Tensor:
         """Fold the gradient (R, H, K, V) at the final state of each run of this member.
@@ -100,7 +100,7 @@ class BackwardFold:
         plus the gradient at its own final state through the transposed transition. A chain's last run has none at its
         final state.
         """
-        passing = self._chains.backward
+        passing = self._chains.backward_passing
         leaving = torch.zeros_like(self._states)
         if not passing.any:
             return leaving
@@ -158,7 +158,7 @@ class _GatheredSummaries:
         rows[:state_count].view(states.shape).copy_(states)
         rows[state_count:].view(transitions.shape).copy_(transitions)
         channel = chains.channel
-        self._places = passing.first_rows(*self._sizes, channel.starts(counts))
+        self._places = passing.first_rows(*self._sizes, channel.row_starts(counts))
         self._rows = rows
         self._handle = channel.all_gather_rows(rows, counts, label)
 
@@ -261,7 +261,7 @@ class _StatePass(torch.autograd.Function):
         inputs = Inputs(*tensors)
         parts = [inputs.rows(part_chains.part.start, part_chains.part.stop) for part_chains in chains]
         scans = [
-            _kernel_unless_empty(kernel, part_chains).forward(part, part_chains.local_runs, scale)
+            _kernel_or_torch(kernel, part_chains).forward(part, part_chains.local_runs, scale)
             for part, part_chains in zip(parts, chains, strict=True)
         ]
         folds = [
@@ -295,7 +295,7 @@ class _StatePass(torch.autograd.Function):
             del activations_and_states[len(activations_and_states) - count :]
             start, stop = chains.part.start, chains.part.stop
             saved = SavedScan(states, tuple(activations), dout[start:stop])
-            local = _kernel_unless_empty(ctx.kernel, chains).backward(
+            local = _kernel_or_torch(ctx.kernel, chains).backward(
                 inputs.rows(start, stop), chains.local_runs, ctx.scale, saved
             )
             fold = BackwardFold(chains, states, transitions, local.initial_state_gradients)
@@ -306,7 +306,7 @@ class _StatePass(torch.autograd.Function):
         return None, None, None, *results, *([None] if inputs.beta is None else [])
 
 
-def _kernel_unless_empty(kernel: ScanKernel, chains: Chains) -> ScanKernel:
+def _kernel_or_torch(kernel: ScanKernel, chains: Chains) -> ScanKernel:
     """Return the kernel, or torch's operations where this member holds no rows, of which other kernels need one."""
     return kernel if len(chains.lengths) else TORCH
 

@@ -19,7 +19,7 @@ from longspan.resolve.choice import FAMILY_PLANNERS, PlannerConfig, plan_familie
 _log = logging.getLogger(__name__)
 
 
-def share_where_faster(
+def share_prefixes_where_faster(
     model: nn.Module,
     documents: Sequence[Any],
     lengths: tuple[int, ...],

@@ -33,7 +33,8 @@ from longspan.model.sharding import (
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
 from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
-from longspan.train.rows.read_rows import LocalBatch, bring_gathered_rows, padding_batch, read_micro_batches
+from longspan.train.rows.gather_documents import bring_gathered_rows
+from longspan.train.rows.read_rows import LocalBatch, padding_batch, read_micro_batches
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:

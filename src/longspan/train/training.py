@@ -98,7 +98,7 @@ class Training:
         return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss_coef)
 
     @property
-    def mtp(self) -> "MtpLoss | None":
+    def mtp_loss(self) -> "MtpLoss | None":
         """The argument `mtp` of a run's steps; None without depths."""
         if not self.config.mtp.num_layers:
             return None
@@ -137,7 +137,7 @@ class Training:
             max_grad_norm=self.config.optimizer.max_grad_norm or None,
             step=step + 1,  # for errors, which count from 1
             router=self.router,
-            mtp=self.mtp,
+            mtp=self.mtp_loss,
             loss=loss_of_documents(getattr(documents, "whole", documents), config),
             time_slots=self.time_slots,
             host_work=host_work,

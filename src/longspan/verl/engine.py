@@ -48,7 +48,7 @@ from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import CostSettings
 from longspan.resolve.ways import fastest_plan
 from longspan.train import MicroBatchLoss, MicroBatchTokens, clip_grad_norm, run_step, token_log_probs, token_scores
-from longspan.train.families import share_where_faster
+from longspan.train.families import share_prefixes_where_faster
 from longspan.verl.samples import Samples, pad_answers, read_samples
 from longspan.verl.settings import LongspanEngineConfig
 
@@ -264,7 +264,7 @@ class LongspanEngine(BaseEngine):
         lengths = tuple(len(documents[d]) for d in range(len(documents)))
         if isinstance(documents, MediaDocuments):
             return documents, plan(lengths, self.world.home, targets=documents.targets)
-        return share_where_faster(
+        return share_prefixes_where_faster(
             self.module,
             documents,
             lengths,

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from longspan import Layout, World, load_model, prepare
 from longspan.errors import ModelError
-from longspan.model.multimodal.take_apart import image_cost, take_apart_or_undo
+from longspan.model.multimodal.take_apart import image_cost, split_off_image_encoder_or_undo
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.vision.image_encoder import split_off_image_encoder
 from longspan.testing import run_ranks
@@ -30,7 +30,7 @@ def test_parts_share_the_weights_under_the_names_of_the_whole(name: str) -> None
 def test_an_error_leaves_the_model_whole() -> None:
     model = tiny("qwen3-vl")
     names = [name for name, _ in model.named_modules()]
-    with pytest.raises(ModelError, match="x"), take_apart_or_undo(model):
+    with pytest.raises(ModelError, match="x"), split_off_image_encoder_or_undo(model):
         assert len([*model.named_modules()]) < len(names)
         raise ModelError("x")
     assert [name for name, _ in model.named_modules()] == names

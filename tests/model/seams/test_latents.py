@@ -104,7 +104,7 @@ def test_layers_that_must_be_expanded_are_and_say_so(change: str, world: World) 
 def test_a_length_or_the_name_of_a_kernel_decides(world: World) -> None:
     model: Any = tiny(FAMILIES[0])
     module = model.model.layers[0].self_attn
-    least = latents.least_length(module, None)
+    least = latents.min_length_to_gather_latents(module, None)
     for length in (6, 7, least - 1, least):  # 6 keys a row are chosen
         shard = bind(plan_fixed((length, 2), world.home, cp=1).micro_batches[0], world)
         latent = torch.zeros(1, 1, length + 2, module.kv_lora_rank)
@@ -114,4 +114,4 @@ def test_a_length_or_the_name_of_a_kernel_decides(world: World) -> None:
         }
         assert taken == {None: length >= least, "triton_flash": False, "triton_gathered": length > 6}
     module.config.index_topk *= 2
-    assert abs(latents.least_length(module, None) - 2 * least) <= 1
+    assert abs(latents.min_length_to_gather_latents(module, None) - 2 * least) <= 1

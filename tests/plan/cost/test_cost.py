@@ -225,7 +225,7 @@ def sent(lengths: list[int], degree: int, partition: str) -> tuple[float, int]:
     group = Group(tuple(range(degree)), tuple(range(len(lengths))), tuple(lengths), partition=partition)
     priced = BYTES.for_partition(partition).exchanged_state_bytes(len(lengths), sum(lengths), degree)
     chains = Chains(ShardPart(group, 0, 0, 0, world_key=-1), torch.device("cpu"))
-    return float(priced), 4 * HEADS * sum(chains.forward.count_rows(KEY * VALUE, KEY * KEY))
+    return float(priced), 4 * HEADS * sum(chains.forward_passing.count_rows(KEY * VALUE, KEY * KEY))
 
 
 @bounded

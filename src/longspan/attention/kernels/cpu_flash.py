@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.attention.call import AttendCall, Saved
 from longspan.attention.rows import accumulation_dtype, pad_heads
-from longspan.attention.tiles import DenseCall, Launch, dense_calls, visible_keys
+from longspan.attention.tiles import DenseCall, Launch, dense_calls, visible_key_mask
 
 _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 
@@ -78,7 +78,7 @@ def _split_into_dense_calls(launch: Launch, dtype: torch.dtype) -> Iterator[Dens
         else:
             for piece in tile.pieces(_BAND_ROWS):
                 rows, keys = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
-                seen = visible_keys(piece, launch.device)
+                seen = visible_key_mask(piece, launch.device)
                 assert seen is not None, "a tile without limits is a dense call"
                 mask = torch.zeros(seen.shape, dtype=dtype, device=launch.device).masked_fill_(~seen, -torch.inf)
                 yield DenseCall(rows, keys, attn_mask=mask)

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.attention.call import AttendCall, Saved
 from longspan.attention.dropout import Dropout
 from longspan.attention.rows import NO_KEY, accumulation_dtype
-from longspan.attention.tiles import Launch, Tile, visible_keys
+from longspan.attention.tiles import Launch, Tile, visible_key_mask
 
 _BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
 # Numbers that backward holds of a score at most, in the score's dtype: weight, its gradient, slope of softcap, factor.
@@ -116,7 +116,7 @@ def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
 
 def _mask_scores_(scores: Tensor, tile: Tile, launch: Launch, call: AttendCall) -> Tensor:
     """Set the scores (K, G, Tq, Tk) of keys that rows do not see, or have not chosen, to −inf in place; return them."""
-    for seen in (visible_keys(tile, scores.device), _chosen_key_mask(tile, launch, call.indices)):
+    for seen in (visible_key_mask(tile, scores.device), _chosen_key_mask(tile, launch, call.indices)):
         if seen is not None:
             scores.masked_fill_(~seen, -torch.inf)
     return scores

@@ -25,7 +25,7 @@ def _flash_unsupported_reason(device: torch.device) -> str:
     return unsupported_capability_reason(device, range(8, 100), "8.0")
 
 
-def _row(name: str, module: Any, devices: tuple[str, ...] = ("cuda",), **options: Any) -> Kernel:
+def _table_row(name: str, module: Any, devices: tuple[str, ...] = ("cuda",), **options: Any) -> Kernel:
     """Return a row of the table for a module with `forward` and `backward`: half precision on CUDA, all floating dtypes
     elsewhere.
     """
@@ -41,7 +41,7 @@ _TRITON: dict[str, Any] = {
 
 
 _ROWS = (
-    _row(
+    _table_row(
         "fa4",
         fa4,
         features=frozenset({"window", "softcap"}),
@@ -50,7 +50,7 @@ _ROWS = (
         unsupported_reason=fa4.unsupported_reason,
         takes_deltas=fa4.takes_deltas,
     ),
-    _row(
+    _table_row(
         "cudnn",
         cudnn,
         head_sizes=HeadSizes(largest=128, pairs=((192, 128),)),
@@ -59,7 +59,7 @@ _ROWS = (
         needs="cuDNN 9.11; compute capability 9 or 10",
         unsupported_reason=cudnn.unsupported_reason,
     ),
-    _row(
+    _table_row(
         "torch_flash",
         torch_flash,
         features=frozenset({"window"}),
@@ -67,14 +67,14 @@ _ROWS = (
         needs="compute capability 8.0",
         unsupported_reason=_flash_unsupported_reason,
     ),
-    _row(
+    _table_row(
         "triton_flash",
         triton_flash,
         features=frozenset({"window", "softcap", "indices"}),
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
         **_TRITON,
     ),
-    _row(
+    _table_row(
         "triton_gathered",
         triton_gathered,
         features=frozenset({"window", "indices", "latents"}),
@@ -83,8 +83,8 @@ _ROWS = (
         deterministic=False,
         **_TRITON,
     ),
-    _row("cpu_flash", cpu_flash, ("cpu",), features=frozenset({"window"}), needs="nothing"),
-    _row(
+    _table_row("cpu_flash", cpu_flash, ("cpu",), features=frozenset({"window"}), needs="nothing"),
+    _table_row(
         "reference",
         reference,
         ("cpu", "cuda"),

@@ -114,7 +114,6 @@ def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], generator: np
 
 
 def _first_side(value: Any) -> int:
-    """Return a size of a configuration, or the first of a pair; 0 for none."""
     return int(value[0] if isinstance(value, list | tuple) else value or 0)
 
 

@@ -257,7 +257,7 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
         if not (backward and model.training):
             model.train(backward)
         error = trial.run_and_find_error(every_module=False)
-        if world.control.any_rank(error is not None):
+        if world.control.flag_on_any_rank(error is not None):
             # by all ranks together; modules name the culprit closer than layers
             raise_first_error(world, trial.run_and_find_error(every_module=True) or error)
     _tried_modes(model).add(backward)

@@ -172,7 +172,6 @@ def _small_configuration_values(config: PreTrainedConfig, sizes: Sizes, least: i
 
 @contextmanager
 def _silence_warnings() -> Iterator[None]:
-    """Let transformers log errors alone inside."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -30,7 +30,6 @@ check_fsdp_names(
 
 
 def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """Make a parameter that requires no gradient if it is of integers."""
     return nn.Parameter(data, requires_grad and data.is_floating_point())
 
 
@@ -85,7 +84,7 @@ class PackedWeight:
         return values
 
     def source_part(self, part: LocalPart) -> LocalPart:
-        """Return which part of the weight the bytes of `part` are made of: whole rows, or as numbers its columns."""
+        """Return what `pack_part` makes the bytes of `part` from: whole rows of codes, or their columns as numbers."""
         *rows, held_bytes = part.block
         if self.read_dtype is None:
             return LocalPart((*rows, slice(0, self.format.rows.row_bytes(self.whole_columns))), torch.uint8)
@@ -97,7 +96,7 @@ class PackedWeight:
         return held_bytes.start // self.row_bytes * self.columns
 
     def pack_part(self, values: Tensor, part: LocalPart) -> Tensor:
-        """Return the bytes of `part`, from the values of `source_part`, or from their bytes."""
+        """Return the bytes of `part`, from the numbers or codes of its `source_part`."""
         held_bytes = part.block[-1]
         if self.read_dtype is not None:
             packed = self.format.pack(values.flatten(0, -2)).unflatten(0, values.shape[:-1])

@@ -92,8 +92,8 @@ class LayerInputs:
         """Record the arguments of a call: a forward pre-hook."""
         self.call = args, kwargs
 
-    def make_call(self) -> LayerCall:
-        """Return the inputs of a depth's layer beside hidden states. ModelError if they depend on parameters."""
+    def layer_arguments(self) -> LayerCall:
+        """Return the arguments of a depth's layer beside hidden states. ModelError if they depend on parameters."""
         args, kwargs = self.call or ((), {})
         call = args[1:], {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
         if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)):
@@ -111,7 +111,7 @@ class LayerInputs:
         """
         embedding: Any = self._model.get_input_embeddings()
         states = list[Tensor]()
-        args, kwargs = self.make_call()
+        args, kwargs = self.layer_arguments()
         for number, (depth, ids) in enumerate(zip(mtp_depths(self._model), future_ids, strict=True), 1):
             embedded = embedding(ids[None], **embedding_arguments(shard, number))
             hidden = depth(embedded, hidden, *args, **kwargs)

@@ -35,7 +35,7 @@ from longspan.plan.shape.families import find_family
 
 
 @contextmanager
-def take_apart_or_undo(model: nn.Module) -> Iterator[ImageEncoder]:
+def split_off_image_encoder_or_undo(model: nn.Module) -> Iterator[ImageEncoder]:
     """Take a model's tower and projector from it, and yield them as one encoder; the model has them no more.
 
     After an error in the `with` block the model is put together again. ModelError for a model without them.
@@ -95,7 +95,7 @@ def take_encoder_apart(
     adapter = find_adapter(whole)
     name_parameters(whole)
     check_encoder_home(IMAGE, encoder.home, world)
-    with take_apart_or_undo(whole) as image_encoder:
+    with split_off_image_encoder_or_undo(whole) as image_encoder:
         if adapter is not None:
             check_encoder_adapter(image_encoder, adapter, encoder.home.tp)
 

@@ -59,7 +59,6 @@ def _merge_children(into: nn.Module, source: nn.Module, around: set[nn.Module]) 
 
 
 def _get_or_add_child(node: nn.Module, name: str) -> nn.Module:
-    """Return the child of this name; where there is none, an empty module is added as it."""
     if name not in node._modules:
         node.add_module(name, nn.Module())
     return node.get_submodule(name)

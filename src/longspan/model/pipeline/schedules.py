@@ -280,7 +280,7 @@ class ScheduledStage(PipelineStage):
         self._leaves = self.inputs[bwd_chunk_id].shard.derived.leaves
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
-            self._free_received(bwd_chunk_id)
+            self._free_receive_buffers(bwd_chunk_id)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -321,12 +321,12 @@ class ScheduledStage(PipelineStage):
         self.bwd_cache.clear()
         self.dw_runner.clear()
         for micro_batch in self.args_recv_info:
-            self._free_received(micro_batch)
+            self._free_receive_buffers(micro_batch)
         self.inputs = ()
         self._input = None
         self._leaves = ()
 
-    def _free_received(self, micro_batch: int) -> None:
+    def _free_receive_buffers(self, micro_batch: int) -> None:
         """Let go the buffers into which a micro-batch's hidden states and gradients were received."""
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
             if getattr(info, "buffer", None) is not None:  # torch 2.15 makes buffers, and drops them, itself

@@ -106,20 +106,20 @@ def _save_weights(
             empty.generation_config = model.generation_config  # pyright: ignore[reportAttributeAccessIssue]
         return WeightWriter(unfinished, empty, cast=file_dtype is not None)
 
-    writer: Any = _on_first_rank(world, target, begin_files)
+    writer: Any = _run_on_saving_rank(world, target, begin_files)
     for unit in _gathered_units(model, [encoder.module.state_dict() for encoder in encoders], world):
-        _on_first_rank(world, target, partial(WeightWriter.write_unit, writer, unit))
+        _run_on_saving_rank(world, target, partial(WeightWriter.write_unit, writer, unit))
 
     def finish_files() -> None:
         writer.finish()
         write_all_but_weights(writer.empty, writer.folder, tokenizer)
         replace_files(writer.folder, target, OF_MODEL)
 
-    _on_first_rank(world, target, finish_files)
+    _run_on_saving_rank(world, target, finish_files)
 
 
-def _on_first_rank(world: World, target: Path, work: Callable[[], object]) -> object:
-    """Return what the work on the first rank gives, None elsewhere; all ranks raise its error."""
+def _run_on_saving_rank(world: World, target: Path, work: Callable[[], object]) -> object:
+    """Run `work` on the first rank and return its result there, None elsewhere; all ranks raise its error."""
     return result_or_first_error(
         world,
         lambda: work() if is_first_rank(world) else None,
@@ -162,7 +162,7 @@ def _save_adapter(
         write_adapter(unfinished, adapter, tensors, tokenizer, modules)
         replace_files(unfinished, target, OF_ADAPTER)
 
-    _on_first_rank(world, target, write_files)
+    _run_on_saving_rank(world, target, write_files)
 
 
 def _gathered_units(

@@ -21,9 +21,9 @@ from longspan.comm.tp_collectives import (
     tp_gather,
     tp_gather_parameter,
     tp_index_and_degree,
+    tp_reduce_scatter,
     tp_split,
     tp_sum,
-    tp_sum_split,
 )
 from longspan.model.adapted_modules import (
     unadapted_module,
@@ -150,7 +150,7 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
     is the world's.
     """
     total: Transform = (
-        partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
+        partial(tp_reduce_scatter, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
     )
     if linear.bias is None:
         return total
@@ -202,7 +202,7 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         if sequence_parallel:
-            return tp_sum_split(vectors, key, ROWS)
+            return tp_reduce_scatter(vectors, key, ROWS)
         return tp_sum(vectors, key)
 
     module.forward = forward

@@ -19,7 +19,7 @@ from longspan.layout import Floats, Layout
 from longspan.plan.check import check_choice, check_comm_type, check_count, check_number
 from longspan.plan.cost.links import Network
 from longspan.plan.messages import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES, GATHER_SLICE_BYTES
-from longspan.plan.micro_batch import PARTITIONS, main_type
+from longspan.plan.micro_batch import PARTITIONS, most_common_type
 from longspan.plan.shape.model_shape import ModelShape
 
 _STATE_SIZE = 4  # bytes of a number of a state
@@ -300,7 +300,9 @@ class Cost:
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
         """Return this cost for groups of a communication type, or of the type that most layers of a list have."""
         heads = self.heads if heads is None else heads
-        return dataclasses.replace(self, cp_comm_type=main_type(cp_comm_type), a2a_size=a2a_size, heads=heads)
+        return dataclasses.replace(
+            self, cp_comm_type=most_common_type(cp_comm_type), a2a_size=a2a_size, heads=heads
+        )
 
     @cached_property
     def ways(self) -> "tuple[Cost, ...]":
@@ -327,7 +329,7 @@ class Cost:
 
     @property
     def has_choice(self) -> bool:
-        """Whether each group has the type ("auto") or the sizes (a2a+p2p without) that are fastest for it."""
+        """Whether the fastest type ("auto") or sizes (a2a+p2p without any) are chosen for each group by itself."""
         return self.cp_comm_type == "auto" or (self.cp_comm_type == "a2a+p2p" and not self.a2a_size)
 
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
@@ -596,8 +598,8 @@ def attention_and_message_seconds(cost: Cost, rows: PricedRows) -> tuple[Floats,
         computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
     if not (rows.degree > 1).any():  # groups of one slot send nothing
         return computed, np.zeros_like(computed)
-    shown = _shown_seconds_on_network if cost.network else _shown_seconds_on_ideal_links
-    return computed, shown(cost, rows, around, computed) + _message_latency_of_type(
+    exposed = _exposed_seconds_on_network if cost.network else _exposed_seconds_on_ideal_links
+    return computed, exposed(cost, rows, around, computed) + _message_latency_of_type(
         cost, cost.cp_comm_type, rows.degree
     )
 
@@ -618,10 +620,10 @@ def _message_latency_of_type(cost: Cost, kind: str, degree: Floats) -> Floats:
     return cost.network.layers * cost.network.step_seconds * messages
 
 
-def _shown_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
-    """Return the seconds of bytes that show where links are ideal. A slot sends its share of `ring_bytes` r − 1 times
-    in t seconds. Of a ring of r members max(0, t − computed) shows, of a gather all of t. Exchanges of heads show as a
-    whole; those inside a host take place beside those between hosts.
+def _exposed_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
+    """Return the seconds of messages that kernels do not hide where links are ideal. A slot sends its share of
+    `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed) is exposed, of a gather all of t.
+    Exchanges of heads are exposed as a whole; those inside a host take place beside those between hosts.
     """
     degree = rows.degree
     kind = cost.cp_comm_type
@@ -641,14 +643,14 @@ def _shown_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, 
     return exposed
 
 
-def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
-    """Return the seconds of bytes that show on measured links, of all layers.
+def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
+    """Return the seconds of messages that kernels do not hide on measured links, of all layers.
 
     `block` is the bytes of a member's keys and values in a layer, `gradients` those of a block's gradients, `queries`
     those of its queries (outputs are as many), `keys` and `back` those of keys and values that it exchanges with all
     copies, forward and in backward: gradients of the copies of a head are summed, and travel in the dtype of sums.
     Members of a narrow ring fetch before the kernels, and send after them. Of large exchanges and gathers, which go in
-    two slices of heads, half shows, and what is longer than the kernels of a slice.
+    two slices of heads, half is exposed, and what is longer than the kernels of a slice.
     """
     network = cost.network
     kind = cost.cp_comm_type
@@ -682,7 +684,7 @@ def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, comp
             far = network.across.gather.seconds(received / together)
             messages = [np.where(together >= degree, near, np.maximum(near, far))]
             messages += [] if forward else [network.exchange_seconds(gradients, degree, together)]
-            seconds = seconds + _shown_seconds(messages, kernels, block * degree >= GATHER_SLICE_BYTES)
+            seconds = seconds + _exposed_seconds(messages, kernels, block * degree >= GATHER_SLICE_BYTES)
             continue
         if kind != "a2a":  # whose members have no ring
             sizes = [block * copies] if forward else [block * copies, gradients * copies]
@@ -697,13 +699,15 @@ def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, comp
             messages = [
                 network.exchange_seconds(size / exchanging, exchanging, together) for size in (leaves, returns)
             ]
-            seconds = seconds + _shown_seconds(messages, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES)
+            seconds = seconds + _exposed_seconds(
+                messages, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES
+            )
     return network.layers * seconds
 
 
-def _shown_seconds(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
-    """Return what shows of messages of these seconds each, of which the second half of those that are `sliced` goes on
-    beside a half of the kernels.
+def _exposed_seconds(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
+    """Return the exposed seconds of messages that take these seconds each; the second half of those that are `sliced`
+    goes on beside a half of the kernels.
     """
     first, *others = (np.where(sliced, np.maximum(sent / 2, sent - kernels / 2), sent) for sent in messages)
     return sum(others, first)

@@ -88,9 +88,9 @@ class EncoderShape:
         return flops
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """For an image of `rows` rows: 2 for each patch or row forward, 2 for the gradient of its input, and 2 for a
-        weight's own gradient. Frozen parts run forward only. The first layer that is trained (the patch embedding, or
-        the projector's entry) needs no gradient of its input.
+        """Count the FLOPs of weights for an image of `rows` rows: 2 for each patch or row forward, 2 for the gradient
+        of its input, and 2 for a weight's own gradient. Frozen parts run forward only. The first layer that is trained
+        (the patch embedding, or the projector's entry) needs no gradient of its input.
         """
         patches = self.patch_count(rows)
         tower = trained == "all"

@@ -13,8 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import DataError, plural
-from longspan.layout.partition import join_runs
-from longspan.layout.segments import Integers, Segments, Spans, expand_runs, is_integer_type, make_read_only
+from longspan.layout.segments import (
+    Integers,
+    Segments,
+    Spans,
+    expand_runs,
+    is_integer_type,
+    join_runs,
+    make_read_only,
+)
 from longspan.plain_text import excerpt
 
 

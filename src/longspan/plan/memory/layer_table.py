@@ -13,7 +13,7 @@ from longspan.plan.cost.machine import Machine, resolve_compiled_parts
 from longspan.plan.cost.type_prices import AttentionCall
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.messages import count_exchange_slices, count_head_groups, head_split
-from longspan.plan.micro_batch import MicroBatch, main_type
+from longspan.plan.micro_batch import MicroBatch, most_common_type
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
@@ -79,7 +79,7 @@ def slot_loads(
             runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
             if group.degree == 1 or not heads:
                 continue
-            kind = main_type(group.cp_comm_type)
+            kind = most_common_type(group.cp_comm_type)
             sizes = group.hierarchical_context_parallel_sizes
             if kind == "auto":
                 price = machine.fastest_type_price(group, call, node_size=plan.node_size)

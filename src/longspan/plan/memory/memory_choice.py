@@ -58,7 +58,7 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
     prices = needs.prices
     # An eighth more: with few layers another choice may need about 1 % less than the leanest.
     roomier = MemoryBudget(device=budget.device * 9 // 8, host=budget.host * 9 // 8)
-    for level in _fixed_by_level(needs, fixed):
+    for level in _fixed_memory_levels(needs, fixed):
         # far fewer to count than all choices
         possible = [keys for keys in level if any_choice_fits(needs, roomier, keys)]
         choices = [choice for keys in possible for choice in memory_choices(needs, keys)]
@@ -95,8 +95,8 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
     )
 
 
-def _fixed_by_level(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[list[FixedMemory]]:
-    """Yield the keys without segments and weights on the host, then with one of them, then with both."""
+def _fixed_memory_levels(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[list[FixedMemory]]:
+    """Yield the keys level by level: without segments and weights on the host, with one of them, with both."""
     segments = _segment_sizes_to_try(fixed)
     weights = _weight_places_to_try(needs, fixed)
     for level in range(len(segments) + len(weights) - 1):
@@ -184,8 +184,8 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
 def _leanest_choices(
     needs: MemoryNeeds, fixed: FixedMemory
 ) -> list[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
-    """List the choices, as `memory_choices` gives them, beside which any other needs more memory, but in a model of few
-    layers, where another one may need about 1 % less.
+    """List the choices that need the least memory, as `memory_choices` gives them. In a model of few layers another one
+    may need about 1 % less.
     """
     # on the host, or not
     leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}

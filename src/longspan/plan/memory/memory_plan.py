@@ -101,7 +101,7 @@ class MemoryPlan:
 
     @property
     def paged_bytes(self) -> int:
-        """Bytes that come from the host for an update, while no more go: states, weights, and gradients."""
+        """Bytes that an update copies from the host (states, weights, gradients); at most as many go back meanwhile."""
         return self.host.states + 2 * self.host.gradients
 
     @property
@@ -293,7 +293,7 @@ class MemoryNeeds:
         )
 
     def measures_fit(self, measures: Sequence[CheckpointPolicy], budget: MemoryBudget) -> bool:
-        """Return whether a plan of these measures fits; of those that do not, few moments are counted."""
+        """Return whether a plan of these measures fits; counting ends at the first moment that does not."""
         for place in self.places:
             room = budget.device - place.resident_bytes.total
             if any(moment.total > room for moment in place.moments(self.loads, measures)):
@@ -329,8 +329,8 @@ class MemoryPrices:
 
     def seconds_beyond_settings(self, memory: MemoryPlan) -> float:
         """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows one measure for all layers that
-        recompute: of the largest micro-batch what the plan's measures take longer than that one, copies to the host
-        included, or less (negative).
+        recompute: how much longer the plan's own measures take in the largest micro-batch than that one, copies to the
+        host included; negative where they take less.
         """
         word: CheckpointPolicy = memory.recomputation
         one_measure: list[CheckpointPolicy] = ["none" if measure == "none" else word for measure in memory.measures]
@@ -476,7 +476,7 @@ class MemoryPrices:
         gathered = layers.whole + (layers.packed_bytes / settings.compute_bytes - layers.packed)
         summed = layers.trained
         sent = gathers * gathered * settings.compute_bytes + sums * summed * settings.reduce_bytes
-        wire_seconds = sent * (place.shards - 1) / place.shards / self.machine.sharding_bytes_per_second
+        wire_seconds = sent * (place.shard_count - 1) / place.shard_count / self.machine.sharding_bytes_per_second
         copies = self.machine.weight_copy_seconds * (gathers * gathered + sums * summed)
         unpacked = self.machine.unpacking_seconds(layers.packed_bytes, layers.packed * settings.compute_bytes)
         return copies + SHARDING_SHARE * wire_seconds + gathers * unpacked

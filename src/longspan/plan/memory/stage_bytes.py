@@ -86,8 +86,8 @@ class StageBytes:
     )
 
     @cached_property
-    def shards(self) -> int:
-        """Slots over which FSDP2 shards a weight."""
+    def shard_count(self) -> int:
+        """How many slots FSDP2 shards a weight over."""
         if self.settings.shard_parameters:
             return self.home.slots // self.home.dp_replicate
         return 1
@@ -122,7 +122,7 @@ class StageBytes:
         states = self.stage.all.trained_share * settings.state_numbers
         if settings.muon:
             states += self.stage.root.trained_share
-        return int(states * settings.weight_bytes / self.shards)
+        return int(states * settings.weight_bytes / self.shard_count)
 
     @property
     def state_bytes_on_device(self) -> int:
@@ -168,7 +168,7 @@ class StageBytes:
         trained = numbers.trained_share * settings.weight_bytes
         frozen_here = settings.offload_weights == on_host
         trained_here = self.trained_on_host == on_host
-        return ((frozen if frozen_here else 0.0) + (trained if trained_here else 0.0)) / self.shards
+        return ((frozen if frozen_here else 0.0) + (trained if trained_here else 0.0)) / self.shard_count
 
     @property
     def gradients_stay_taken(self) -> bool:
@@ -177,7 +177,13 @@ class StageBytes:
         """
         settings = self.settings
         casts = settings.weight_bytes < settings.reduce_bytes
-        return casts and settings.gpu and settings.shard_parameters and self.shards > 1 and not self.trained_on_host
+        return (
+            casts
+            and settings.gpu
+            and settings.shard_parameters
+            and self.shard_count > 1
+            and not self.trained_on_host
+        )
 
     @cached_property
     def staging_bytes(self) -> float:
@@ -199,7 +205,7 @@ class StageBytes:
         groups = (home.slots > 1) * 2 + (home.tp > 1) + (home.pp > 1) + (home.ep > 1) + (home.dp_replicate > 1)
         return Bytes(
             weights=int(self.weight_bytes(numbers, on_host=False)),
-            packed=int(numbers.packed_share_bytes / self.shards),
+            packed=int(numbers.packed_share_bytes / self.shard_count),
             states=self.state_bytes_on_device,
             communicators=(CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)) * settings.gpu,
         )
@@ -208,7 +214,7 @@ class StageBytes:
         """Return the bytes of this rank's shard of the gradients of these parameters."""
         # With HSDP gradients have the dtype of sums: replicas are added after the sum over shards.
         size = self.settings.weight_bytes if self.home.dp_replicate == 1 else self.settings.reduce_bytes
-        return numbers.trained_share * size / self.shards
+        return numbers.trained_share * size / self.shard_count
 
     def summing_bytes(self, numbers: Numbers) -> float:
         """Return the most bytes of a layer's gradients while FSDP2, if there is any, sums them over slots. First there
@@ -218,7 +224,7 @@ class StageBytes:
         gradients, sent = (numbers.trained * x for x in (self.settings.compute_bytes, self.settings.reduce_bytes))
         if not self.settings.shard_parameters:
             return gradients
-        return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
+        return max(gradients + sent, sent * (3 if self.shard_count == 1 else 1 + 1 / self.shard_count))
 
     def layer_bytes(self, load: SlotLoad, measure: CheckpointPolicy) -> tuple[LayerBytes, ...]:
         """Return what each layer of this stage keeps of a load and holds while it runs, if all have this measure;
@@ -377,7 +383,7 @@ class StageBytes:
         gradients = all_gradients * load.later * (not stays_whole)
         whole_gradients = stage.all.trained * settings.reduce_bytes * stays_whole
         adds_gradients = not load.later and not self.trained_on_host
-        arrives = self.shards > 1  # weights come from other slots, in a tensor of their own
+        arrives = self.shard_count > 1  # weights come from other slots, in a tensor of their own
         if stage.predicts:
             of_layers = all_whole * (in_place or settings.gathered_once)
             of_layers += arrives * sent_whole[-1] * (not stays_whole)

@@ -86,7 +86,7 @@ class DecayForward:
         self.activations: tuple[Tensor] = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """A run's M is one number a head: 2 to the sum of its chunks' log-decays."""
+        """Return B and M of runs. M is one number a head: 2 to the sum of its chunks' log-decays."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = scan_chunks(self._additions, self._decays.whole, zero, self._runs)
@@ -136,7 +136,7 @@ class DecayBackward:
         return pick_rows(gradients, runs)
 
     def prepare_chunks(self) -> None:
-        """The states that enter chunks are computed once more: forward did not keep them."""
+        """Compute the states that enter chunks once more: forward did not keep them."""
         _, k, v, _, _ = self._inputs
         self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
         additions = additions_by_chunk(k, v, self._decays.decay_to_end(), self._runs)

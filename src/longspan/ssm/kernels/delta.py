@@ -188,7 +188,6 @@ def _decay_rows(rows: NamedRows) -> Tensor:
 
 
 def _new_state(rows: NamedRows, *shape: int) -> Tensor:
-    """Return an unfilled float32 tensor of states on the device of the rows."""
     return rows["w"].new_empty(shape, dtype=torch.float32)
 
 
@@ -219,8 +218,8 @@ class DeltaStates:
         return pick_rows(states, leaving_at), pick_rows(transitions, carrying_at)
 
     def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From the states that enter runs, those that enter chunks, the values that rows add, and those that enter
-        pieces.
+        """Compute from the states that enter runs those that enter chunks, the values that rows add, and those that
+        enter pieces.
         """
         entering = self._pieces.entering_states(states, self._states, self.transitions)
         return *compute_chunk_states(self._rows, entering, self._pieces.runs), entering
@@ -336,7 +335,7 @@ class KimiBackward:
         """Do nothing during the exchange: `gradients` computes the states of chunks too."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """One kernel of fla computes all, states of chunks included: it returns the gradients of decays as given, not
+        """Return all gradients, by one kernel of fla, states of chunks included; those of decays are as given, not
         summed.
         """
         q, k, v, _, beta = add_batch_dim(self._inputs)
@@ -414,12 +413,14 @@ class DeltaBackward:
         self._h = self._new_values = inputs.v[:0]
 
     def prepare_chunks(self) -> None:
-        """The states of chunks are computed once more: forward did not keep them."""
+        """Compute the states of chunks once more: forward did not keep them."""
         rows = {"k": self._k, "w": self._w, "u": self._u, "g": self._g}
         self._h, self._new_values = compute_chunk_states(rows, self._entering, self._runs)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Those of k and g have two parts: from the outputs, and from the products u and w of each chunk (WY)."""
+        """Return all gradients; those of k and g have two parts: from the outputs, and from the products u and w of
+        each chunk (WY).
+        """
         # dh: at the states that leave chunks, dv: at the values that rows add.
         dh, _, dv = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu")(
             **{**self._shared_rows, "w": self._w, "dv": self._dv},

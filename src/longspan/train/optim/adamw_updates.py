@@ -58,7 +58,9 @@ class Factors(NamedTuple):
 
     @classmethod
     def from_parameter_group(cls, group: Mapping[str, Any], step: float) -> "Factors":
-        """Bias corrections are in `rate` and `root_scale`, so that the kernel computes no powers of β."""
+        """Return the factors of update `step`. Bias corrections are in `rate` and `root_scale`, so that the kernel
+        computes no powers of β.
+        """
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             decay=1 - lr * group["weight_decay"],

@@ -45,7 +45,7 @@ class EightBitAdamW(OnePassAdamW):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in enumerate(parameters):
             if (state := state_dict["state"].get(index)) is not None:
-                state_dict["state"][index] = state | _unpack(state, parameter)
+                state_dict["state"][index] = state | _unpack_moments(state, parameter)
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -59,9 +59,9 @@ class EightBitAdamW(OnePassAdamW):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for key, parameter in zip(keys, parameters, strict=True):
             if _SCALE_BYTES.keys() <= states.get(key, {}).keys():
-                self.state[parameter] |= _pack(states[key], parameter)
+                self.state[parameter] |= _pack_moments(states[key], parameter)
 
-    def _begin_update(self, parameter: nn.Parameter) -> float:
+    def _make_states_and_count_step(self, parameter: nn.Parameter) -> float:
         """Do what OnePassAdamW does, with moments of zero in eight bits. Raises ModelError for another type of
         parameter.
         """
@@ -71,8 +71,10 @@ class EightBitAdamW(OnePassAdamW):
                 "float32 or bfloat16 (model.dtype), or leave optimizer.moments out"
             )
         if not self.state[parameter]:
-            self.state[parameter] = {"step": torch.tensor(0.0)} | _allocate(local_tensor(parameter.detach()))
-        return super()._begin_update(parameter)
+            self.state[parameter] = {"step": torch.tensor(0.0)} | _allocate_moments(
+                local_tensor(parameter.detach())
+            )
+        return super()._make_states_and_count_step(parameter)
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
         """Return the parameter's update, with the key and first place by which its moments are rounded."""
@@ -85,7 +87,7 @@ class EightBitAdamW(OnePassAdamW):
         return super()._make_update(parameter, factors)._replace(moments_rounding=rounding)
 
 
-def _allocate(local: Tensor) -> dict[str, Tensor]:
+def _allocate_moments(local: Tensor) -> dict[str, Tensor]:
     """Return both moments of zero, packed, for a rank's local numbers of a parameter."""
     return {
         name: torch.zeros(packed_bytes(local.numel(), size), dtype=torch.uint8, device=local.device)
@@ -93,13 +95,13 @@ def _allocate(local: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _pack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+def _pack_moments(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
     """Return a state's moments, of any type and device, packed on the parameter's device, rounded to the
     nearest code.
     """
     local = local_tensor(parameter.detach())
     moments = [local_tensor(state[name]).reshape(-1) for name in (MEAN, SQUARE)]
-    codes = _allocate(local)
+    codes = _allocate_moments(local)
     packed = PackedMoments(codes[MEAN], codes[SQUARE], local.numel())
     for start, stop in _chunks(local):
         mean, square = (moment[start:stop].to(local.device, torch.float32) for moment in moments)
@@ -108,7 +110,7 @@ def _pack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
     return codes
 
 
-def _unpack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+def _unpack_moments(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
     """Return a state's packed moments as bfloat16 tensors of the host, sharded as the parameter is."""
     local = local_tensor(parameter.detach())
     packed = PackedMoments(state[MEAN], state[SQUARE], local.numel())

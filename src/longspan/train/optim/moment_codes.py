@@ -25,10 +25,10 @@ NEAREST = 1 << 15  # noise of sixteen bits that rounds to the nearest
 
 def packed_bytes(numel: int, scale_bytes: int) -> int:
     """Return how many bytes the codes of so many numbers take, with the scales of their blocks behind them."""
-    return _scales_begin(numel) + -(-numel // SIZE) * scale_bytes
+    return _scales_offset(numel) + -(-numel // SIZE) * scale_bytes
 
 
-def _scales_begin(numel: int) -> int:
+def _scales_offset(numel: int) -> int:
     """Return where scales begin behind so many codes: bytes, rounded up to the alignment."""
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
@@ -36,7 +36,7 @@ def _scales_begin(numel: int) -> int:
 def split_packed(packed: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the codes (numel,) and the scales (blocks, …), in float32 of a mean or int32 of a square; views."""
     words = 1 if dtype == torch.float32 else 2
-    return packed[:numel], packed[_scales_begin(numel) :].view(dtype).view(-(-numel // SIZE), words)
+    return packed[:numel], packed[_scales_offset(numel) :].view(dtype).view(-(-numel // SIZE), words)
 
 
 class PackedMoments:

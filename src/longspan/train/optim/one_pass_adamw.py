@@ -70,7 +70,7 @@ class OnePassAdamW(AdamW):
             for parameter in group["params"]:
                 if parameter.grad is None or group.get("is_matrix"):
                     continue
-                count = self._begin_update(parameter)
+                count = self._make_states_and_count_step(parameter)
                 if (index, count) not in factors:
                     factors[index, count] = Factors.from_parameter_group(group, count)
                 updates.append(self._make_update(parameter, factors[index, count]))
@@ -120,7 +120,7 @@ class OnePassAdamW(AdamW):
                     if self._rounding is not None:
                         self._rounding.draws[parameter] -= 1
 
-    def _begin_update(self, parameter: nn.Parameter) -> float:
+    def _make_states_and_count_step(self, parameter: nn.Parameter) -> float:
         """Count a step of a parameter, whose states are made before its first; return the count, which is on the host.
 
         States that torch's fused AdamW saved have counts on the GPU, which are brought here: no step waits for a GPU.

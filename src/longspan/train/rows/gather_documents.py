@@ -6,6 +6,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from longspan.bridge.bridge import carry_rows, moves_on_device
+from longspan.bridge.bridge import carry_rows, copy_moves_to_device
 from longspan.comm import World
 from longspan.comm.all_ranks import on_all_ranks, result_or_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued
@@ -25,6 +26,7 @@ from longspan.plan import Plan
 from longspan.train.rows.agreed_reading import read_and_compare_digest, reading_error, text_digest
 from longspan.train.rows.read_rows import WEIGHTS, NamesOfValues, check_integers
 from longspan.train.rows.visible_spans import count_prefix_rows
+from longspan.train.step_inputs import StepInputs
 
 IDS = "ids"
 LABELS = "labels"
@@ -104,7 +106,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
             _one_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)
         ]
         exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))
-        moves = moves_on_device(exchange.moves(channel.index), channel.device)
+        moves = copy_moves_to_device(exchange.moves(channel.index), channel.device)
         columns = carry_rows(torch.from_numpy(self._brought_rows.columns), moves, channel, "rows of documents")
         return replace(self, _rows_here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
@@ -268,6 +270,22 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     return _join_shares(
         result_or_first_error(world, read_local_documents, lambda error: reading_error(error, world)), world
     )
+
+
+def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
+    """Return what a step runs over, with rows of GatheredDocuments brought to this rank; entered by all ranks. Raises
+    DataError for documents that were gathered in another world.
+    """
+    gathered = inputs.documents.documents
+    if not isinstance(gathered, GatheredDocuments):
+        return inputs
+    if gathered.world is not inputs.world:
+        raise DataError(
+            "the documents were gathered in another world; call gather_documents(local, world) with this"
+        )
+    documents = copy(inputs.documents)
+    documents.documents = gathered.rows_under(inputs.plan, depths)
+    return replace(inputs, documents=documents)
 
 
 # ---- what a rank reads, and what it tells the others of it

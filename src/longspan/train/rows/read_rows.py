@@ -5,8 +5,7 @@ none. So labels are made inside documents, before the sequence is split.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -200,22 +199,6 @@ def check_integers(document: int, values: npt.NDArray[Any], positions: Integers,
             f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {rule}, "
             "an integer for each"
         )
-
-
-def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
-    """Return what a step runs over, with rows of GatheredDocuments brought to this rank; entered by all ranks. Raises
-    DataError for documents that were gathered in another world.
-    """
-    gathered = inputs.documents.documents
-    if not hasattr(gathered, "rows_under"):
-        return inputs
-    if gathered.world is not inputs.world:
-        raise DataError(
-            "the documents were gathered in another world; call gather_documents(local, world) with this"
-        )
-    documents = copy(inputs.documents)
-    documents.documents = gathered.rows_under(inputs.plan, depths)
-    return replace(inputs, documents=documents)
 
 
 def read_micro_batches(

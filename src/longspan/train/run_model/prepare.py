@@ -65,9 +65,9 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
             options = _prepare_options(config, world, model, None, training=True)
             with ExitStack() as forms:
                 if images:
-                    from longspan.model.multimodal.take_apart import take_apart_or_undo
+                    from longspan.model.multimodal.take_apart import split_off_image_encoder_or_undo
 
-                    forms.enter_context(take_apart_or_undo(model))
+                    forms.enter_context(split_off_image_encoder_or_undo(model))
                 features = features_of(Call(model, model, world, options))
                 for feature in features:
                     forms.enter_context(feature.checks_context(model))
@@ -151,7 +151,7 @@ def _prepare_options(
     if config.lora.rank:  # parameters of an adapter may be in another dtype than the model's
         dtypes |= {p.dtype for p in model.parameters() if p.requires_grad}
     float8 = config.train.float8
-    if float8 and not training and world.control.any_rank(bool(float8_device_reason(world.device))):
+    if float8 and not training and world.control.flag_on_any_rank(bool(float8_device_reason(world.device))):
         # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
         float8 = ""
     return PrepareOptions(

@@ -407,7 +407,7 @@ class Encoding:
             with self._clock.add_time(), self._name_part("encoders, and rows to their owners"):
                 errors = [modality_pass.encode_waves() for modality_pass in self._modality_passes]
                 error = next(filter(None, errors), None)
-                if self._world.control.any_rank(error is not None):
+                if self._world.control.flag_on_any_rank(error is not None):
                     raise_first_error(self._world, error)
                 for modality_pass in self._modality_passes:
                     modality_pass.deliver_rows(micro_batches, batches)

@@ -40,7 +40,7 @@ class LossTerm(Term):
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         world = inputs.world
         self._world = world
-        read_loss = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
+        read_loss = partial(_check_loss_and_divisor, loss, divisor, inputs.plan, world, chunk_rows, scores)
         names = {"what": "losses, sets or divisors", "hint": _HINT}
         self.loss_fn: StepLoss
         self.divisor: float
@@ -66,7 +66,7 @@ class LossTerm(Term):
         if isinstance(self.loss_fn, CrossEntropy):  # calls no function of the caller's
             return
         error = None if self.loss_fn.error is None else _to_loss_error(self.loss_fn.error, self._world)
-        if self._world.control.any_rank(error is not None):
+        if self._world.control.flag_on_any_rank(error is not None):
             raise_first_error(self._world, error)
         if isinstance(self.loss_fn, TokenLoss) or not self.loss_fn.check.differ_on_ranks(self._world):
             return
@@ -95,7 +95,7 @@ class LossTerm(Term):
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
 
 
-def _read_loss(
+def _check_loss_and_divisor(
     loss: GivenLoss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
 ) -> tuple[StepLoss, float, str]:
     """Check a step's loss and divisor; return the loss of its passes, the divisor and a text that is the same on all

@@ -231,7 +231,7 @@ def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
     # of a pipeline the last stage has the head
     stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
     heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
-    if world.control.any_rank(any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)):
+    if world.control.flag_on_any_rank(any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)):
         raise on_all_ranks(
             ModelError(
                 f"a {loss} makes the logits of a micro-batch twice, which dropout of the head's adapter would make "

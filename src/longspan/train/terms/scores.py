@@ -50,7 +50,7 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
         """
         count = 1 if scores.ndim == 1 else scores.shape[1]
         one = LABEL in at.values or count == 1
-        chosen = problem or usual_problem(count, 1 if one else count)
+        chosen = problem or default_problem_type(count, 1 if one else count)
         names = [LABEL] if one else [f"{LABEL}_{i}" for i in range(count)]
         labels = torch.stack([at[name] for name in names], -1)
         table = scores.reshape(len(at), count)
@@ -78,12 +78,12 @@ def refuse_other_labels(problem: str | None, scores: int, labels: int) -> None:
         raise LossError(
             f"problem_type {problem!r} takes {plural(labels_of_problem, 'label')} of a row, and rows have {labels} "
             f"for {plural(scores, 'score')}; set problem_type of the model's configuration (config.json) to "
-            f"{usual_problem(scores, labels)!r}, or give each row {labels_of_problem}"
+            f"{default_problem_type(scores, labels)!r}, or give each row {labels_of_problem}"
         )
 
 
-def usual_problem(scores: int, labels: int) -> ProblemType:
-    """Return the problem that transformers' classifiers take so many scores and labels of a row for."""
+def default_problem_type(scores: int, labels: int) -> ProblemType:
+    """Return the `problem_type` that transformers' classifiers take for so many scores and labels of a row."""
     return "regression" if scores == 1 else _PROBLEMS[1 if labels == 1 else 2]
 
 

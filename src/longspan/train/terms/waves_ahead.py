@@ -72,7 +72,7 @@ def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encodin
 def _encoding_key(
     model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]
 ) -> tuple[object, ...]:
-    """Return by what waves that were planned ahead are found again.
+    """Return the key by which a step finds the waves that were planned ahead for it.
 
     A caller may freeze an encoder between planning ahead and the step: the key has which ones are frozen. `passes` are
     (backward, depths).

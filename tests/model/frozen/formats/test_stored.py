@@ -253,11 +253,11 @@ def test_the_last_block_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = find_storage_method({"quant_method": "fp8", "weight_block_size": [64, 64]})
     assert stored is not None
     codes, scales = torch.randn(100, 160).to(torch.float8_e4m3fn), torch.rand(2, 3)
-    weight = stored.weight("a.weight", {"a.weight": codes, "a.weight_scale_inv": scales})
+    weight = stored.make_weight("a.weight", {"a.weight": codes, "a.weight_scale_inv": scales})
     wide = scales.repeat_interleave(64, 0)[:100].repeat_interleave(64, 1)[:, :160]
     exact = codes.float() * wide
     assert torch.equal(weight[...], exact) and torch.equal(weight[3:70, 5:], exact[3:70, 5:])
     with pytest.raises(
         ModelError, match=r"scale_inv is \(3, 2\) in the files, and \(2, 3\) is expected of a weight of"
     ):
-        stored.weight("a.weight", {"a.weight": codes, "a.weight_scale_inv": scales.mT})
+        stored.make_weight("a.weight", {"a.weight": codes, "a.weight_scale_inv": scales.mT})

@@ -104,4 +104,4 @@ def stored_weight_of_module(module: nn.Module) -> StoredWeight | None:
     stored = find_storage_method(settings)
     assert stored is not None
     tensors = {f"linear.{name}": x for name, x in module.state_dict().items()}
-    return stored.weight("linear.weight", tensors)
+    return stored.make_weight("linear.weight", tensors)

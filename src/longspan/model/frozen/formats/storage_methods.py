@@ -47,7 +47,7 @@ class StorageMethod:
     needed: tuple[tuple[str, ...], ...]
     make: Callable[[str, Tensors], StoredWeight]
 
-    def weight(self, weight_name: str, tensors: Tensors) -> StoredWeight:
+    def make_weight(self, weight_name: str, tensors: Tensors) -> StoredWeight:
         """Return a weight by its tensors; ModelError for one that is half there, twice there, or of another shape."""
         for ends in self.needed:
             names = [weight_name.removesuffix(self.endings.get(end, "")) + end for end in ends]
@@ -60,10 +60,10 @@ class StorageMethod:
                 raise ModelError(f"{weight_name} has its scales twice, {' and '.join(present)}; keep one of them")
         return self.make(weight_name, tensors)
 
-    def join(self, tensors: Tensors) -> dict[str, Any]:
+    def join_weights(self, tensors: Tensors) -> dict[str, Any]:
         """Return the tensors of a folder by name, with those that make one weight as a StoredWeight.
 
-        Scales of activations are left out. ModelError for codes without scales, and for what `weight` refuses.
+        Scales of activations are left out. ModelError for codes without scales, and for what `make_weight` refuses.
         """
         joined = dict[str, Any]()
         groups = defaultdict[str, dict[str, Any]](dict)
@@ -77,10 +77,10 @@ class StorageMethod:
         for name, group in groups.items():
             if name in joined:
                 group[name] = joined[name]
-            joined[name] = self.weight(name, group)
+            joined[name] = self.make_weight(name, group)
         for name in joined.keys() - groups.keys():
             if tensor_dtype(joined[name]) in ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32") and name.endswith("weight"):
-                self.weight(name, {name: joined[name]})
+                self.make_weight(name, {name: joined[name]})
         return joined
 
 

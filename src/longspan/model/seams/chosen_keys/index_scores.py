@@ -25,7 +25,7 @@ class ScoreOperands(TorchFunctionMode):
     """Notes what an indexer multiplies, in a forward pass of its class that gets no key.
 
     The scores of such a pass are empty, and queries (1, T, H, size) and weights (1, T, 1, H) are all that it computes.
-    Nothing is changed; `are_known` and `queries_and_weights` are asked after the pass.
+    Nothing is changed; `can_score_by_kernel` and `queries_and_weights` are asked after the pass.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class ScoreOperands(TorchFunctionMode):
             self._steps.append(name)
         return out
 
-    def are_known(self) -> bool:
-        """Return whether the pass formed scores Σ heads weight · relu(q · key), times a number above 0, that a kernel
-        sums here.
+    def can_score_by_kernel(self) -> bool:
+        """Return whether the pass formed scores Σ heads weight · relu(q · key), times a number above 0, and a kernel
+        can sum them on this device and in this dtype.
         """
         return self._steps == _SCORING and len(self._products) == 2 and can_score(self._products[0])
 
     def queries_and_weights(self) -> tuple[Tensor, Tensor]:
-        """Return q (T, H, size), in the type that it had before it was widened, and weights (T, H); for a pass that is
-        known.
+        """Return q (T, H, size), in the type that it had before it was widened, and weights (T, H); for a pass that a
+        kernel can score.
         """
         q, weights = self._products
         widened, before = self._widened

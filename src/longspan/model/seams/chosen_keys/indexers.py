@@ -158,7 +158,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         with (operands := ScoreOperands()):
             rows = slice(first, first + _ROWS_AT_ONCE)
             run_class(rows, lambda keys, _: local_keys.append(keys) or keys[:, :0])
-    in_tiles = operands.are_known()
+    in_tiles = operands.can_score_by_kernel()
     heads = int(getattr(indexer, "n_heads", 1))
     chosen = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32)
     all_keys = torch.cat(local_keys, 1)[0]
@@ -186,7 +186,7 @@ def _gather_keys(keys: Tensor, members: Members) -> Tensor:
     if members.degree == 1:
         return keys[members.document_order((0,))]
     gathered = members.channel.all_gather_rows(keys.contiguous(), members.counts, "index keys").wait()
-    return gathered[members.document_order(members.channel.starts(members.counts))]
+    return gathered[members.document_order(members.channel.row_starts(members.counts))]
 
 
 def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:

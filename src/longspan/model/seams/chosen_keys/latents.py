@@ -47,13 +47,12 @@ def reason_to_expand(module: Any, kernel: str | None, dtype: torch.dtype, device
     return "kv_b_proj has hooks" if any(vars(linear)[name] for name in _HOOKS) else ""
 
 
-def least_length(module: Any, kernel: str | None) -> int:
-    """Return from how many tokens of the longest document on a layer's latents are gathered, rather than bits set.
-
-    A masked kernel forms the products of half of all keys with heads of `qk_head_dim` and `v_head_dim`, one that
-    gathers those of `index_topk` keys with latents. A named kernel that takes nothing else does wherever keys are
-    chosen.
+def min_length_to_gather_latents(module: Any, kernel: str | None) -> int:
+    """Return the least length of a micro-batch's longest document (tokens) at which gathering the latents of
+    `index_topk` keys costs less than a masked kernel over all expanded keys. It is `index_topk` + 1 for a named kernel
+    that only gathers.
     """
+    # A masked kernel multiplies half of all keys, in heads of `qk_head_dim` and `v_head_dim`.
     gathered = module.config.index_topk * (2 * module.kv_lora_rank + module.qk_rope_head_dim)
     least = int(GATHERED_COST * 2 * gathered / (module.qk_head_dim + module.v_head_dim))
     least = 0 if kernel is not None and find_kernel(kernel).required else least
@@ -64,7 +63,7 @@ def takes_latents(module: Any, shard: object, kernel: str | None, latents: Tenso
     """Return whether a layer's call gets latents: the same on all ranks, as lengths and settings decide it."""
     if type(shard) is not SequenceShard:  # trials, whose rows see themselves alone
         return False
-    if max(shard.micro_batch.lengths, default=0) < least_length(module, kernel):
+    if max(shard.micro_batch.lengths, default=0) < min_length_to_gather_latents(module, kernel):
         return False
     reason = reason_to_expand(module, kernel, latents.dtype, latents.device)
     if reason and (kernel is None or find_kernel(kernel).required):  # another kernel was named to expand them
@@ -75,7 +74,9 @@ def takes_latents(module: Any, shard: object, kernel: str | None, latents: Tenso
 def latents_text(modules: list[Any], kernel: str | None, dtype: torch.dtype, device: torch.device) -> str:
     """Say in words from where on the latents of these layers are gathered, and which layers expand them always."""
     reasons = [reason_to_expand(module, kernel, dtype, device) for module in modules]
-    lengths = {least_length(x, kernel) for x, reason in zip(modules, reasons, strict=True) if not reason}
+    lengths = {
+        min_length_to_gather_latents(x, kernel) for x, reason in zip(modules, reasons, strict=True) if not reason
+    }
     words = [f"gathered where a document has {min(lengths):,} tokens or more"] if lengths else []
     counts = {reason: reasons.count(reason) for reason in reasons if reason}
     return "; ".join(words + [f"expanded in {count} of {len(reasons)} layers: {x}" for x, count in counts.items()])
