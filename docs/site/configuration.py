@@ -15,7 +15,7 @@ from longspan.config.file import TABLES
 from longspan.config.keys import Key, section_keys, section_texts
 from longspan.config.renamed import GONE, OLD_SETS, RENAMED, SETS, VALUES
 from longspan.config.sections import section_kinds
-from longspan.config.values import kind_text
+from longspan.config.values import annotation_text
 
 _HEAD = """\
 # Configuration
@@ -76,7 +76,7 @@ def _key_row(title: str, kind: type, name: str) -> str:
     limit = "" if key.bound is None else f", {key.bound}"
     text = section_texts(kind)[name]
     default = "*see text*" if "Default: " in text else f"`{json.dumps(key.default, ensure_ascii=False)}`"
-    cells = f"`{title}`", kind_text(key.kind) + limit, default, text
+    cells = f"`{title}`", annotation_text(key.kind) + limit, default, text
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

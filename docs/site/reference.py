@@ -30,7 +30,7 @@ from longspan.cli.train_flags import TrainFlags
 from longspan.cli.upgrade import UpgradeFlags
 from longspan.config.keys import read_own_texts, section_keys, section_texts
 from longspan.config.sections import section_kinds
-from longspan.config.values import kind_text
+from longspan.config.values import annotation_text
 from longspan.errors import ConfigError
 
 PAGES = {
@@ -190,7 +190,7 @@ def default_of(kind: Any, name: str) -> Any:
 
 def row(title: str, kind: Any, default: Any, text: str) -> str:
     """A row of a table of flags."""
-    value = "given or not" if kind is bool and default is False else kind_text(kind).replace("'', ", "")
+    value = "given or not" if kind is bool and default is False else annotation_text(kind).replace("'', ", "")
     shown = "*must be given*" if default is inspect.Parameter.empty else default_text(default, text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in (title, value, shown, text)) + " |"
 

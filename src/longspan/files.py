@@ -11,6 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+Stamp = tuple[int, int]  # bytes of a file, and its modification time in ns
+
+
+def file_stamp(path: str | Path) -> Stamp:
+    """Return the bytes of a file and its modification time in ns, which tell whether it changed. Raises OSError if it
+    is gone.
+    """
+    stat = Path(path).stat()
+    return stat.st_size, stat.st_mtime_ns
+
 
 def as_json(value: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> str:
     """Return a record as JSON.

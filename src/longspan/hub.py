@@ -1,6 +1,6 @@
 """Names of the Hugging Face hub, ORG/NAME: their folders in the local cache, and folders that are uploaded to them.
 
-Nothing is downloaded unasked. A folder with an adapter alone names the model that it needs.
+Nothing is downloaded unasked.
 """
 
 import re
@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longspan.errors import ConfigError
-from longspan.files import read_json
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<inside>(/[\w.-]+)*)")
 _SETTINGS = ("*.json", "*.jinja", "*.model", "*.model.v3", "*.txt", "*.tiktoken")  # with tokenizers
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # of which the first are downloaded
-ADAPTER_CONFIGURATION = "adapter_config.json"  # of peft
 
 
 def find_local_path(
@@ -79,34 +77,6 @@ def hub_name(folder: Path) -> str:
     if cached and folder.parent.name == "snapshots":
         return f"{cached[2]}/{cached[3]}"
     return ""
-
-
-def adapter_folder_advice(folder: Path) -> str:
-    """Advise what to use instead of a folder that holds only an adapter of peft: its base model, or its run.
-
-    "" for another folder.
-    """
-    file = folder / ADAPTER_CONFIGURATION
-    if not file.is_file() or (folder / "config.json").exists():
-        return ""
-    try:
-        base = read_json(file).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):  # whoever reads the adapter says so
-        base = None
-    of_model = (
-        f"for {base} (base_model_name_or_path of {file.name})" if base else f"whose {file.name} names no model"
-    )
-    text = f"it holds an adapter of peft, {of_model}, without the model that it belongs to. "
-    run = folder.resolve().parent
-    if (run / "config.toml").is_file():
-        return (
-            f"{text}Name the run that trained it ({run}), or give a folder with both in one: longspan export {run} "
-            "FOLDER --merge"
-        )
-    return (
-        f'{text}Set model.path = "{base or "BASE"}", and lora.rank for a new adapter over it; to use this one, merge '
-        "it into that model in peft (merge_and_unload, then save_pretrained), and give the folder that is saved"
-    )
 
 
 def _cached_folder(

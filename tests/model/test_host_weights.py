@@ -28,7 +28,7 @@ from longspan.model.host_weights import HostParam, HostStore, HostWeightsFeature
 from longspan.model.marks import HOST_STORE, packed_weights, waits_on_host
 from longspan.model.options import PrepareOptions
 from longspan.model.saving.whole_weights import weights_by_name
-from longspan.model.sharding import fsdp_modules, reduction_groups
+from longspan.model.sharding import fsdp_modules, fsdp_param_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -214,7 +214,7 @@ def _order_of_copies(world: World, rows: int) -> list[tuple[str, int]]:
     noted = list[tuple[str, int]]()
     with pytest.MonkeyPatch.context() as patched:
         model, optimizer = open_run(ONE, world, on_host=True)
-        groups: list[Any] = [*reduction_groups(fsdp_modules(model))]
+        groups: list[Any] = [*fsdp_param_groups(fsdp_modules(model))]
         take_steps(home, world, model, optimizer, range(1))
         fetch, unsharded = HostStore.fetch, FSDPParamGroup.wait_for_unshard
         fetch_gradients = HostStore.fetch_gradients
@@ -258,7 +258,7 @@ def test_copies_begin_a_group_ahead_forward_and_backward(world: World) -> None:
 def test_a_copy_from_before_an_update_is_taken_anew(world: World) -> None:
     models = [open_run(ONE, world, on_host=on_host)[0] for on_host in (False, True)]
     run_step(models[1], ONE.plan(), texts(LENGTHS), world, backward=False)
-    for group in reduction_groups(fsdp_modules(models[1])):
+    for group in fsdp_param_groups(fsdp_modules(models[1])):
         group.store.fetch(group.waiting)
     with torch.no_grad():
         for parameter in (x for model in models for x in model.parameters()):
@@ -308,7 +308,7 @@ def _after_an_error(rank: int) -> list[Any]:
                 with pytest.raises(BrokenError):
                     take_steps(home, world, model, optimizer, range(1, 2))
                 handle.remove()
-                groups = [*reduction_groups(fsdp_modules(model))]
+                groups = [*fsdp_param_groups(fsdp_modules(model))]
                 assert all(p.staged is None for group in groups for p in group.waiting)
             figures += take_steps(home, world, model, optimizer, range(1, 2))
             results.append((figures, contents(model, optimizer)))

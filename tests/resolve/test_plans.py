@@ -26,7 +26,7 @@ from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.choice import PlannerConfig, StepPlanner, plan_by_custom_planner, plan_steps_ahead
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
-from longspan.resolve.resolved import Reasons, choose_degree, resolve
+from longspan.resolve.resolved import Reasons, choose_evaluation_degree, resolve
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine
 from longspan.resolve.ways import RankedWay, Way, set_usual_mode
 from longspan.run.checks import check_config
@@ -177,15 +177,17 @@ def test_the_choice_is_that_of_which_degree() -> None:
     choice = PlannerConfig.evaluation(config, cost=Cost(), heads=16)
     assert (choice.degree, choice.options.cp_comm_type) == (0, "auto")
     comparison = compare_degrees(lengths, home, options=choice.home_options(home))
-    found, reason = choose_degree(choice, lengths, home)
+    found, reason = choose_evaluation_degree(choice, lengths, home)
     assert found.degree == comparison.best.cp >= 4 and reason == comparison.reason()
     assert found.options.cp_comm_type == comparison.best.options.cp_comm_type != "auto"
     plan = found.plan(lengths, home)
     assert plan.predicted_seconds <= comparison.best.planned.predicted_seconds * (1 + 1e-9)
     assert {group.degree for group in plan.groups} == {found.degree}
-    assert choose_degree(found, lengths, home) == (found, "") and choose_degree(choice, [], home) == (choice, "")
+    assert choose_evaluation_degree(found, lengths, home) == (found, "") and choose_evaluation_degree(
+        choice, [], home
+    ) == (choice, "")
     with pytest.raises(ConfigError, match=r'context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'):
-        choose_degree(choice, [10**6], home)
+        choose_evaluation_degree(choice, [10**6], home)
 
 
 def test_a_choice_of_plans_is_said_in_plain_words() -> None:

@@ -99,13 +99,13 @@ def of_calls(*calls: AttendCall) -> Execution:
 
 def test_kernels_are_said_by_kind_of_layer_and_group(monkeypatch: pytest.MonkeyPatch) -> None:
     full, window = AttendCall(1, 1, 64, 64), AttendCall(1, 1, 64, 64, mask=Mask(window=128))
-    assert of_calls(full, window).kernels == ("cpu_flash",) and of_calls().kernels == ()
+    assert of_calls(full, window).kernel_texts == ("cpu_flash",) and of_calls().kernel_texts == ()
     dropout = replace(full, dropout=Dropout(0.1, seed=0))
     of_layers = "reference (layers with full attention)", "cpu_flash (layers with window of 128)"
-    assert of_calls(dropout, window).kernels == of_layers
+    assert of_calls(dropout, window).kernel_texts == of_layers
     alone = {True: "cudnn", False: "fa4"}
     monkeypatch.setattr(execution, "choose_kernel", lambda call, name: SimpleNamespace(name=alone[call.one_document]))
-    assert of_calls(full).kernels == ("cudnn where each group has one document, else fa4",)
+    assert of_calls(full).kernel_texts == ("cudnn where each group has one document, else fa4",)
 
 
 def test_the_slow_kernel_on_gpus_is_a_caution() -> None:

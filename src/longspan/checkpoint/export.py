@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from longspan.adapter_folder import ADAPTER_CONFIGURATION
 from longspan.checkpoint.base import check_base_weights_unchanged
 from longspan.checkpoint.files import (
     check_file_hashes,
@@ -32,7 +33,6 @@ from longspan.checkpoint.storage import SafetensorsReader, first_failure_text, r
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
-from longspan.hub import ADAPTER_CONFIGURATION
 from longspan.model.adapted_modules import belongs_to_adapter
 from longspan.model.adapters.adapter import AdaptedWeight, Adapter, adapted_weights, find_adapter
 from longspan.model.adapters.adapter_files import (

@@ -23,7 +23,7 @@ from longspan.config.keys import (
     with_key_values,
 )
 from longspan.config.renamed import key_of_other_name, renamed_hint, renamed_value
-from longspan.config.values import kind_text, read_words
+from longspan.config.values import annotation_text, read_words
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
 from longspan.plain_text import nearest_hint
@@ -291,7 +291,7 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
         text = f"is {' '.join(items)!r}" if items else "has no value"
         new = renamed_value(flag[2:], " ".join(items))
         now = f" ({items[0]} is {str(new).lower()} now)" if items and new != items[0] else ""
-        raise ConfigError(f"{flag_text(flag)} {text}; it must be {kind_text(kind)}{now}")
+        raise ConfigError(f"{flag_text(flag)} {text}; it must be {annotation_text(kind)}{now}")
     return value, words[count:]
 
 

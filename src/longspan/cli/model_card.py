@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from longspan import __version__
+from longspan.adapter_folder import ADAPTER_CONFIGURATION
 from longspan.checkpoint.export import Exported
 from longspan.checkpoint.files import read_state
 from longspan.comm.all_ranks import LogLine
@@ -16,7 +17,7 @@ from longspan.config.file import load_config
 from longspan.config.loss_arguments import loss_text
 from longspan.errors import plural
 from longspan.files import read_json
-from longspan.hub import ADAPTER_CONFIGURATION, hub_name
+from longspan.hub import hub_name
 from longspan.run.facts import LAST_STEPS
 from longspan.run.metrics import read_metrics
 

@@ -29,7 +29,7 @@ def convert_value(key: str, value: object, kind: Any, source: str) -> object:
     else:
         is_choice = get_origin(kind) is Literal and isinstance(value, str)
         hint = f" ({nearest_hint(str(value), get_args(kind))})" if is_choice else ""
-    raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
+    raise ConfigError(f"{key} is {value!r} in {source}; it must be {annotation_text(kind)}{hint}")
 
 
 def choice_of_bool(value: object, kind: Any) -> object:
@@ -82,11 +82,11 @@ def _value_if_it_fits(value: object, option: Any) -> object | None:
     return value if isinstance(value, option) else None
 
 
-def kind_text(kind: Any) -> str:
+def annotation_text(kind: Any) -> str:
     """Write the type of a key in words."""
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     if isinstance(kind, UnionType):
-        return " or ".join(kind_text(option) for option in get_args(kind))
+        return " or ".join(annotation_text(option) for option in get_args(kind))
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) is tuple:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.array_files import GrowingArray, map_array
+from longspan.files import Stamp, file_stamp
 
 _COLUMNS = {
     "document": "<i8",
@@ -23,8 +24,6 @@ _COLUMNS = {
 _PATHS = "image_paths.jsonl"
 _ENDS = "image_paths.npy"
 _BETWEEN = "\0"  # between the paths of frames, which cannot contain it
-
-Stamp = tuple[int, int]  # bytes of a file, and its time of change in ns
 
 
 class SampleImage(NamedTuple):
@@ -135,7 +134,7 @@ class ImageTable:
         for number, stamp in enumerate(stamps):
             path = self.path_of_image(number)
             try:
-                if path and join_stamps(map(size_and_time, split_paths(path))) != stamp:
+                if path and join_stamps(map(file_stamp, split_paths(path))) != stamp:
                     yield f"image {display_paths(path)} has changed"
             except OSError as error:
                 yield f"image {display_paths(path)} cannot be read ({error.strerror})"
@@ -154,12 +153,6 @@ def split_paths(paths: str) -> list[str]:
 def display_paths(paths: str) -> str:
     """Write joined paths for messages."""
     return paths.replace(_BETWEEN, " or ")
-
-
-def size_and_time(path: str) -> Stamp:
-    """Return the bytes of a file and its time of change in ns. Raises OSError if it is gone."""
-    stat = Path(path).stat()
-    return stat.st_size, stat.st_mtime_ns
 
 
 def join_stamps(stamps: Iterable[Stamp]) -> Stamp:

@@ -32,14 +32,14 @@ from longspan.evaluation.fit_layout import Change, changes_line, fit_evaluation_
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.load_saved import CheckedWeights, find_checked_weights, load_saved_model
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
-from longspan.evaluation.reference import read_references
+from longspan.evaluation.reference import read_reference_log_probs
 from longspan.evaluation.request import EvalRequest
 from longspan.evaluation.saved_results import SetResult, SubjectResult
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.kept_rows import set_eval_rows_of_training
 from longspan.resolve.partition import set_default_partition
-from longspan.resolve.resolved import choose_degree
+from longspan.resolve.resolved import choose_evaluation_degree
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine, set_node_size
 from longspan.train.run_model.load import read_model_configuration
 from longspan.train.run_model.prepare import AnyModel
@@ -205,7 +205,7 @@ def _fit_subject(
     config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
     choice = PlannerConfig.evaluation(config, heads=heads)
     is_cap_fixed = "evaluation.max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
-    for at_degree in _choices_at_degrees(choice, request.degrees, 0 if is_cap_fixed else longest):
+    for at_degree in _planner_configs_at_degrees(choice, request.degrees, 0 if is_cap_fixed else longest):
         at_degree.check_longest_document(longest, world.home, f"the longest document ({longest} tokens)")
     return _FittedSubject(
         checked, sets, config, configuration, (*request.home_changes, *layout_changes(usual, config))
@@ -256,19 +256,23 @@ class _Evaluator:
             if not self.degrees:
                 lengths = [int(n) for n in documents.lengths]
                 is_open = fit.config.evaluation.planner == AUTO
-                choose = partial(choose_degree, choice, lengths, self.world.home, name=name, planner_open=is_open)
+                choose = partial(
+                    choose_evaluation_degree, choice, lengths, self.world.home, name=name, planner_open=is_open
+                )
                 choice, reason = run_on_first_rank(self.world, choose, ConfigError)  # hosts may round differently
                 if reason:
                     self.log(reason)
             loss = None
-            if fit.config.train.needs_reference and not read_references([documents], fit.config, self.world):
+            if fit.config.train.needs_reference and not read_reference_log_probs(
+                [documents], fit.config, self.world
+            ):
                 self.log(
                     "no log-probabilities of these documents by the reference model are kept: their loss is the cross "
                     "entropy of their answers"
                 )
             else:
                 loss = loss_of_documents(documents, fit.config.train)
-            for at_degree in _choices_at_degrees(choice, self.degrees, max(documents.lengths)):
+            for at_degree in _planner_configs_at_degrees(choice, self.degrees, max(documents.lengths)):
                 title = ", ".join(filter(None, (weights, name, at_degree.text)))  # held-out documents have no name
                 options = EvaluationOptions(
                     step=step,
@@ -283,7 +287,7 @@ class _Evaluator:
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)
 
 
-def _choices_at_degrees(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:
+def _planner_configs_at_degrees(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:
     """Return the choice at each degree, with room for a document of `longest` tokens (0: its own limit); without
     degrees the choice alone.
     """

@@ -21,8 +21,8 @@ from longspan.model.kinds import score_columns
 from longspan.model.marks import find_float8_weight, find_packed_weight, has_weights_on_host, keep_float8_weights
 from longspan.model.sharding import (
     fsdp_modules,
+    fsdp_param_groups,
     leave_out_idle_hooks,
-    reduction_groups,
     reshard,
     reshards_after_forward,
 )
@@ -192,7 +192,7 @@ def gathered_bytes(model: nn.Module) -> int:
         parameter._sharded_param_data.numel()
         * group.mesh_info.shard_mesh_size
         * _bytes_per_element(group, parameter)
-        for group in reduction_groups(modules)
+        for group in fsdp_param_groups(modules)
         for parameter in group.fsdp_params
     )
     return int(sum(sizes))

@@ -35,7 +35,7 @@ _STEPS = 16  # whose tokens are evaluated at a time
 _NEWS_SECONDS = 30.0
 
 
-def read_references(documents: Sequence[CorpusDocuments], config: RunConfig, world: World) -> bool:
+def read_reference_log_probs(documents: Sequence[CorpusDocuments], config: RunConfig, world: World) -> bool:
     """Read into each corpus what files have of its documents, NaN elsewhere; return whether all of `documents` have it.
 
     Sets `corpus.reference` (documents of the corpus,), the same on every rank, which all enter. Nothing is computed.
@@ -64,8 +64,8 @@ def compute_references(
 ) -> None:
     """Compute what the documents lack with the reference's weights, into `corpus.reference`, and write it to files.
 
-    All ranks call it together, after `read_references`. Raises EvaluationStopped for a signal; what was computed before
-    is kept.
+    All ranks call it together, after `read_reference_log_probs`. Raises EvaluationStopped for a signal; what was
+    computed before is kept.
     """
     key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
     options = EvaluationOptions(name="the reference model", stopped=stopped)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from longspan.adapter_folder import adapter_folder_advice
 from longspan.checkpoint.files import find_run_and_checkpoint, step_of
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError
 from longspan.evaluation.fit_layout import Change
-from longspan.hub import adapter_folder_advice, find_local_path
+from longspan.hub import find_local_path
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,8 @@ class AheadBatch(NamedTuple):
         return entries.keys() == self.entries.keys() and all(self.entries[name] is x for name, x in entries.items())
 
     def matches(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether a call is one of this batch, into which nothing was written since the step ran.
-
-        Other tensors count as the same batch if all that decide its documents are equal.
+        """Return whether a model call's arguments (`batch`) are those of the step that ran ahead, none of whose tensors
+        was written to since. Other tensors match if all entries that decide documents are equal.
         """
         if counts_of_writes(self.entries) != self.versions:
             return False

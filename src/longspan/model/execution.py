@@ -34,7 +34,7 @@ class Execution:
     host: str = ""
 
     @property
-    def kernels(self) -> tuple[str, ...]:
+    def kernel_texts(self) -> tuple[str, ...]:
         """Return the kernels that run, in words: one text for all layers, or one for each kernel, with its layers."""
         calls_of_text: dict[str, list[AttendCall]] = {}
         for call in self.calls:

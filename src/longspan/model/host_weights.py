@@ -25,7 +25,7 @@ from longspan.model.features import Call, Feature
 from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
 from longspan.model.layers import architecture_name
 from longspan.model.marks import HOST_STORE, find_packed_weight, record_norm_on_device
-from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
+from longspan.model.sharding import check_fsdp_names, fsdp_modules, fsdp_param_groups
 from longspan.plain_text import bytes_text
 
 check_fsdp_names(
@@ -191,9 +191,11 @@ class HostParamGroup(FSDPParamGroup):
     follower: "HostParamGroup | None" = None  # the group that was gathered next in the last forward pass
 
     def unshard(self, async_op: bool = False) -> None:
-        """Gather the group, as FSDP2 asks for; it asks a group ahead in backward passes, where copies begin here.
+        """Gather the group, as FSDP2 asks for, in backward passes one group before it is used: copies of the whole
+        group to the device begin here together.
 
-        A pass begins with the root's group: weights may have changed before it, and all copies are dropped.
+        The root's group opens a pass: copies of all groups are dropped, as weights may have changed, unless they were
+        made for another pass of the same step (`root_is_ahead`).
         """
         if self is self.store.groups[0] and self.is_sharded and not self.store.root_is_ahead:
             for group in self.store.groups:
@@ -324,7 +326,7 @@ class HostWeightsFeature(Feature):
         """Move weights that FSDP2 has sharded; the memory is taken, and on a GPU registered, before any pass."""
         groups = {
             group: [*filter(self._belongs_on_host, group.fsdp_params)]
-            for group in reduction_groups(fsdp_modules(root))
+            for group in fsdp_param_groups(fsdp_modules(root))
         }
         sizes = [_host_bytes(parameter) for waiting in groups.values() for parameter in waiting]
         weights = sum(size[0] for size in sizes)

@@ -116,7 +116,7 @@ def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
     """Return whether FSDP2's sums are the gradients themselves: neither cast, nor summed over replicas after it."""
-    for group in reduction_groups([module]):
+    for group in fsdp_param_groups([module]):
         trained = [
             parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
         ]
@@ -183,7 +183,7 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return modules
 
 
-def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
+def fsdp_param_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
     """Yield FSDP2's groups of parameters, each gathered and summed by one message; modules of one block have one."""
     # modules of one block share a state
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):
@@ -324,7 +324,7 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 def drop_unsummed_gradients(model: nn.Module) -> None:
     """Drop gradients that backward passes left unsummed, which zero_grad() does not, and free what FSDP2 gathered."""
-    for group in reduction_groups(fsdp_modules(model)):
+    for group in fsdp_param_groups(fsdp_modules(model)):
         for parameter in group.fsdp_params:
             vars(parameter)["unsharded_accumulated_grad"] = None  # a property of `_unsharded_param` in torch 2.15
             if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
@@ -362,12 +362,12 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
     try:
         with leave_out_idle_hooks(model, trains=True):
             yield set_last
-        assert all(group._partial_reduce_output is None for group in reduction_groups(modules)), (
+        assert all(group._partial_reduce_output is None for group in fsdp_param_groups(modules)), (
             "the last backward pass was not announced"
         )
     finally:
         set_last()
-        for group in reduction_groups(modules):
+        for group in fsdp_param_groups(modules):
             group._partial_reduce_output = None
 
 
@@ -424,7 +424,7 @@ class _BlockHooks:
         self._later = later
         self._trains = trains
         self._runs_fsdp_hooks = True  # in the pass that runs now
-        self._groups: list[Any] = [*reduction_groups([module])]
+        self._groups: list[Any] = [*fsdp_param_groups([module])]
         self._gradient_hook: Any = None
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._casts_outputs: bool = policy.output_dtype is not None
@@ -501,7 +501,7 @@ def reshard(model: nn.Module) -> None:
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False  # of a pass that failed, which autograd drops
-        for group in reduction_groups([module]):
+        for group in fsdp_param_groups([module]):
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()  # does something where the error came between a gather and its end
         module.reshard()

@@ -82,8 +82,9 @@ class StockCopy:
         """Empty the stock model, gather what is around its layers and the first layers for which there is room, and
         hook the others, which gather their weights before they run and drop them after.
 
-        Runs on the first rank, while the others answer its calls. Counts `layers` and `staying`. Raises ModelError
-        where there is too little memory.
+        Runs on the first rank, while the others answer its calls. Counts `layers` and `staying`. Layers stay
+        within the bytes of `_room`, unchecked if they were given; else within what is free, and all stay where that is
+        unknown (0). Raises ModelError where there is too little memory.
         """
         device = self._world.device
         layers = decoder_layers(self._stock)

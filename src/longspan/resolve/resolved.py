@@ -158,7 +158,7 @@ def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
     for entry in resolved.config.evaluations:
         choice = PlannerConfig.evaluation(resolved.config, entry, cost=resolved.cost, heads=facts.heads)
         lengths = [int(n) for n in facts.evaluated.get(entry.name, ())]
-        choice, line = choose_degree(choice, lengths, facts.home, name=entry.name)
+        choice, line = choose_evaluation_degree(choice, lengths, facts.home, name=entry.name)
         if line:
             lines.append(line)
             types = choice.options.cp_comm_type
@@ -174,7 +174,7 @@ def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
     return replace(resolved, config=with_evaluations(resolved.config, entries), reasons=reasons)
 
 
-def choose_degree(
+def choose_evaluation_degree(
     choice: PlannerConfig, lengths: Sequence[int], home: Layout, *, name: str = "", planner_open: bool = False
 ) -> tuple[PlannerConfig, str]:
     """Choose the fastest degree for these documents, of evaluation set `name`, and say why.

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from longspan.adapter_folder import adapter_folder_advice
 from longspan.checkpoint.files import require_local_root
 from longspan.config.defaults import encoder_is_given
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
@@ -19,7 +20,6 @@ from longspan.config.text_values import BestFigure, NamedGroup
 from longspan.corpus.rows.kinds import COLUMNS
 from longspan.corpus.sources.find_files import STDLIB, find_files
 from longspan.errors import ConfigError, import_object, plural
-from longspan.hub import adapter_folder_advice
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plain_text import nearest_hint
@@ -74,7 +74,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     if home.ep > 1:
         check_parallel(home)
     if config.encoder.tp > 1:
-        check_encoder_divides_ranks(config, home)
+        check_encoder_tp_divides_ranks(config, home)
     check_optimizer(config)
     check_plans(config, home, training=training)
     return home
@@ -234,7 +234,7 @@ def check_lora(config: RunConfig) -> None:
         )
 
 
-def check_encoder_divides_ranks(config: RunConfig, home: Layout) -> None:
+def check_encoder_tp_divides_ranks(config: RunConfig, home: Layout) -> None:
     """Raise ConfigError where encoder.tp does not divide the ranks, over all of which an encoder's home lies."""
     encoder = config.encoder
     count = len(home.ranks)

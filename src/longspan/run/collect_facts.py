@@ -102,7 +102,7 @@ def _fact_lines(
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     words += ["sequence-parallel"] * config.parallel.sequence_parallel
     yield "layout", ", ".join([f"{slots} for the documents", *words])
-    kernels = "; ".join(execution.kernels) or "chosen in the first pass"
+    kernels = "; ".join(execution.kernel_texts) or "chosen in the first pass"
     yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.options.types))}; kernel {kernels}"
     depths = f"{plural(mtp.num_layers, 'depth')} of multi-token prediction, loss weight {mtp.loss_scaling_factor:g}"
     optional = {

@@ -28,7 +28,7 @@ from longspan.data.run_epochs import most_step_tokens, source_lines, with_epoch_
 from longspan.data.run_order import allow_sharing, forbid_sharing
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
-from longspan.evaluation.reference import compute_references, read_references
+from longspan.evaluation.reference import compute_references, read_reference_log_probs
 from longspan.files import read_json, write_atomically
 from longspan.model.load import torch_dtype
 from longspan.model.marks import find_language_model
@@ -373,7 +373,7 @@ def set_up(
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
     compared = data.list_reference_documents(config, done) if config.train.needs_reference else ()
-    has_references = read_references(compared, config, world) if compared else True
+    has_references = read_reference_log_probs(compared, config, world) if compared else True
     reads_checkpoint = checkpoint is not None and has_references
     model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
     if data.order.sharing is not None:

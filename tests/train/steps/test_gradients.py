@@ -21,7 +21,7 @@ from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
 from longspan.model import sharding as model_sharding
 from longspan.model.pipeline import pipeline
-from longspan.model.sharding import fsdp_modules, reduction_groups, sum_gradients_over_slots
+from longspan.model.sharding import fsdp_modules, fsdp_param_groups, sum_gradients_over_slots
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -164,7 +164,7 @@ def _summed(sharding: str, plans: str) -> None:
                 with pytest.raises(ValueError, match="boom"):
                     run_step(model, plan, documents, world)
                 hook.remove()
-            flags = ((group.reduce_grads, group.all_reduce_grads) for group in reduction_groups(fsdp_modules(model)))
+            flags = ((group.reduce_grads, group.all_reduce_grads) for group in fsdp_param_groups(fsdp_modules(model)))
             assert set(flags) == {(True, True)}  # a backward pass of one's own sums gradients
             model.zero_grad()
         with _CountedMessages() as count:
@@ -191,7 +191,7 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
         plan = plan_dynamic(
             (16,) * 8, world.home, max_tokens_per_slot=16, mode="free" if mode == "free" else "lockstep"
         )
-        blocks = [*reduction_groups([x for x in fsdp_modules(model) if isinstance(x, GradientCheckpointingLayer)])]
+        blocks = [*fsdp_param_groups([x for x in fsdp_modules(model) if isinstance(x, GradientCheckpointingLayer)])]
         results, begun, unsummed = list[dict[str, Tensor]](), Counter[int](), list[int]()
         pre_forward, accumulate = FSDPParamGroup.pre_forward, model_sharding.accumulate_gathered_gradients
 

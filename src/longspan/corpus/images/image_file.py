@@ -13,8 +13,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longspan.data.image_table import Stamp, size_and_time
 from longspan.errors import DataError
+from longspan.files import Stamp, file_stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ class ImageFile(NamedTuple):
 
     def stamp(self) -> Stamp:
         """Return size and time of change of a file; for bytes in a row their number and 0."""
-        return size_and_time(self.path) if self.path else (len(self.data), 0)
+        return file_stamp(self.path) if self.path else (len(self.data), 0)
 
     @contextmanager
     def _open_image(self) -> "Iterator[Image]":

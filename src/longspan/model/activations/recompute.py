@@ -28,7 +28,7 @@ from longspan.model.execution import Execution
 from longspan.model.features import Call, Feature
 from longspan.model.host_arena import HostArena, check_free_host_memory
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
-from longspan.model.sharding import reduction_groups
+from longspan.model.sharding import fsdp_param_groups
 from longspan.plan.memory.settings import CHECKPOINT_POLICIES, CheckpointPolicy
 
 Run = Callable[..., Any]  # a layer's call, without the checkpoint
@@ -236,7 +236,9 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [module._get_fsdp_state() for module in modules]
     training_states = [state._training_state for state in states]
-    sharded_before = [module for module in modules if any(group.is_sharded for group in reduction_groups([module]))]
+    sharded_before = [
+        module for module in modules if any(group.is_sharded for group in fsdp_param_groups([module]))
+    ]
     for module, state in zip(modules, states, strict=True):
         module.unshard()
         state._training_state = TrainingState.PRE_BACKWARD
@@ -328,7 +330,7 @@ class RecomputationFeature(Feature):
         """
         world = self.world
         if world.home.slots > 1 and any(word.startswith("selective") for word in self._policies):
-            first, *others = world.control.gather_objects(execution.kernels, "kernels of attention")
+            first, *others = world.control.gather_objects(execution.kernel_texts, "kernels of attention")
             for rank, kernels in zip(world.home.ranks[1:], others, strict=True):
                 if kernels != first:
                     raise ModelError(

@@ -52,7 +52,7 @@ class _SiluGate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
-        _launch_gate_kernel("gated_kernel", x, out)
+        _launch_gate_kernel("silu_gate_kernel", x, out)
         return out
 
     @staticmethod
@@ -60,7 +60,7 @@ class _SiluGate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch_gate_kernel("gated_backward_kernel", x, gradients[0].contiguous(), dx)
+        _launch_gate_kernel("silu_gate_backward_kernel", x, gradients[0].contiguous(), dx)
         return dx
 
 

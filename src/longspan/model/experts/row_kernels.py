@@ -74,7 +74,7 @@ def visit_gradients_kernel(
 
 
 @triton.jit
-def gated_kernel(x, out, x_row, width, COLUMNS: tl.constexpr):
+def silu_gate_kernel(x, out, x_row, width, COLUMNS: tl.constexpr):
     """Compute out = SiLU(x[:, :width]) · x[:, width:].
 
     One program computes COLUMNS columns of one row; rows of x lie `x_row` elements apart.
@@ -90,8 +90,8 @@ def gated_kernel(x, out, x_row, width, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def gated_backward_kernel(x, dout, dx, x_row, width, COLUMNS: tl.constexpr):
-    """Compute the gradient dx (S, 2 width) of `gated_kernel`, COLUMNS columns of one row in each program.
+def silu_gate_backward_kernel(x, dout, dx, x_row, width, COLUMNS: tl.constexpr):
+    """Compute the gradient dx (S, 2 width) of `silu_gate_kernel`, COLUMNS columns of one row in each program.
 
     With σ the sigmoid of the gate, SiLU's slope is σ (1 + gate (1 − σ)).
     """

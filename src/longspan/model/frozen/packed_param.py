@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.marks import PACKED_WEIGHTS, find_packed_weight
-from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
+from longspan.model.sharding import check_fsdp_names, fsdp_modules, fsdp_param_groups
 from longspan.model.weights.local_tensors import LocalPart
 
 check_fsdp_names(
@@ -178,7 +178,7 @@ class PackedParam(FSDPParam):
 
 def unpack_when_gathered(model: nn.Module) -> None:
     """Have FSDP2 make weights of the packed parameters that it has sharded."""
-    for group in reduction_groups(fsdp_modules(model)):
+    for group in fsdp_param_groups(fsdp_modules(model)):
         for parameter in group.fsdp_params:
             place = parameter._module_info
             if (record := find_packed_weight(place.module, place.param_name)) is not None:

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.sharding import accumulate_gathered_gradients, fsdp_modules, reduction_groups, unshard
+from longspan.model.sharding import accumulate_gathered_gradients, fsdp_modules, fsdp_param_groups, unshard
 from longspan.model.weights.gradients import add_gradient
 
 
@@ -300,7 +300,7 @@ class ScheduledStage(PipelineStage):
         unshard(self.submod)
         if backward_type == "weight":
             compute_weight_gradients(bwd_kwargs["param_groups"])
-            accumulate_gathered_gradients(reduction_groups(fsdp_modules(self.submod)))
+            accumulate_gathered_gradients(fsdp_param_groups(fsdp_modules(self.submod)))
             return (), None
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]  # None on the last stage, whose output is the loss

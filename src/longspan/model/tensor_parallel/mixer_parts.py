@@ -49,7 +49,9 @@ class GroupRows:
         return math.gcd(self.heads // tp, self.heads // self.groups)
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """Return this rank's rows: its group's `width` rows for every `heads_together` neighbouring heads."""
+        """Return the ranges of the whole parameter's rows that tp rank `rank` holds: for every `heads_together(tp)`
+        neighbouring heads of the rank the `width` rows of their group, so that a group may come several times.
+        """
         first = rank * (self.heads // tp)
         together = self.heads_together(tp)
         heads = range(first, first + self.heads // tp, together)

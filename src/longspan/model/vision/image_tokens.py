@@ -29,14 +29,14 @@ IMAGE = 1  # of mm_token_type_ids, where text is 0 and videos are 2
 
 
 def compute_rope_positions(
-    model: Any, config: PreTrainedConfig | None, ids: Integers, kinds: Integers, **media: Tensor
+    model_class: Any, config: PreTrainedConfig | None, ids: Integers, kinds: Integers, **media: Tensor
 ) -> Integers:
     """Compute positions (3, T) of a document by the model's own `get_rope_index`.
 
-    `model` is the class below the head; `kinds` (T,) are of text, images and videos; `media` are arguments such as
+    `model_class` is that below the head; `kinds` (T,) are of text, images and videos; `media` are arguments such as
     grids.
     """
-    bare = model.__new__(model)  # the method reads the configuration and nothing else of the model
+    bare = model_class.__new__(model_class)  # the method reads the configuration and nothing else of the model
     object.__setattr__(bare, "config", config)
     arguments = {"mm_token_type_ids": torch.from_numpy(kinds)[None].int(), **media}
     positions: Any = bare.get_rope_index(torch.from_numpy(ids)[None], **arguments)

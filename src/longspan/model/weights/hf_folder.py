@@ -12,9 +12,9 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from longspan.adapter_folder import ADAPTER_CONFIGURATION, adapter_folder_advice
 from longspan.errors import ModelError, plural
 from longspan.files import read_json
-from longspan.hub import ADAPTER_CONFIGURATION, adapter_folder_advice
 from longspan.model.presets import PRESETS
 
 FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}  # for every from_pretrained of a folder

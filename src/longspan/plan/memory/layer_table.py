@@ -306,9 +306,11 @@ class LayerTable:
         return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), (2 + gate) * self.hidden_size * inside)
 
     def _tiled_part(self, part: LayerPart, saved: float, weights: float) -> LayerPart:
-        """Return a part that runs on one tile of rows after another, if the settings say so: `saved` bytes are of all
-        rows, all else is of one tile. A pass also holds its result or its gradient, and sums the gradients of `weights`
-        weights over tiles, in float32 at least.
+        """Return `part` as it is when its rows run in tiles of `mlp_tile_tokens`, each of which runs again in backward.
+
+        Only `saved` bytes are kept, of all rows. Work are one tile's saved and work bytes, the output (or its gradient)
+        of all rows, and sums over tiles of the gradients of `weights` trained weights, in float32 at least. A part
+        whose rows are not tiled stays as it is.
         """
         tile_rows = self.settings.mlp_tile_tokens
         if not 0 < tile_rows < self.load.rows:

@@ -98,7 +98,7 @@ class StageBytes:
         return self.settings.shard_parameters and (self.settings.free or self.home.pp > 1)
 
     @property
-    def stays_whole(self) -> bool:
+    def keeps_gradients_unsharded(self) -> bool:
         """Whether FSDP2's weights and gradients are whole through all micro-batches of a step, by choice or always. Of
         a step of one micro-batch gradients are summed layer by layer.
         """
@@ -106,9 +106,9 @@ class StageBytes:
         return self.always_whole or summed_once
 
     @property
-    def stays_gathered(self) -> bool:
+    def keeps_weights_unsharded(self) -> bool:
         """Whether FSDP2's weights, but not its gradients, are whole between micro-batches."""
-        return self.settings.gathered_once and self.micro_batches > 1 and not self.stays_whole
+        return self.settings.gathered_once and self.micro_batches > 1 and not self.keeps_gradients_unsharded
 
     @property
     def hidden_row_bytes(self) -> int:
@@ -307,7 +307,7 @@ class StageBytes:
         sharded = settings.shard_parameters
         number = settings.compute_bytes * sharded
         # float8 copies of layers (rows and columns) stay where the weights do
-        stay = self.stays_whole or not sharded or self.stays_gathered
+        stay = self.keeps_gradients_unsharded or not sharded or self.keeps_weights_unsharded
         float8 = 2.0 * (settings.float8 and stay)
         layers = [self.numbers.layers[i] for i in self.stage.layers]
         whole = [layer.whole * (number + float8) for layer in layers]
@@ -364,9 +364,9 @@ class StageBytes:
             reserved = max(0.0, most_reserved - gradients)
             return Moment(gradients, gathered, kept, work + replays, logits, reserved)
 
-        stays_whole = self.stays_whole
-        stays_gathered = self.stays_gathered
-        in_place = stays_whole or not sharded  # weights and gradients
+        keeps_gradients_unsharded = self.keeps_gradients_unsharded
+        keeps_weights_unsharded = self.keeps_weights_unsharded
+        in_place = keeps_gradients_unsharded or not sharded  # weights and gradients
         waiting = self.waiting_bytes(load, measures)
         number = settings.compute_bytes * sharded
         whole, sent_whole, packed, summing, shards = self._layer_weights
@@ -380,13 +380,13 @@ class StageBytes:
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
         # Gradients of earlier micro-batches: shards, or whole ones to the end of the step.
         all_gradients = self.gradient_bytes(stage.all) * (not self.trained_on_host)
-        gradients = all_gradients * load.later * (not stays_whole)
-        whole_gradients = stage.all.trained * settings.reduce_bytes * stays_whole
+        gradients = all_gradients * load.later * (not keeps_gradients_unsharded)
+        whole_gradients = stage.all.trained * settings.reduce_bytes * keeps_gradients_unsharded
         adds_gradients = not load.later and not self.trained_on_host
         arrives = self.shard_count > 1  # weights come from other slots, in a tensor of their own
         if stage.predicts:
             of_layers = all_whole * (in_place or settings.gathered_once)
-            of_layers += arrives * sent_whole[-1] * (not stays_whole)
+            of_layers += arrives * sent_whole[-1] * (not keeps_gradients_unsharded)
             tensors = AT_THE_LOSS + settings.depths + OF_WIDE_NORM * (not settings.gpu)
             whole_now = gathered + of_layers + whole_gradients * load.later
             yield moment(gradients, whole_now, activations, tensors * row, self._logit_bytes(load))
@@ -413,19 +413,19 @@ class StageBytes:
                 elif arrives and i:
                     here_too = sent_whole[i - 1]
                 others = waits + here_too
-                if stays_gathered:
+                if keeps_weights_unsharded:
                     others += sum(whole[i + 1 :])
             others += root_ahead * (i == 0)
             work = max(running[i].backward, packed[i])
             kept = here + running[i].kept + running[i].host
             yield moment(gradients, others + whole[i] + sent, kept, work)
-            if not stays_whole:  # the layer's gradients are summed over slots, and then sent
+            if not keeps_gradients_unsharded:  # the layer's gradients are summed over slots, and then sent
                 yield moment(gradients, others + summing[i], here, row)
                 sent = self.numbers.layers[stage.layers[i]].trained * settings.reduce_bytes * sharded
                 gradients += shards[i] * adds_gradients
         # After all layers whole gradients are summed, or those of the root; encoders run last.
-        sums = self.summing_bytes(root) + all_whole * stays_gathered + root_ahead
-        if stays_whole:
+        sums = self.summing_bytes(root) + all_whole * keeps_weights_unsharded + root_ahead
+        if keeps_gradients_unsharded:
             largest = max((self.numbers.layers[i] for i in stage.layers), key=lambda one: one.trained)
             sums = gathered + all_whole + whole_gradients + largest.trained * settings.reduce_bytes
             gradients = self.gradient_bytes(largest)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from longspan.adapter_folder import adapter_folder_advice
 from longspan.errors import PlanError
 from longspan.files import read_json
-from longspan.hub import adapter_folder_advice
 from longspan.plan.shape.families import Family, find_family
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -198,11 +198,14 @@ def attention_weights(read: ConfigReader) -> Weights:
 
 
 def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
-    """Count the weights of one layer's MLP (gate, up, down), or of its router and experts; none if `kind` is "". Of
-    experts those count that a token visits, with a shared expert, whose gate is one more column of the router; those of
-    the others are `unvisited`. Experts that read a narrower row (Nemotron-H) have a projection to it and back.
+    """Count the weights of one layer's MLP (`kind` "dense"), of its router and experts ("experts"), or none ("").
+
+    Of experts, `all` has the router, the shared expert (its gate is one more column of the router) and the experts that
+    one token visits; `unvisited` has the rest. Experts that read a narrower row (Nemotron-H) have a projection to it
+    and back.
     """
     hidden = read.count("hidden_size")
+    # gate, up and down; without a gate two (Nemotron-H has `mlp_hidden_act`)
     products = 2 if read.value("mlp_hidden_act") is not None or not read.family.mlp_gate else 3
     if kind == "dense":
         names = (

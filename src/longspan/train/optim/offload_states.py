@@ -34,7 +34,7 @@ from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError, ModelError
 from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory
 from longspan.model.marks import HOST_STORE, waits_on_host
-from longspan.model.sharding import fsdp_modules, reduction_groups
+from longspan.model.sharding import fsdp_modules, fsdp_param_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, ParameterPart
@@ -159,7 +159,7 @@ class OffloadedStates(Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.finish_step()
-        groups = [] if self._model is None else [*reduction_groups(fsdp_modules(self._model))]
+        groups = [] if self._model is None else [*fsdp_param_groups(fsdp_modules(self._model))]
         places = {p.sharded_param: place for place, group in enumerate(groups) for p in group.fsdp_params}
         buckets = [*cut_buckets(self.inner, self._bucket_bytes, places)]
         hidden = self.hides_updates and all(part.parameter in places for b in buckets for part in b.parts)

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from longspan.bridge.bridge import carry_rows, copy_moves_to_device
 from longspan.comm import World
 from longspan.comm.all_ranks import on_all_ranks, result_or_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued
@@ -99,6 +98,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         which its last one predicts; `depths` of multi-token prediction need as many more. Raises CommError where ranks
         hold different plans, and DataError on every rank for a plan of other documents.
         """
+        from longspan.bridge.bridge import carry_rows, copy_moves_to_device  # a step without gathered rows has none
+
         digest = text_digest(f"{plan.digest()} {depths}")
         need = read_and_compare_digest(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts

@@ -199,21 +199,21 @@ class ChatEncoding:
         """Return the tokens of turns of the template with or without tools. Raises RowError for one that
         writes no chat.
         """
-        return self._tokens_with_tools if tools else self._tokens_without_tools
+        return self._turn_tokens_with_tools if tools else self._turn_tokens_without_tools
 
     @cached_property
-    def _tokens_without_tools(self) -> TurnTokens:
+    def _turn_tokens_without_tools(self) -> TurnTokens:
         return find_turn_tokens(self.template, None, self.tokenizer.engine)
 
     @cached_property
-    def _tokens_with_tools(self) -> TurnTokens:
+    def _turn_tokens_with_tools(self) -> TurnTokens:
         """The tokens of turns where there are tools; those without tools if the template does not write a plain chat
         with them.
         """
         try:
             return find_turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
-            return self._tokens_without_tools
+            return self._turn_tokens_without_tools
 
 
 def _find_prompt_end(text: str, start: int, prompts: tuple[str, ...]) -> int | None:

@@ -60,10 +60,10 @@ class LowestFirst(TorchFunctionMode):
 def order_equal_scores(model: nn.Module) -> None:
     """Let the indexers of a stock model take the lowest positions among equal scores, from here on."""
     for indexer in find_indexers(model).values():
-        indexer.forward = partial(_choose_lowest_first, indexer)
+        indexer.forward = partial(_topk_ties_to_lowest, indexer)
 
 
-def _choose_lowest_first(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _topk_ties_to_lowest(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Run an indexer's class's forward so that among equal scores it takes the lowest positions."""
     with LowestFirst(none=False):
         return type(indexer).forward(indexer, *args, **kwargs)
