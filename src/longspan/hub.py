@@ -89,9 +89,8 @@ def _cached_folder(
     """
     try:
         folder = snapshot(repo, local_files_only=True, **options)
-    except (
-        OSError
-    ):  # huggingface_hub's LocalEntryNotFoundError, and for files that are missing IncompleteSnapshotError
+    except OSError:
+        # huggingface_hub's LocalEntryNotFoundError, and for files that are missing IncompleteSnapshotError
         return None
     if not weights or any(any(Path(folder).glob(pattern)) for pattern in _WEIGHTS):
         return folder

@@ -95,7 +95,10 @@ READ = [
     ("[optimizer]\narguments = 'momentum=0.9'", r"it must be a list of strings"),
     ("[data]\nrename_columns = { messages = 3 }", r"data.rename_columns is \[3\] in .*; it must be a list of strings"),
     ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
-    ("[context]\ndynamic_context_parallel = true", r".*: here it is context.planner dyn"),
+    (
+        "[context]\ndynamic_context_parallel = true",
+        r"context.dynamic_context_parallel .*: here it is context.planner dyn",
+    ),
     ("[data]\nsample_packing = true", r"unknown key data.sample_packing in .*: leave it out, for plans pack whole doc"),
     ("[context]\ncp_comm_type = 2", r"context.cp_comm_type is 2 .* a string or a list of strings"),
     ("[context]\ncp_comm_type = []", r"context.cp_comm_type is \[\]"),
@@ -103,12 +106,21 @@ READ = [
     ("[context]\npartition = 'striped'", r"context.partition is 'striped' .* 'zigzag', 'contiguous'"),
     ("[parallel]\nsequence_parallel = 1", r"true or false"),
     ("[train\nsteps = 1", r"is not TOML: .*line 1"),
-    ('[[evaluation.sets]]\nname = "books"\npth = "x"', r"key evaluation.sets.books.pth in .*: did you mean 'path'"),
+    (
+        '[[evaluation.sets]]\nname = "books"\npth = "x"',
+        r"unknown key evaluation.sets.books.pth in .*: did you mean 'path'",
+    ),
     ("[[evaluation.sets]]\neval_every = 2", r"unknown key evaluation.sets.1.eval_every in .*: did you mean 'every'"),
-    ('[[evaluation.sets]]\nname = "books"\nevery = "often"', r"is 'often' in .*; it must be an integer"),
+    (
+        '[[evaluation.sets]]\nname = "books"\nevery = "often"',
+        r"evaluation.sets.books.every is 'often' in .*; it must be an integer",
+    ),
     ('[evaluation.sets]\nname = "books"', r"evaluation sets are tables of an array: write \[\[evaluation.sets\]\]"),
     ("[evaluation]\nsets = 3", r"evaluation.sets is 3 in .*write \[\[evaluation.sets\]\]"),
-    ('[[eval]]\nname = "books"', r"in .*: it is \[\[evaluation.sets\]\] now \(longspan upgrade .*config.toml\)"),
+    (
+        '[[eval]]\nname = "books"',
+        r"\[\[eval\]\] in .*: it is \[\[evaluation.sets\]\] now \(longspan upgrade .*config.toml\)",
+    ),
     ('[train]\nmemory = "none"', r"train.memory in .*: it is train.plan_memory = false now \(longspan upgrade "),
     ('[train]\nfloat8 = "rows"', r"train.float8 is 'rows' in .*'rowwise' \(rows is rowwise now\)"),
     ("[context]\neval_planner = 'fixed'", r"context.eval_planner in .*: it is evaluation.planner now \("),
@@ -165,10 +177,16 @@ SETS: list[tuple[dict[str, object], str]] = [
 ]
 IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
-    ({"train.offload_weights": True, "context.mode": "free"}, r"is True, which needs context.mode 'auto'"),
+    (
+        {"train.offload_weights": True, "context.mode": "free"},
+        r"offload_weights is True, which needs context.mode 'auto'",
+    ),
     ({"train.offload_weights": True, "parallel.pp": 2}, r"needs parallel.pp 1, and parallel.pp is 2; set it, or leave"),
     ({"optimizer.lr": 0.0}, r"optimizer.lr is 0.0; it must be above 0"),
-    ({"optimizer.weight_decay": float("inf")}, r"is inf; it must be a finite number, at least 0"),
+    (
+        {"optimizer.weight_decay": float("inf")},
+        r"optimizer.weight_decay is inf; it must be a finite number, at least 0",
+    ),
     ({"optimizer.min_lr_ratio": 1.5}, r"optimizer.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
     (
         {"model.compute_dtype": "float64"},
@@ -180,7 +198,10 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"optimizer.arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
     ({"optimizer.arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
     ({"optimizer.class": "torch.optim.Rprop", "optimizer.weight_decay": 0.1}, r"knows no weight decay"),
-    ({"optimizer.stochastic_rounding": True}, r"model.dtype 'bfloat16', and model.dtype is 'float32'; set it, or"),
+    (
+        {"optimizer.stochastic_rounding": True},
+        r"needs model.dtype 'bfloat16', and model.dtype is 'float32'; set it, or",
+    ),
     (
         {"optimizer.stochastic_rounding": True, "model.dtype": "bfloat16", "optimizer.class": "sgd"},
         r"rounds updates of adamw .* is 'sgd' with \[\]",
@@ -191,13 +212,19 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ),
     ({"train.float8": "rowwise", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
     ({"train.float8": "tensor"}, r"train.float8 is 'tensor'"),
-    ({"optimizer.lr_schedule": "cos"}, r"is 'cos'; give 'cosine', .*, 'wsd' or 'wsd:NUMBER' \(at least 1\)"),
+    (
+        {"optimizer.lr_schedule": "cos"},
+        r"lr_schedule is 'cos'; give 'cosine', .*, 'wsd' or 'wsd:NUMBER' \(at least 1\)",
+    ),
     ({"optimizer.lr_schedule": "cosine:5"}, r"lr_schedule is 'cosine:5'; give"),
     ({"optimizer.lr_schedule": "wsd:0.5"}, r"lr_schedule is 'wsd:0.5'; give"),
     ({"optimizer.lr_schedule": "wsd:2.5"}, r"lr_schedule is 'wsd:2.5'; give whole steps, as in 'wsd:200'"),
     ({"train.loss_arguments": ("center_rewards_coefficient=-1",)}, "coefficient=-1; it must be a number at least 0"),
     ({"data.max_document_tokens": 1}, r"predicts nothing"),
-    ({"checkpoint.save_signals": ["SIGUSR1", "SIGTERM"]}, r".*; it must be a list of 'SIGHUP', 'SIGUSR1', 'SIGUSR2'"),
+    (
+        {"checkpoint.save_signals": ["SIGUSR1", "SIGTERM"]},
+        r"'SIGTERM'\] .*; it must be a list of 'SIGHUP', 'SIGUSR1', 'SIGUSR2'",
+    ),
     ({"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
     ({"model.preset": "llama-tiny", "model.path": "x"}, r"model.path = 'x' and model.preset = 'llama-tiny' name more"),
     ({"model.rope_scaling": "dynamic"}, r"model.rope_scaling is 'dynamic'; give '', 'yarn' or 'yarn:NUMBER'"),
@@ -216,7 +243,10 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"context.mode": "free", "parallel.ep": 2}, r"context.mode is 'free', which needs parallel.ep 1, and .* is 2"),
     ({"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number, or .auto."),
     ({"train.activation_checkpointing": "none+host"}, "must be one of 'auto', 'none', 'full', 'full.host', "),
-    ({"parallel.pp": 2, "evaluation.context_parallel_size": 4}, r"4 does not divide 2 slots \(4 ranks / tp 1 / pp 2"),
+    (
+        {"parallel.pp": 2, "evaluation.context_parallel_size": 4},
+        r"size 4 does not divide 2 slots \(4 ranks / tp 1 / pp 2",
+    ),
     ({"parallel.vpp": 2}, r"parallel.vpp is 2, which needs parallel.pp at least 2, and parallel.pp is 1; set"),
     ({"lora.alpha": 8.0}, "lora.rank is 0"),
     ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
@@ -232,9 +262,15 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.profile_steps": (10, 0)}, r"train.profile_steps is \(10, 0\); it must be at least 1"),
     ({"checkpoint.keep_best": "loss"}, "is 'loss'; give a figure .* as metrics.jsonl has it, such as eval_loss"),
     ({"checkpoint.keep_best": "eval_loss:best"}, "is 'eval_loss:best'; give a figure"),
-    ({"checkpoint.keep_best": "code/eval_loss"}, "eval_loss of the set 'code', which the run has not; its sets: none"),
+    (
+        {"checkpoint.keep_best": "code/eval_loss"},
+        "names eval_loss of the set 'code', which the run has not; its sets: none",
+    ),
     ({"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
-    ({"parallel.sequence_parallel": True}, r"is True, which needs parallel.tp at least 2, and .* is 1"),
+    (
+        {"parallel.sequence_parallel": True},
+        r"sequence_parallel is True, which needs parallel.tp at least 2, and .* is 1",
+    ),
     ({"evaluation.sets": [{"path": "a"}]}, r"table 1 of \[\[evaluation.sets\]\] has name = ''; give one of letters"),
     ({"evaluation.sets": [{"name": "books"}]}, r"evaluation.sets.books.path is empty"),
     ({"evaluation.sets": [BOOKS, BOOKS | {"path": "b"}]}, r"2 of 2 tables \[\[evaluation.sets\]\] have name = 'books'"),
@@ -339,7 +375,10 @@ HEADS = [  # on 16 ranks
         {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16},
         r"context.cp_comm_type 'a2a' deals 8 query heads to the 16 slots .*context_parallel_size 1, 2, 4, 8",
     ),
-    (EVALUATED | {"parallel.tp": 2}, r"'a2a' .* 4 query heads \(of each rank, 8 / tp 2\) to the 8 slots"),
+    (
+        EVALUATED | {"parallel.tp": 2},
+        r"evaluation.cp_comm_type 'a2a' .* 4 query heads \(of each rank, 8 / tp 2\) to the 8 slots",
+    ),
     (A2A | {"context.max_tokens_per_slot": 128}, "which the heads limit to cp 8"),
 ]
 

@@ -79,7 +79,9 @@ def test_a_path_beside_sources_is_an_error() -> None:
     check_data(mixed)
     with pytest.raises(ConfigError, match=r"data.split is 'train' and there are 2 tables .*; give it in each"):
         check_data(replace(config, data=replace(data, path="", split="train")))
-    with pytest.raises(ConfigError, match=r"give train.steps in place of train.epochs, or, if all rows are of one"):
+    with pytest.raises(
+        ConfigError, match=r"give train.steps in place of train.epochs, or, if all rows are of one kind"
+    ):
         check_data(replace(mixed, train=replace(mixed.train, epochs=2.0)))
 
 

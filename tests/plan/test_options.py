@@ -109,7 +109,10 @@ BAD_FIXED: list[tuple[dict[str, Any], str]] = [
     ({"cp": 8, "home": Layout(ranks=16, tp=2, pp=2)}, r"cp 8 does not divide 4 slots \(16 ranks / tp 2 / pp 2\)"),
     ({"cp": 2.0}, "cp is 2.0; give an integer of at least 1"),
     ({"cp": 0}, "cp is 0; give an integer of at least 1"),
-    (SMALL | {"lengths": [7, 41, 50]}, r"document 2 has 50 rows, .* 40 that cp 2 x max_tokens_per_slot 20 hold \(2 "),
+    (
+        SMALL | {"lengths": [7, 41, 50]},
+        r"document 2 has 50 rows, .* the 40 that cp 2 x max_tokens_per_slot 20 hold \(2 ",
+    ),
     (SMALL | {"lengths": [50]}, "the 40 .*; raise max_tokens_per_slot to 25, raise cp, or cut the document"),
     (SMALL | {"lengths": [35], "row_multiple": 16}, "35 rows, more than the 32 .* hold in multiples of 16 .* to 32"),
     (LEVELS | {"cp": 4}, r"\(2, 4\) multiply to 8, but the group has cp 4; use one of \(1, 4\), \(2, 2\), \(4, 1\)"),
@@ -188,12 +191,17 @@ def test_fixed_and_padded_plans_refuse_degrees_that_the_heads_do_not_allow(plann
             if cp == 1 or heads % cp == 0:
                 attends(planner([40, 9], home, cp, **arguments), heads)  # type: ignore[operator]
                 continue
-            with pytest.raises(PlanError, match=rf"deals {heads} .* \(of each rank, {2 * heads} / tp 2\) to the {cp}"):
+            with pytest.raises(
+                PlanError, match=rf"deals {heads} query heads \(of each rank, {2 * heads} / tp 2\) to the {cp}"
+            ):
                 planner([40, 9], home, cp, **arguments)  # type: ignore[operator]
 
 
 def test_messages_say_which_degrees_and_sizes_fit() -> None:
-    with pytest.raises(PlanError, match=r"'a2a' deals 4 .* to the 8 slots of .*; use cp 1, 2, 4, or p2p or all_gather"):
+    with pytest.raises(
+        PlanError,
+        match=r"'a2a' deals 4 query heads to the 8 slots of a group, .*; use cp 1, 2, 4, or p2p or all_gather",
+    ):
         plan_fixed([100], Layout(8), 8, cp_comm_type="a2a", heads=4)
     sizes = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (8, 1)}
     for plan in (
@@ -201,10 +209,13 @@ def test_messages_say_which_degrees_and_sizes_fit() -> None:
         lambda **how: plan_dynamic([100], Layout(8), max_tokens_per_slot=99, **how),
     ):
         with pytest.raises(
-            PlanError, match=r"'a2a\+p2p' deals 12 .* to the 8 slots of .*; use a first size of 1, 2, 3, 4, 6,"
+            PlanError,
+            match=r"'a2a\+p2p' deals 12 query heads to the 8 slots of .*; use a first size of 1, 2, 3, 4, 6, or p2p",
         ):
             plan(heads=12, **sizes)
-    with pytest.raises(PlanError, match=r"cp 2 x .* 1500 hold .* other than a2a, which the heads limit to cp 2"):
+    with pytest.raises(
+        PlanError, match=r"cp 2 x .* 1500 hold .* use a cp_comm_type other than a2a, which the heads limit to cp 2"
+    ):
         plan_dynamic([4000], Layout(4), max_tokens_per_slot=1500, cp_comm_type="a2a", heads=2)
     with pytest.raises(PlanError, match="deals 4 query heads to the 3 slots"):
         plan_dynamic([400], Layout(4), max_tokens_per_slot=1500, min_cp=3, max_cp=3, cp_comm_type="a2a", heads=4)

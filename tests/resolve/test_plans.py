@@ -186,7 +186,9 @@ def test_the_choice_is_that_of_which_degree() -> None:
     assert choose_evaluation_degree(found, lengths, home) == (found, "") and choose_evaluation_degree(
         choice, [], home
     ) == (choice, "")
-    with pytest.raises(ConfigError, match=r'context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'):
+    with pytest.raises(
+        ConfigError, match=r'evaluation.context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'
+    ):
         choose_evaluation_degree(choice, [10**6], home)
 
 
@@ -252,7 +254,9 @@ def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
     choice, home = PlannerConfig.evaluation(replace(config, evaluation=levels)), Layout(8)
     (group,) = choice.plan([390], home).micro_batches[0].groups
     assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))
-    with pytest.raises(ConfigError, match=r"context_parallel_size auto and evaluation.max_tokens_per_slot 100"):
+    with pytest.raises(
+        ConfigError, match=r"evaluation.context_parallel_size auto and evaluation.max_tokens_per_slot 100"
+    ):
         choice.check_longest_document(801, home, "a document")
 
 
@@ -305,7 +309,10 @@ def test_a_planner_decides_groups_and_the_options_the_rest() -> None:
         (f"{OWN}fails", r"own_things\.fails' failed for 1 document on 4 slots: KeyError: 'slots'"),
         (f"{OWN}fewer_slots", r"must return a longspan\.Plan of 4 slots \(home\.slots\)"),
         (f"{OWN}left_out", r"returned a plan that cannot run: document 0 \(2048 rows\) is in no micro-batch"),
-        (f"{OWN}all_on_one_slot", r"slot 0 holds 2048 rows .*above (context|evaluation).max_tokens_per_slot 1024"),
+        (
+            f"{OWN}all_on_one_slot",
+            r"cannot run: slot 0 holds 2048 rows .*above (context|evaluation).max_tokens_per_slot 1024",
+        ),
     ],
 )
 def test_a_planner_that_does_not_fit_is_refused_before_a_process_group(name: str, message: str) -> None:

@@ -148,7 +148,8 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
     (name, trained, documents), *others = whole
     assert (name, others) == ("all", [("some", 3, 4), ("part", 2, 2), ("new", 0, 2)]) and trained == documents > 20
     assert said[1].startswith(
-        "3 of 4 documents of evaluation set some are also trained on, token for token: their loss is"
+        "3 of 4 documents of evaluation set some are also trained on, token for token: their loss is not that "
+        "of unseen text"
     )
     assert counts("a", rows, resumed=True) == (whole, said) == counts("b", rows)  # from the cache
     twice = write_rows(tmp_path / "twice.jsonl", [*TEXTS, *TEXTS])  # as two configurations of one data set
@@ -183,8 +184,18 @@ LONG = r"evaluation.sets.books.context_parallel_size 1 and \S*slot 64 do not sui
 LONG += r"\(147 tokens, of file06.py\) on 2 ranks: .* evaluation.sets.books.max_document_tokens cuts longer texts"
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[LongspanError], str]] = [
     ({"path": "/nowhere"}, {}, DataError, r"evaluation.sets.books.path '/nowhere' does not exist"),
-    ({}, {"evaluation__metrics": [f"{HERE}.top_four"]}, ConfigError, r"metrics has '\S*top_four', .* has no function"),
-    ({}, {"evaluation__metrics": ["nowhere.f"]}, ConfigError, r"has 'nowhere.f', and nowhere cannot be imp"),
+    (
+        {},
+        {"evaluation__metrics": [f"{HERE}.top_four"]},
+        ConfigError,
+        r"evaluation.metrics has '\S*top_four', .* has no function",
+    ),
+    (
+        {},
+        {"evaluation__metrics": ["nowhere.f"]},
+        ConfigError,
+        r"evaluation.metrics has 'nowhere.f', and nowhere cannot be imp",
+    ),
     ({}, {"evaluation__metrics": [f"{HERE}.loss"]}, ConfigError, r"^evaluation.metrics: a metric is called 'loss'"),
     ({"max_document_tokens": 0, "context_parallel_size": 1}, {}, ConfigError, LONG),
 ]
@@ -200,7 +211,9 @@ def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> N
 
 def test_documents_of_a_set_are_no_longer_than_the_model_knows(tmp_path: Path) -> None:
     check = partial(check_set_length, preset_config("qwen3-tiny", vocab_size=300), ModelConfig(), 60)
-    with pytest.raises(ConfigError, match=r"1000000 tokens \(of set 'books'\), .*sets.books.max_document_tok"):
+    with pytest.raises(
+        ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with evaluation.sets.books.max_document_tok"
+    ):
         check("books", 10**6)
     check("books", 60)
 

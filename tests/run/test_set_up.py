@@ -37,16 +37,18 @@ def test_a_longest_document_that_is_known_changes_nothing() -> None:
     lines = list[str]()
     assert scale_positions(KNOWN, ModelConfig(), 100, "a.txt", lines.append) is KNOWN and not lines
     assert scale_positions(KNOWN, ModelConfig(rope_scaling="yarn"), 100, "a.txt", lines.append) is KNOWN
-    (line,) = lines
-    assert line.endswith(' has 100 tokens and the model knows 100: model.rope_scaling = "yarn" changes nothing')
+    assert lines == [
+        'rope: the longest document has 100 tokens and the model knows 100: model.rope_scaling = "yarn" changes nothing'
+    ]
 
 
 def test_a_factor_is_chosen_and_said() -> None:
     lines = list[str]()
     scaled = scale_positions(KNOWN, ModelConfig(rope_scaling="yarn"), 130, "a.txt", lines.append)
     assert scaled.rope_parameters["factor"] == 1.5 and scaled.max_position_embeddings == 150
-    (line,) = lines
-    assert line.startswith("rope: yarn by 1.5, for documents of up to 150 tokens; the model knows 100, and the longest")
+    assert lines == [
+        "rope: yarn by 1.5, for documents of up to 150 tokens; the model knows 100, and the longest document has 130"
+    ]
     given = scale_positions(KNOWN, ModelConfig(rope_scaling="linear:4"), 130, "a.txt", lines.append)
     assert given.rope_parameters["factor"] == 4.0
 
@@ -180,7 +182,10 @@ HOSTS = [(6, 4, ParallelConfig(tp=2), 2), (4, 2, ParallelConfig(pp=2), 2)]
 def test_every_rank_plans_for_its_hosts(ranks: int, local: int, parallel: ParallelConfig, slots: int) -> None:
     config = replace(RunConfig(), parallel=parallel)
     results = run_ranks(resolve, ranks, config, ranks, local)
-    line = f"context.node_size is 5, and this world has {slots} slots a host (LOCAL_WORLD_SIZE / tp); use {slots}, or"
+    line = (
+        f"context.node_size is 5, and this world has {slots} slots a host (LOCAL_WORLD_SIZE / tp); use {slots}, "
+        'or "auto", its default'
+    )
     line += ' "auto", its default'
     assert results == [(slots, line)] * ranks
     fitted = replace(config, context=ContextConfig(planner="dynamic", max_tokens_per_slot=0, node_size=slots))

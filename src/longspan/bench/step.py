@@ -280,9 +280,8 @@ def make_settings(
         gpu=gpu,
     )
     config, _ = choose_partition(config, facts)
-    if (
-        not config.context.context_parallel_size
-    ):  # planners of one degree share that at which packed documents are fastest
+    # planners of one degree share that at which packed documents are fastest
+    if not config.context.context_parallel_size:
         packed = config.with_keys("context", planner="fixed")
         degree = rank_ways(packed, facts).best.way.choice.degree
         config = config.with_keys("context", context_parallel_size=degree)

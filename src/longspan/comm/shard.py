@@ -222,9 +222,8 @@ class SequenceShard(Immutable):
         if padding:
             groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))
         parts: list[ShardPart] = []
-        bases = np.cumsum(
-            [0, *(group.tokens for group in micro_batch.groups)]
-        )  # the first packed row of each group
+        # the first packed row of each group
+        bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
         # of each part: packed row and position of each row, and id and number of rows of each document that has one
         columns: list[tuple[Integers, ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
         for index, group in groups:

@@ -66,9 +66,8 @@ class Operation:
         self.started = 0.0
         self.limit: float = watch.timeout  # seconds
         self.step = step  # that errors name; None: the world's
-        if (
-            step is None and watch.named_operation is not None
-        ):  # inside `naming`, errors name the step that it was given
+        # inside `naming`, errors name the step that it was given
+        if step is None and watch.named_operation is not None:
             self.step = watch.named_operation.step
         self.outer: Operation | None = None
 

@@ -150,9 +150,8 @@ class World:
 
         Keys in the store have this prefix. The step is that of worlds that are open around this one.
         """
-        os.environ.setdefault(
-            "NCCL_GRAPH_REGISTER", "0"
-        )  # recorded calls meet others that are not, and are short-lived
+        # recorded calls meet others that are not, and are short-lived
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         reports = None  # in a world of one process, and where a store cannot append, which reports need
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(

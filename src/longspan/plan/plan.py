@@ -228,9 +228,8 @@ class Plan:
         for m, batch in enumerate(self.micro_batches):
             for index, group in enumerate(batch.groups):
                 _check_group(f"micro-batch {m}, group {index}", group, self)
-        documents = np.array(
-            [d for group in self.groups for d in group.documents], dtype=np.int64
-        )  # in range by now
+        # in range by now
+        documents = np.array([d for group in self.groups for d in group.documents], dtype=np.int64)
         times = np.bincount(documents, minlength=len(self.lengths))
         wrong = np.flatnonzero(times != 1)
         if len(wrong):

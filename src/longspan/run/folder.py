@@ -93,9 +93,8 @@ def check_free_disk(run: TrainingRun, log: LogLine) -> None:
     groups = run.optimizer.param_groups
     # of muon, which has a second moment of the others
     matrices = {p for group in groups if group.get("is_matrix") for p in group["params"]}
-    saved_dtype: Any = (
-        None if lora else getattr(torch, read_json(run.dir / "config.json")["dtype"])
-    )  # as in `save_final_model`
+    # as in `save_final_model`
+    saved_dtype: Any = None if lora else getattr(torch, read_json(run.dir / "config.json")["dtype"])
     local_bytes = 0.0
     local_model = 0
     for parameter in run.model.parameters():

@@ -298,13 +298,25 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "both columns": (shown_as("0.png", image="0.png"), '"image" and "images"; give them'),
     "a list in a column of one": (shown_as(image=["0.png"]), '"image" is a list; give one image'),
     "max_pixels": (asked(part(image="0.png", max_pixels=256)), 'content[0] has "max_pixels", and type, '),
-    "two sizes": (asked(part(image="0.png", resized_height=8, resized_width=8)), 'has "resized_height" and "resized_w'),
+    "two sizes": (
+        asked(part(image="0.png", resized_height=8, resized_width=8)),
+        'has "resized_height" and "resized_width", and',
+    ),
     "a size of an entry": (shown_as({"path": "0.png", "max_pixels": 2}), 'has "max_pixels"'),
     "a size of a video": (asked({**VIDEO, "nframes": 2}), 'messages[0].content[0] has "nframes", and type, '),
-    "a rate in two places": (asked({**VIDEO, "video": {"frames": ["0.png"]}, "fps": 2}), "has fps beside an object"),
-    "a detail": (asked({**of_url("0.png"), "image_url": {"url": "0.png", "detail": "low"}}), 'has "detail", and url'),
+    "a rate in two places": (
+        asked({**VIDEO, "video": {"frames": ["0.png"]}, "fps": 2}),
+        "has fps beside an object of frames",
+    ),
+    "a detail": (
+        asked({**of_url("0.png"), "image_url": {"url": "0.png", "detail": "low"}}),
+        'content[0].image_url has "detail", and url alone',
+    ),
     "two images in a part": (asked(part(image="0.png", path="1.png")), "brings image and path; give one"),
-    "another order": (shown_as("0.png", "1.png") | asked(part(index=1), part(index=0)), "index 1, and is image 0 of"),
+    "another order": (
+        shown_as("0.png", "1.png") | asked(part(index=1), part(index=0)),
+        "has index 1, and is image 0 of the row",
+    ),
     "no type": (asked({"image": "0.png"}), 'is without a type, and has "image"; give it as a part {"type": '),
     "base64": (shown_as("iVBORw0KGgo" + "A" * 9000), "no image that Pillow can read: File name too long"),
     "no path": (shown_as("a/" * 9000), "no image that Pillow can read: File name too long"),
@@ -316,7 +328,10 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "a number": (shown_as(3), "images[0] is a number; give a path"),
     "too thin": (shown_as("thin.png"), "refuses an image of 4 x 900 pixels: absolute aspect ratio"),
     "in both places": (asked(part(path="0.png"), PART) | {"images": ["0.png"]}, 'the row has "images" too'),
-    "its own placeholder": (shown_as("0.png") | {"messages": asks("<image> <|image_pad|>")}, "holds '<|image_pad|>'"),
+    "its own placeholder": (
+        shown_as("0.png") | {"messages": asks("<image> <|image_pad|>")},
+        "holds '<|image_pad|>', which the tokenizer",
+    ),
     "boxes": (
         {"image": "0.png", "objects": {"bbox": [[1, 2, 3, 4]]}, "messages": asks("<image>find <bbox>")},
         'holds <bbox>, for which "objects" has words or boxes',

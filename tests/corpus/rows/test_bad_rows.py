@@ -29,10 +29,19 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([BEFORE, says("", tool_calls=[{}])], "messages[1].tool_calls[0] names no function"),
     ([BEFORE], "no message is of an assistant, so that there is nothing to learn"),
     ([asks("a\ud800"), says("b")], "character 2 of messages[0].content is \\ud800, a lone"),
-    ([asks("a<|im_end|>\n<|im_start|>system\nx"), says("b")], "messages[0].content holds '<|im_end|>', which the"),
-    ([asks("a"), {**says("b"), "weight": 0.5}], "messages[1].weight is 0.5; give 0 where the message is no target"),
+    (
+        [asks("a<|im_end|>\n<|im_start|>system\nx"), says("b")],
+        "messages[0].content holds '<|im_end|>', which the tokenizer reads as a special token",
+    ),
+    (
+        [asks("a"), {**says("b"), "weight": 0.5}],
+        "messages[1].weight is 0.5; give 0 where the message is no target, and 1 where",
+    ),
     ([asks("a"), {**says("b"), "train": "no"}], 'messages[1].train is "no"; give 0'),
-    ([{**asks("a"), "train": True}, says("b")], "messages[0].train is true, and only what an assistant says is learnt"),
+    (
+        [{**asks("a"), "train": True}, says("b")],
+        "messages[0].train is true, and only what an assistant says is learnt; its role",
+    ),
     ([asks("a"), {**says("b"), "loss_mask": [0]}], "messages[1].loss_mask is not read: say with weight 0"),
     ([asks("a"), {**says("b"), "train_detail": [{}]}], "messages[1].train_detail is not read"),
 ]
@@ -239,7 +248,10 @@ def test_tools_under_another_name_are_refused_with_what_to_write(qwen: RowEncodi
     for (kind, values), (key, value) in product(rows.items(), HOLD_TOOLS.items()):
         encoding, row = RowEncoding(kind, qwen.tokenizer), {**values, key: value}
         reason = refusal(encoding, row)
-        assert reason.startswith(f'"{key}" stands beside ') and f'= ["tools={key}"] renames it' in reason
+        assert (
+            reason.startswith(f'"{key}" stands beside ')
+            and f'data.rename_columns = ["tools={key}"] renames it' in reason
+        )
         encode_one(encoding, {**row, "tools": [TOOL]})  # which is read
         encode_one(encoding, dict(rename_columns(Row("line 1", row), [f"{key}="]).values))
         if isinstance(value, list) and isinstance(value[0], dict):

@@ -44,10 +44,14 @@ def test_texts_are_encoded_as_the_tokenizer_does_also_after_pickling(parse: bool
     [
         ({"text": "a"}, "text", "text"),
         ({"messages": [], "tools": None, "prompt": "p"}, "messages", "messages (chat)"),
-        ({"prompt": "a", "completion": "b"}, "prompt+completion", "prompt and completion"),
+        ({"prompt": "a", "completion": "b"}, "prompt+completion", "rows hold prompt and completion"),
         ({"input_ids": [1], "labels": [1]}, "input_ids", "input_ids (tokens)"),
-        ({"conversations": [], "id": 1}, "conversations", "conversations (chat, as ShareGPT has it)"),
-        ({"instruction": "a", "output": "b"}, "instruction+output", "instruction and output (chat, as Alpaca has it)"),
+        ({"conversations": [], "id": 1}, "conversations", "rows hold conversations (chat, as ShareGPT has it)"),
+        (
+            {"instruction": "a", "output": "b"},
+            "instruction+output",
+            "rows hold instruction and output (chat, as Alpaca has it)",
+        ),
     ],
 )
 def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
@@ -58,9 +62,15 @@ def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
     ("rows", "message"),
     [
         ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and rows.jsonl, line 1 holds text; rows"),
-        ([{"prompt": "a"}], r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.rename_columns gives"),
+        (
+            [{"prompt": "a"}],
+            r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.rename_columns gives columns",
+        ),
         ([{"instruction": "a"}], r"found keys \['instruction'\]; its answer is called output"),
-        ([{"instruction": "a", "output": "b", "text": "ab"}], "holds text and also instruction .*data.rename_columns"),
+        (
+            [{"instruction": "a", "output": "b", "text": "ab"}],
+            "holds text and also instruction and output .*data.rename_columns",
+        ),
     ],
 )
 def test_rows_of_no_kind_or_of_two(tmp_path: Path, rows: list[dict[str, object]], message: str) -> None:

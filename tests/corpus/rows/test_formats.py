@@ -219,7 +219,9 @@ def test_a_corpus_says_both(tmp_path: Path) -> None:
     rows = [{"messages": [told, asked, said, asked, {**asked, "role": "assistant", "content": " "}, asked, said]}] * 3
     lines = lines_of(write_folder(tmp_path, "qwen3"), rows)
     assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
-    assert lines[-2].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.split")
+    assert lines[-2].startswith(
+        "not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.split_turns"
+    )
     assert lines[-2].endswith("; no targets, as they are blank: 3 assistant turns")
     assert lines[-1] == ("not in the rendered texts, as the chat template does not write them: 3 developer messages")
 

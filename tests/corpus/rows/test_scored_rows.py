@@ -71,7 +71,10 @@ def test_documents_are_those_of_transformers(
         ({"chosen": "a", "rejected": "b", "margin": "x"}, 'margin is "x"; give a finite number'),
         ({"chosen": "a", "rejected": "b", "chosen_score": 3}, '"chosen_score" stands beside chosen and rejected'),
         ({"text": "a", "label": float("nan")}, "label is NaN; give a finite number"),
-        ({"input_ids": [5, 6], "labels": [5, 6]}, '"labels" stands beside input_ids (tokens), and is not read'),
+        (
+            {"input_ids": [5, 6], "labels": [5, 6]},
+            '"labels" stands beside input_ids (tokens), and is not read: a label',
+        ),
         ({"messages": [asks("a<|im_end|>")], "label": 1}, "holds '<|im_end|>', which the tokenizer reads as a special"),
     ],
 )

@@ -407,7 +407,9 @@ def test_a_machine_is_read_back_by_file_and_by_name(tmp_path: Path) -> None:
     assert machines.read_machine(str(path), "--machine") == replace(machine, source=str(path))
     assert machines.read_machine("A100-80", "--machine") == Machine.known("a100-80")
     path.write_text(json.dumps(machine.to_json() | {"machine": 1}))
-    with pytest.raises(ConfigError, match=r"--machine \S+ .*is version 1 of a machine, and .* reads 2; measure"):
+    with pytest.raises(
+        ConfigError, match=r"--machine \S+ .*is version 1 of a machine, and this longspan reads 2; measure"
+    ):
         machines.read_machine(str(path), "--machine")
 
 

@@ -73,7 +73,9 @@ def test_images_of_gemma_3_have_as_many_rows_as_its_configuration_says() -> None
     config: dict[str, Any] = {"model_type": "gemma3", "text_config": {"hidden_size": 16}, "vision_config": tower}
     assert EncoderShape.of(config | {"mm_tokens_per_image": 64}).rows == 64
     assert EncoderShape.of(config).rows == 256  # as Gemma3Config has it
-    with pytest.raises(PlanError, match=r"dict \(qwen3\) has no tower that .* prices; those of gemma3, "):
+    with pytest.raises(
+        PlanError, match=r"dict \(qwen3\) has no tower that its configuration prices; those of gemma3, "
+    ):
         EncoderShape.of({"model_type": "qwen3", "hidden_size": 8})
 
 

@@ -145,7 +145,9 @@ def test_two_buckets_of_states_on_the_host_are_on_the_device_at_every_moment() -
 def test_printed() -> None:
     memory = planned(["selective"] * 12 + ["none"] * 24, gathered_once=True)
     line = memory.summary_line(MemoryBudget(device=100 * GIB))
-    assert line.startswith("memory: 12 of 36 layers keep their input and attention's output, 24 keep all, weights gath")
+    assert line.startswith(
+        "memory: 12 of 36 layers keep their input and attention's output, 24 keep all, weights gathered once; "
+    )
     assert "of 100.0 GiB used, and 0.0 GiB of host memory" in line
     two_layers = planned("full", config=QWEN3_8B | {"num_hidden_layers": 2}, segment_layers=4)
     assert ", segments of 2 layers; " in two_layers.summary_line()

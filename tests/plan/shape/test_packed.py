@@ -45,14 +45,18 @@ def test_linears_of_decoder_layers_in_nf4(config: dict[str, Any], numbers: int, 
 
 def test_rows_that_blocks_do_not_divide_are_refused() -> None:
     with pytest.raises(
-        PlanError, match=r"'nf4': of its down_proj its rows have 100 numbers, which blocks of 64 do not"
+        PlanError,
+        match=r"dict cannot be frozen as 'nf4': of its down_proj its rows have 100 numbers, which blocks of 64 "
+        "do not divide;",
     ):
         packed_weights_of_model(DENSE | {"intermediate_size": 100}, "nf4")
     with pytest.raises(PlanError, match="of its attention its rows have 100 numbers"):
         packed_weights_of_model(DENSE | {"hidden_size": 100}, "nf4")
     assert NF4.reason_against(192) == ""
     cut = NF4.reason_against(192, 2)
-    assert cut.endswith("96 numbers, which blocks of 64 do not divide on each of 2 tensor-parallel ranks; use tp 1")
+    assert cut.endswith(
+        "have 96 numbers, which blocks of 64 do not divide on each of 2 tensor-parallel ranks; use tp 1"
+    )
 
 
 def quantized(config: dict[str, Any], method: str, **settings: Any) -> dict[str, Any]:

@@ -123,7 +123,9 @@ def test_the_reason_of_a_logger_stands_in_a_sentence(tmp_path: Path) -> None:
     def refuse(start: RunStart) -> Any:
         raise RuntimeError("No key. Use `wandb login` to log in.")
 
-    with pytest.raises(ConfigError, match=r"start: RuntimeError: No key. Use `wandb login` to log in; or leave it"):
+    with pytest.raises(
+        ConfigError, match=r"cannot start: RuntimeError: No key. Use `wandb login` to log in; or leave it"
+    ):
         RunLoggers({"wandb": refuse}, start_of(tmp_path), print)
 
 

@@ -74,7 +74,9 @@ def test_an_adapter_is_saved_and_merged_over_the_weights_of_the_folder(
 ) -> None:
     config, _ = trained
     assert export_main([config.run.dir, str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
-    said = f"4-bit values (model.frozen = nf4) of the weights of {config.model.path}, and is added to these"
+    said = (
+        f"trained over 4-bit values (model.frozen = nf4) of the weights of {config.model.path}, and is added to these"
+    )
     assert said in capsys.readouterr().out
     base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     stock = peft.PeftModel.from_pretrained(base, config.run.dir + "/model", torch_device="cpu").merge_and_unload()

@@ -140,7 +140,9 @@ def test_adapters_of_experts_are_read_and_merged(kind: Any, tmp_path: Path) -> N
         assert (merged(input_ids=IDS).logits - wanted).abs().max() <= 1e-12 * wanted.abs().max()
         with stock.disable_adapter():
             assert (stock(input_ids=IDS).logits - wanted).abs().max() > 1e-4
-    with pytest.raises(ModelError, match=r"dropout is 0.1, and lora.target_modules has experts \(experts.down_proj"):
+    with pytest.raises(
+        ModelError, match=r"lora.dropout is 0.1, and lora.target_modules has experts \(experts.down_proj"
+    ):
         _run_over(str(base), tmp_path / "other", lora__target_modules=["experts.down_proj"], lora__dropout=0.1)
 
 

@@ -115,5 +115,7 @@ def test_depths_of_a_folder_are_trained_on(trained: Trained, tmp_path: Path) -> 
     read = run(alone(small_config(tmp_path, **keys), tmp_path / "read"), 1)
     drawn = run(alone(small_config(tmp_path, **keys, mtp__weights="random"), tmp_path / "drawn"), 1)
     assert drawn["loss"] == read["loss"] and all(drawn[key][0] > read[key][0] + 0.1 for key in COLUMNS[1:3])
-    with pytest.raises(ModelError, match=r"num_layers is 3, .* weights of 2 depths .*num_layers = 2, or mtp.weights"):
+    with pytest.raises(
+        ModelError, match=r"mtp.num_layers is 3, .* weights of 2 depths .*mtp.num_layers = 2, or mtp.weights"
+    ):
         run(alone(small_config(tmp_path, **{**keys, "mtp__num_layers": 3}), tmp_path / "more"), 1)

@@ -83,7 +83,11 @@ def _tuples(folder: Path) -> Path:
 
 LORA = {"lora__rank": 4, "optimizer__lr": 1e-3}
 WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
-    (LORA | {"lora__target_modules": ["q_prj"]}, ModelError, "'q_prj', .* no linear of Qwen3For.*; .* mean 'q_proj'"),
+    (
+        LORA | {"lora__target_modules": ["q_prj"]},
+        ModelError,
+        "'q_prj', which is no linear of Qwen3For.*; did you mean 'q_proj'",
+    ),
     (LORA | {"model__path": _folder, "lora__target_modules": ["embed_tokens"]}, ModelError, "tokens', .* no linear"),
     ({"mtp__num_layers": 1, "mtp__weights": _folder}, ModelError, "has weights of 0 depths of multi-token"),
     ({"model__path": _quantized}, ModelError, r"is quantized \(gptq"),
@@ -118,9 +122,15 @@ def test_what_does_not_fit_is_refused_before_texts_are_read(tmp_path: Path, capf
     train_tokenizer(["some text"], 280).save_pretrained(small)
     weights = load_file(more / "model.safetensors")
     save_file(weights | {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, more / "model.safetensors")
-    positions = r"document has 64 tokens \(file\d\d.py\), and the model knows 32 positions .*max_document_tokens = 32"
+    positions = (
+        r"longest document has 64 tokens \(file\d\d.py\), and the model knows 32 positions .*max_document_tokens = 32"
+    )
     cases: list[tuple[dict[str, Any], type[LongspanError], str]] = [
-        ({"model__path": str(bare)}, DataError, r"has no tokenizer.json, and .* know .* name .* with data.tokenizer"),
+        (
+            {"model__path": str(bare)},
+            DataError,
+            r"has no tokenizer.json, and its weights know .* name .* with data.tokenizer",
+        ),
         ({"model__path": str(small)}, DataError, r"tokenizer .*/small has ids up to 26\d, .* has 250 rows"),
         ({"model__path": str(more)}, ModelError, r"hold 1 tensor that a Qwen3ForCausalLM .* take: .*weight_scale"),
         ({"model__config": str(_architecture(tmp_path / "model"))}, ConfigError, positions),

@@ -212,7 +212,9 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(tmp_path: Path, case: str) 
     assert epoch in np.cumsum([row["tokens"] for row in rows]) and max(row["tokens"] for row in rows) <= tokens
     assert len(rows) == order.count_steps() and rows[-1]["lr"] == pytest.approx(6e-4)  # the last of the schedule
     texts = "" if order.training_texts == len(training) else f" of {order.training_texts} texts"
-    read = f"{len(training)} documents{texts} to train on, of {epoch:,} tokens, which {len(rows)} steps? read"
+    read = (
+        f"{len(training)} documents{texts} to train on, of {epoch:,} tokens, which {len(rows)} steps? read {epochs:g}"
+    )
     read += f" {epochs:g}"
     assert re.search(rf"{read} times; 3 texts (of \d+ documents )?held out \(evaluation.documents\)", out)
     assert f"train.epochs {epochs:g}: {len(rows)} step" in out and "repeatedly" not in out
@@ -291,7 +293,11 @@ OFTEN = [  # steps, weights of two sources with 450 and 900 tokens (none: one so
     ({"train__epochs": 20.0}, (), []),  # were asked for
     ({"train__steps": 6}, (1.0, 2.0), []),
     ({"train__steps": 60}, (9.0, 1.0), [r"of chats about 120 times; --train.epochs 1 --train.epochs_of chats reads"]),
-    ({"train__epochs": 2.0, "train__epochs_of": "pdfs"}, (9.0, 1.0), [r"every document of chats about \d\d times"]),
+    (
+        {"train__epochs": 2.0, "train__epochs_of": "pdfs"},
+        (9.0, 1.0),
+        [r"these \d+ steps read every document of chats about \d\d times"],
+    ),
 ]
 
 
@@ -317,7 +323,9 @@ def test_a_run_that_reads_documents_often_is_cautioned(
 
 def test_epochs_without_a_document_are_an_error(tmp_path: Path) -> None:
     config = small_config(tmp_path, train__epochs=1e-9, evaluation__documents=0)
-    with pytest.raises(ConfigError, match=r"epochs is 1e-09, by which not one of 40 documents .* at least 0.03, or"):
+    with pytest.raises(
+        ConfigError, match=r"train.epochs is 1e-09, by which not one of 40 documents .* at least 0.03, or"
+    ):
         with_epoch_steps(config, order_lengths(config, np.full(40, 50)), lambda _: None)
     train = replace(config.train, epochs=0.03)
     few = replace(config, train=train, optimizer=replace(config.optimizer, warmup_steps=0))

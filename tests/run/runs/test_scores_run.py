@@ -173,8 +173,16 @@ def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
         ([pair], of_folder["two"], "of 2 scores, and model.num_labels is 1"),
         ([pair], of_folder["tokens"], "ForTokenClassification of 2 scores, and model.num_labels is 1; give a"),
         ([pair] * 2, of_folder["endless"], "no pad_token_id and its tokenizer neither pad_token nor eos_token"),
-        ([{**text, "label": 1}] * 8, of_folder["stale"] | two, "takes 2 labels of a row, and rows have 1 for 2 scores"),
-        ([pair], {"train__loss_arguments": (CENTERED,)}, "coefficient=0.1, .* model.num_labels 1, and .* 0"),
+        (
+            [{**text, "label": 1}] * 8,
+            of_folder["stale"] | two,
+            "problem_type 'multi_label_classification' takes 2 labels of a row, and rows have 1 for 2 scores; set",
+        ),
+        (
+            [pair],
+            {"train__loss_arguments": (CENTERED,)},
+            "center_rewards_coefficient=0.1, .* model.num_labels 1, and .* 0",
+        ),
     ]
     for i, (rows, keys, message) in enumerate(cases):
         yield config_of(folder / str(i), base, rows, **ALONE | keys), message

@@ -28,9 +28,11 @@ def load_stock_processor(folder: Path) -> Any:
     Raises DataError for one that lacks such a part.
     """
     from transformers import AutoTokenizer
+
+    # the name at the top needs torchvision
     from transformers.models.auto.image_processing_auto import (
         AutoImageProcessor,
-    )  # the name at the top needs torchvision
+    )
 
     stock = _stock_class(_class_name(folder))
 

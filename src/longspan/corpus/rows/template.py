@@ -93,9 +93,8 @@ class ChatTemplate:
                 raise DataError(
                     f"cannot read data.chat_template {file!r}: {error}; give a file with a template"
                 ) from error
-        elif not stock.chat_template and has_image_processor(
-            folder
-        ):  # some models' folders have it for the processor only
+        elif not stock.chat_template and has_image_processor(folder):
+            # some models' folders have it for the processor only
             stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:
             raise DataError(

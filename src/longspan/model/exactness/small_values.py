@@ -404,12 +404,10 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
         if isinstance(vision.get(name), list | tuple):
             tower[name] = [side] * 2
     if vision.get("deepstack_visual_indexes") is not None or vision.get("fullatt_block_indexes") is not None:
-        tower |= {
-            name: 3 for name in _LAYERS if name in vision
-        }  # three layers, so that some are not named by index
-    if (
-        isinstance(vision.get("embed_dim"), int) and "hidden_size" in vision
-    ):  # Qwen2-VL's names of width and outputs
+        # three layers, so that some are not named by index
+        tower |= {name: 3 for name in _LAYERS if name in vision}
+    # Qwen2-VL's names of width and outputs
+    if isinstance(vision.get("embed_dim"), int) and "hidden_size" in vision:
         tower |= {"embed_dim": 64, "hidden_size": width}
     if vision.get("window_size"):  # of pixels where patches are merged, else of patches
         tower["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2

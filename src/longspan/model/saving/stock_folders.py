@@ -76,9 +76,8 @@ def save_model(
     if inside is not language_model:  # a PeftModel: the parameters of the model inside have other names
         refuse_unprepared_model(inside)
     file_dtype = None if dtype is None else torch_dtype(dtype)
-    with world.watch.name_collectives(
-        f"writing of {target}", world.home.ranks
-    ):  # for DTensor's gathers, which name nothing
+    # for DTensor's gathers, which name nothing
+    with world.watch.name_collectives(f"writing of {target}", world.home.ranks):
         adapter = adapter_of_prepared_model(inside)
         if adapter is None:
             _save_weights(inside, encoders, target, world, tokenizer, file_dtype)

@@ -208,11 +208,12 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     # gate, up and down; without a gate two (Nemotron-H has `mlp_hidden_act`)
     products = 2 if read.value("mlp_hidden_act") is not None or not read.family.mlp_gate else 3
     if kind == "dense":
+        # Granite's, Llama 4's, others'
         names = (
             "shared_intermediate_size",
             "intermediate_size_mlp",
             "intermediate_size",
-        )  # Granite's, Llama 4's, others'
+        )
         width = next((width for name in names if (width := read.count(name))), 0)
         # LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it states the
         # width.

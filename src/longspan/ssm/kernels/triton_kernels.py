@@ -364,9 +364,8 @@ def arrived_gradients_kernel(
     channels of all (up to COLUMNS) rows before one run.
     """
     run = tl.program_id(1)
-    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(
-        0, BLOCK
-    )  # 64 bits, as in `write_first_rows_kernel`
+    # 64 bits, as in `write_first_rows_kernel`
+    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     start = tl.load(starts + run)
     count = tl.load(counts + run)
     table = tables + run * BEFORE

@@ -169,9 +169,8 @@ def _locate_turns(
     """Locate the turns of a rendering; also return where each field's text ends, which may be several places."""
     ends = _locate_ends(conversation, fields)
     turns = list[_Turn]()
-    for message in range(
-        len(conversation.messages)
-    ):  # of a text that is rendered several times the last end counts
+    # of a text that is rendered several times the last end counts
+    for message in range(len(conversation.messages)):
         pairs = [(at[-1], field) for field, at in zip(fields, ends, strict=True) if field.message == message and at]
         pairs.sort(key=lambda pair: pair[0])
         if pairs:
