@@ -56,7 +56,7 @@ def test_changes_of_files_that_share_a_name_are_all_described() -> None:
     before = [SourceFile("rows.jsonl", size, 0, "0") for size in (5, 6, 7)]  # of three sources
     now = [SourceFile("rows.jsonl", size, 0, digest) for size, digest in ((9, "0"), (6, "1"))]
     assert file_differences(before, before) == []
-    changes = ["rows.jsonl had 5 bytes and has 9", "has other contents", "is gone"]
+    changes = ["had 5 bytes and has 9", "has other contents", "is gone"]
     assert file_differences(before, now) == [f"rows.jsonl {change}" for change in changes]
 
 

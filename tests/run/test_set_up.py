@@ -186,7 +186,6 @@ def test_every_rank_plans_for_its_hosts(ranks: int, local: int, parallel: Parall
         f"context.node_size is 5, and this world has {slots} slots a host (LOCAL_WORLD_SIZE / tp); use {slots}, "
         'or "auto", its default'
     )
-    line += ' "auto", its default'
     assert results == [(slots, line)] * ranks
     fitted = replace(config, context=ContextConfig(planner="dynamic", max_tokens_per_slot=0, node_size=slots))
     plan = PlannerConfig.training(fitted).plan((40, 30, 20, 9, 9), home_of(parallel, ranks))

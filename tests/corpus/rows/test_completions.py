@@ -44,13 +44,13 @@ def test_texts_are_encoded_as_the_tokenizer_does_also_after_pickling(parse: bool
     [
         ({"text": "a"}, "text", "text"),
         ({"messages": [], "tools": None, "prompt": "p"}, "messages", "messages (chat)"),
-        ({"prompt": "a", "completion": "b"}, "prompt+completion", "rows hold prompt and completion"),
+        ({"prompt": "a", "completion": "b"}, "prompt+completion", "prompt and completion"),
         ({"input_ids": [1], "labels": [1]}, "input_ids", "input_ids (tokens)"),
-        ({"conversations": [], "id": 1}, "conversations", "rows hold conversations (chat, as ShareGPT has it)"),
+        ({"conversations": [], "id": 1}, "conversations", "conversations (chat, as ShareGPT has it)"),
         (
             {"instruction": "a", "output": "b"},
             "instruction+output",
-            "rows hold instruction and output (chat, as Alpaca has it)",
+            "instruction and output (chat, as Alpaca has it)",
         ),
     ],
 )
