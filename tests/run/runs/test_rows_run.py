@@ -215,7 +215,6 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(tmp_path: Path, case: str) 
     read = (
         f"{len(training)} documents{texts} to train on, of {epoch:,} tokens, which {len(rows)} steps? read {epochs:g}"
     )
-    read += f" {epochs:g}"
     assert re.search(rf"{read} times; 3 texts (of \d+ documents )?held out \(evaluation.documents\)", out)
     assert f"train.epochs {epochs:g}: {len(rows)} step" in out and "repeatedly" not in out
     assert re.search(rf"\nsteps +{len(rows)}, each of up to {min(tokens, epoch):,} tokens\n", out)
