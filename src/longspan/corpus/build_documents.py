@@ -21,6 +21,7 @@ from longspan.data.array_files import GrowingArray, GrowingCodes
 from longspan.data.image_table import ImageWriter
 from longspan.data.manifest import FILE, SHORTEST, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
+from longspan.files import file_stamp
 from longspan.host import usable_cores
 from longspan.plain_text import LogLine, bytes_text
 
@@ -56,8 +57,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
         log(_progress_text(file_ends[-1], file_ends[-1], writer.tokens, time.monotonic() - start_time))
     manifest = writer.finish_manifest()
     for file, source in zip(recipe.files, recipe.sources, strict=True):
-        stat = file.path.stat()
-        if (stat.st_size, stat.st_mtime_ns) != (source.bytes, source.modified_ns):
+        if file_stamp(file.path) != (source.bytes, source.modified_ns):
             raise DataError(f"{file.name} of the corpus ({file.path}) changed while it was read; start again")
     if not manifest.documents:
         raise DataError(_no_documents_text(recipe, manifest))
