@@ -186,7 +186,9 @@ NO_TEXTS = [  # a file and what it holds, the path that is given, and what is sa
     ("a.json", "[]", "a.json", r"ends in '.json'; a file must be one of .txt .md .py .jsonl .*, in small letters"),
     ("h.jsonl", '{"text": "good"}\n{"text": "bad\n', "", r"h.jsonl, line 2: not JSON"),
     ("h.jsonl", '\n\n["text"]\n', "", r"h.jsonl, line 3: needs an object, such as .*; found a list: .*text"),
+    ("h.jsonl", "7", "", r"line 1: .*found a number: '7'$"),
     ("h.jsonl", '{"content": "x"}', "", r"line 1: .*found keys \['content'\]"),
+    ("h.jsonl", '{"text": "good"}\n{"text": null}', "", r"line 2: needs text, messages.*found keys"),
     ("h.jsonl", '{"text": ["a"]}', "", r"line 1: .*\"text\" is a list: \[\"a\"\]$"),
     ("h.jsonl", '{"text": "good"}\n{"text": "\\ud83d\\ude00 ab\\ud800"}', "",
      r"h.jsonl, line 2: character 5 .* is \\ud800, a lone surrogate"),
@@ -414,10 +416,13 @@ def chat(name: str) -> dict[str, Any]:
 ROWS = {
     "text": lambda name: {"text": name.upper() * (5 + 3 * ord(name) % 50)},
     "tokens": lambda name: {"input_ids": [ord(name.upper()) - LOWEST] * (2 + 3 * ord(name) % 50)},
+    "prompts": lambda name: {"prompt": name.upper() * 20, "completion": name.upper() * (ord(name) % 30 + 1)},
     "chats": chat,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "files that are cut": ("files", {"max_document_tokens": 16}),
     "texts that are cut": ("text", {"max_document_tokens": 16}),
+    "completions that are cut": ("prompts", {"max_document_tokens": 16}),
     "chats in turns that are cut": ("chats", {"split_turns": True, "max_document_tokens": 30}),
     "a number of texts": ("chats", {"split_turns": True, "documents": 5}),
     "several sources": ("sources", {"max_document_tokens": 16}),
@@ -427,6 +432,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write_letters(folder: Path, form: str, names: str = NAMES) -> Path:
     folder.mkdir()
+    if form == "files":
+        for name in names:
+            (folder / f"{name}.txt").write_text(ROWS["text"](name)["text"])
+        return folder
     path = folder / f"{form}.jsonl"
     path.write_text("".join(json.dumps(ROWS[form](name)) + "\n" for name in names))
     return path

@@ -21,7 +21,7 @@ from longspan.corpus.tokenizer import END_OF_TEXT, TextTokenizer, check_vocabula
 from longspan.errors import DataError
 from tests.corpus.rows.families import LLAMA_SPLIT, trained_engine
 
-TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig\n", "plan " * 30]
+TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig ✓\n", "plan " * 30]
 
 
 def test_equal_texts_give_an_equal_tokenizer_and_every_byte_survives() -> None:

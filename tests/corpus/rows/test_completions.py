@@ -39,29 +39,35 @@ def test_texts_are_encoded_as_the_tokenizer_does_also_after_pickling(parse: bool
         assert all(isinstance(sample, Sample) and sample.labels is None for sample in samples)
 
 
+def kind_of_file(folder: Path, rows: list[dict[str, object]]) -> str:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return find_kind_of_rows([CorpusFile(0, "rows.jsonl", folder / "rows.jsonl")], DataConfig())
+
+
 @pytest.mark.parametrize(
     ("values", "kind", "shown"),
     [
-        ({"text": "a"}, "text", "text"),
-        ({"messages": [], "tools": None, "prompt": "p"}, "messages", "messages (chat)"),
-        ({"prompt": "a", "completion": "b"}, "prompt+completion", "prompt and completion"),
-        ({"input_ids": [1], "labels": [1]}, "input_ids", "input_ids (tokens)"),
-        ({"conversations": [], "id": 1}, "conversations", "conversations (chat, as ShareGPT has it)"),
+        ({"text": "a"}, "text", "rows hold text"),
+        ({"messages": [], "tools": None, "prompt": "p"}, "messages", "rows hold messages (chat)"),
+        ({"prompt": "a", "completion": "b"}, "prompt+completion", "rows hold prompt and completion"),
+        ({"input_ids": [1], "labels": [1]}, "input_ids", "rows hold input_ids (tokens)"),
+        ({"conversations": [], "id": 1}, "conversations", "rows hold conversations (chat, as ShareGPT has it)"),
         (
-            {"instruction": "a", "output": "b"},
+            {"instruction": "a", "input": "", "output": "b"},
             "instruction+output",
-            "instruction and output (chat, as Alpaca has it)",
+            "rows hold instruction and output (chat, as Alpaca has it)",
         ),
     ],
 )
-def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
-    assert row_kind(Row("line 1", values)) == kind and KIND_TEXTS[kind] == shown
+def test_kinds(tmp_path: Path, values: dict[str, object], kind: str, shown: str) -> None:
+    assert row_kind(Row("line 1", values)) == kind and f"rows hold {KIND_TEXTS[kind]}" == shown
+    assert kind_of_file(tmp_path, [values] * 2) == kind
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and rows.jsonl, line 1 holds text; rows"),
+        ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and .*line 1 holds text; rows of one"),
         (
             [{"prompt": "a"}],
             r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.rename_columns gives columns",
@@ -74,9 +80,8 @@ def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
     ],
 )
 def test_rows_of_no_kind_or_of_two(tmp_path: Path, rows: list[dict[str, object]], message: str) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=message):
-        find_kind_of_rows([CorpusFile(0, "rows.jsonl", tmp_path / "rows.jsonl")], DataConfig())
+        kind_of_file(tmp_path, rows)
 
 
 def encoded(encoding: RowEncoding, **values: Any) -> Sample:

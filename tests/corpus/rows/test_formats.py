@@ -242,10 +242,8 @@ UNREAD: list[tuple[dict[str, Any], int, str]] = [
 ]  # fmt: skip
 
 
-FORMS = [*((*case, "jsonl") for case in UNREAD), (*UNREAD[2], "parquet")]
-
-
-@pytest.mark.parametrize(("row", "scores", "unread", "form"), FORMS)
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("row", "scores", "unread"), UNREAD)
 def test_keys_that_nothing_reads_are_named_once_with_their_share(
     tmp_path: Path, row: dict[str, Any], scores: int, unread: str, form: str
 ) -> None:
@@ -301,6 +299,12 @@ def test_a_template_that_never_ends_the_last_turn_is_named(
         assert line is not None and line.startswith(begins)
         advice = "; data.end_of_chat_token names a token to be put there" * (template == OPEN)
         assert line.endswith(f"chats of one turn do not teach a model to stop (at <|endoftext|> or <|end|>){advice}")
+
+
+def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path) -> None:
+    turns = [says("user", "a"), says("assistant", "b")]
+    lines = lines_of(write_folder(tmp_path, "phi3", template=OPEN), [{"messages": turns}] * 3)
+    assert lines[1].startswith("the chat template writes no token behind the last turn of a conversation")
 
 
 def test_line_of_what_is_no_target() -> None:
