@@ -231,13 +231,16 @@ def one_by_one(found: DocumentStream, lengths: npt.NDArray[np.int64], count: int
 
 
 @settings(deadline=None, max_examples=16)
-@given(case=cases(), documents=st.sampled_from([1, 7, 100, 2**14]), place=st.integers(0, 149))
+@given(case=cases(), documents=st.sampled_from([1, 7, 100, 2**14]), place=st.integers(0, 299))
 def test_the_next_document_is_of_the_source_that_is_furthest_behind(case: Case, documents: int, place: int) -> None:
     """In parts of any size, and the same from any place, also after pickling."""
     found = opened(case, documents)
-    followed = one_by_one(found, case.lengths, 150)
+    count = 300 if documents > 7 else 60  # small parts take longer
+    followed, place = one_by_one(found, case.lengths, count), place % count
+    assert taken(opened(case, documents), count) == followed
     part = found.part_at(place)
-    assert followed[place] == part.ids[place - part.first] and taken(opened(case, documents), 150) == followed
+    ids = part.ids.tolist()[: len(followed) - part.first]
+    assert len(ids) > place - part.first >= 0 and ids == followed[part.first : part.first + len(ids)]
     again: DocumentStream = pickle.loads(pickle.dumps(found))
     there = again.part_at(place)
     assert there.ids[place - there.first] == followed[place]
