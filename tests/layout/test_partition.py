@@ -13,8 +13,9 @@ from tests.layout.strategies import degrees, examples, lengths
 kinds = pytest.mark.parametrize("make", [Partition.zigzag, Partition.contiguous], ids=["zigzag", "contiguous"])
 
 
-def test_the_segments_asked_for_last_are_kept():
-    shares = Partition.zigzag([9, 4], 4)
+@kinds
+def test_the_segments_asked_for_last_are_kept(make):
+    shares = make([9, 4], 4)
     first = [shares.segments(member) for member in range(4)]
     assert shares.segments(3) is first[3] and shares.segments(2) is first[2]
     assert shares.segments(0) is not first[0] and [shares.segments(member) for member in range(4)] == first
@@ -131,8 +132,9 @@ def test_given_rows_are_checked_and_copied(rows, message):
 
 @kinds
 def test_lengths_and_degrees_are_checked(make):
-    with pytest.raises(LayoutError, match=r"degree is True; degree is an integer of at least 1"):
-        make([4], True)
+    for degree, shown in ((0, "0"), (2.0, r"2\.0"), (True, "True")):
+        with pytest.raises(LayoutError, match=f"degree is {shown}; degree is an integer of at least 1"):
+            make([4], degree)
     with pytest.raises(LayoutError, match="length 0 is 0"):
         make([0], 2)
 
@@ -147,6 +149,13 @@ def test_what_does_not_fit_a_partition_is_refused(shares):
         for ask in (shares.rows, shares.runs):
             with pytest.raises(LayoutError, match=rf"member {member} is outside a group of 2 \(members 0 to 1\)"):
                 ask(member)
+
+
+def test_given_rows_have_no_documents():
+    shares = Partition.from_rows([[2, 0], [], [1, 2]])
+    assert [shares.rows(member).tolist() for member in range(3)] == [[2, 0], [], [1, 2]]
+    with pytest.raises(LayoutError, match="knows no documents"):
+        shares.segments(0)
 
 
 def test_wide_groups_and_many_documents_stay_cheap():
