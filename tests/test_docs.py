@@ -496,6 +496,8 @@ def test_the_commands_for_gpus_run(
     Qwen3ForCausalLM(config).save_pretrained(folder)
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("1")
+    plan = re.search(r"`longspan (plan .*?)`", README)
+    assert plan is not None and main(shlex.split(plan[1])) == 0
     for words in commands[2:]:
         assert words.pop(0) == "longspan"
         ranks = ["--world", "2", "--device", "cpu"] if words[0] == "train" else []

@@ -19,7 +19,8 @@ from longspan.config.file import to_toml
 from longspan.errors import ConfigError
 from tests.train.small import small_config
 
-OWN = "tests.resolve.own_things.one_by_one"
+THINGS = "tests.resolve.own_things."
+OWN = f"{THINGS}one_by_one"
 
 
 def settings(*words: str, ranks: int = 2, backend: str = "gloo") -> StepSettings:
@@ -56,8 +57,9 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_planner_of_ones_own() -> None:
     words = ["--lengths", "40,24,9,7", "--context.max_tokens_per_slot", "40", "--planners"]
     assert len(settings(*words, f"fixed,{OWN}").plan(OWN).micro_batches) == 4
-    with pytest.raises(ConfigError, match=r"own_things\.fails.*KeyError"):  # before a process starts
-        settings(*words, "tests.resolve.own_things.fails")
+    for name, message in (("fails", "KeyError"), ("nowhere", "is no function"), ("nothing", "returned NoneType")):
+        with pytest.raises(ConfigError, match=f"{THINGS}{name}.*{message}"):  # before a process starts
+            settings(*words, THINGS + name)
     with pytest.raises(ConfigError, match="this release has padded, fixed, dynamic, or none; one of your own has its"):
         settings(*words, "mine")
 
@@ -104,10 +106,11 @@ def test_sequences_are_timed_together_or_alone_each_over_all_slots() -> None:
     assert together.batches() == [together]
 
 
-def test_the_fixed_degree_is_the_fastest_that_holds_the_longest() -> None:
-    words = ["--lengths", "4096,10", "--planners", "fixed", "--context.max_tokens_per_slot", "2048"]
+@pytest.mark.parametrize(("cap", "least"), [(1024, 4), (2048, 2), (4096, 1)])
+def test_the_fixed_degree_is_the_fastest_that_holds_the_longest(cap: int, least: int) -> None:
+    words = ["--lengths", "4096,10", "--planners", "fixed", "--context.max_tokens_per_slot", str(cap)]
     chosen = settings(*words, ranks=4)
-    degrees = [2, 4]
+    degrees = [cp for cp in (1, 2, 4) if cp >= least]
     others = [settings(*words, "--context.context_parallel_size", str(cp), ranks=4).plan("fixed") for cp in degrees]
     seconds = [plan.predicted_seconds for plan in others]
     assert chosen.plan("fixed").predicted_seconds == min(seconds)

@@ -97,6 +97,11 @@ def test_a_refused_model_has_its_reason(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "NOT proven" in out and "bypasses transformers' AttentionInterface" in out and "✗  float64, cp 2" in out
 
 
+def test_unknown_models_name_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "qwen33"]) == 2
+    assert "'qwen33'; did you mean qwen3" in capsys.readouterr().err
+
+
 PLACES = [
     (0, 0, "auto", [(4, "gloo")]),
     (1, 0, "auto", [(4, "gloo"), (1, "nccl")]),
@@ -137,7 +142,7 @@ def test_progress_in_a_file_is_a_line_now_and_then(
 
     monkeypatch.setattr(doctor_model, "run_proof", run)
     monkeypatch.setattr(doctor_model, "SHOWN_IN_FILES", 2)
-    cases = [Case()] * 3  # of one model
+    cases = [Case(), Case(recompute="full"), Case()]
     config, chosen = preset_config("qwen3-tiny", vocab_size=97), processes.choose_processes(1, "cpu")
     assert doctor_model._prove_cases(config, cases, chosen, 30.0).good
     first, third = capsys.readouterr().err.splitlines()

@@ -108,6 +108,10 @@ WRONG = [
         "longspan eval has no flag --context.eval_cp_comm_type: it is --evaluation.cp",
     ),
     (
+        "train --context.eval_max_dynamic_context_parallel_size 4",
+        "longspan train has no flag --context.eval_max_dynamic_context_parallel_size: it is --evaluation.max_dynamic_c",
+    ),
+    (
         "train --dynamic-context-parallel --min-dynamic-context-parallel-size 2 --max-seqlen-per-dp-cp-rank=4096",
         "longspan train has no flag --dynamic-context-parallel: here it is --context.planner dynamic; no flag "
         "--min-dynamic-context-parallel-size: did you mean '--context.min_dynamic_context_parallel_size'?; no flag "
@@ -124,9 +128,21 @@ WRONG = [
         "--context-parallel-size: did you mean '--cp'?; no flag --max-dynamic-context-parallel-size: did you mean "
         "'--max-cp'?",
     ),
+    (
+        "eval x --eval-context-parallel-size 2",
+        "longspan eval has no flag --eval-context-parallel-size: did you mean '--evaluation.c",
+    ),
     ("eval x --sample_packing", "longspan eval has no flag --sample-packing: leave it out, for plans pack whole docum"),
+    (
+        "train --parallelism.context_parallel_degree 4",
+        "longspan train has no flag --parallelism.context_parallel_degree: here it is --context.context_parallel_size",
+    ),
     ("doctor --learning-rate 1e-5", "longspan doctor has no flag --learning-rate: "),
     ("plan --slts 4", "longspan plan has no flag --slts: did you mean '--slots'?"),
+    (
+        "plan --slots 0 --distribution expo",
+        "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; or",
+    ),
     ("plan --compare --slots 4 --tp 0 --same 2x5", "parallel.tp is 0; it must be at least 1"),
     ("eval x --train.steps 5", "longspan eval has no flag --train.steps"),
     ("train --world -1", "--world is -1"),
@@ -137,8 +153,20 @@ WRONG = [
     ("train --parallel.pipeline_schedule 1f1", "--parallel.pipeline_schedule is '1f1'; it must be one of '1f1b', "),
     ("plan --planner dynamc", "--planner is 'dynamc'; did you mean 'dynamic'?, or a function of your own"),
     (
+        "train --train.fused_norms off",
+        "longspan train has no flag --train.fused_norms: it is gone; write nothing: norms",
+    ),
+    (
         "train --train.betas 0.9",
         'longspan train has no flag --train.betas: it is gone; write --optimizer.arguments "betas=[0.9, 0.95]", the',
+    ),
+    (
+        "train --encoder.recompute true",
+        "longspan train has no flag --encoder.recompute: it is gone; write --encoder.max_tokens, with",
+    ),
+    (
+        "train --optimizer.betas 0.9",
+        "longspan train has no flag --optimizer.betas: here it is --optimizer.arguments (betas",
     ),
     (f"train --context.{LEVELS} 2 x", f"--context.{LEVELS} is '2 x'; it must be an integer or a list of integers"),
     ("plan --hierarchical-context-parallel-sizes 2,x", "--hierarchical-context-parallel-sizes is '2 x'; it"),

@@ -209,7 +209,9 @@ COMPARE = ("plan", "--compare")
 DEGREES = ("plan", "--which-eval-degree")
 
 
-@pytest.mark.parametrize("words", ["--slots 2 --pp 2 --machine h100", "--world 8 --tp 2 --max-cp 2"])
+@pytest.mark.parametrize(
+    "words", ["--world 8 --tp 2", "--slots 2 --pp 2 --machine h100", "--world 8 --tp 2 --max-cp 2"]
+)
 def test_planners_side_by_side(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = f"--same 4x3000 --max-tokens-per-slot 8192 {words}"
     assert main([*COMPARE, *base.split(), "--json"]) == 0

@@ -187,6 +187,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
         {"optimizer.weight_decay": float("inf")},
         r"optimizer.weight_decay is inf; it must be a finite number, at least 0",
     ),
+    ({"train.epochs": float("nan")}, r"train.epochs is nan; it must be a finite number, at least 0"),
     ({"optimizer.min_lr_ratio": 1.5}, r"optimizer.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
     (
         {"model.compute_dtype": "float64"},
@@ -220,10 +221,16 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"optimizer.lr_schedule": "wsd:0.5"}, r"lr_schedule is 'wsd:0.5'; give"),
     ({"optimizer.lr_schedule": "wsd:2.5"}, r"lr_schedule is 'wsd:2.5'; give whole steps, as in 'wsd:200'"),
     ({"train.loss_arguments": ("center_rewards_coefficient=-1",)}, "coefficient=-1; it must be a number at least 0"),
+    ({"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
     ({"data.max_document_tokens": 1}, r"predicts nothing"),
+    ({"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
     (
         {"checkpoint.save_signals": ["SIGUSR1", "SIGTERM"]},
         r"'SIGTERM'\] .*; it must be a list of 'SIGHUP', 'SIGUSR1', 'SIGUSR2'",
+    ),
+    (
+        {"checkpoint.preempted_exit_code": 256},
+        r"checkpoint.preempted_exit_code is 256; it must be at least 0, at most 255",
     ),
     ({"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
     ({"model.preset": "llama-tiny", "model.path": "x"}, r"model.path = 'x' and model.preset = 'llama-tiny' name more"),
@@ -266,6 +273,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
         {"checkpoint.keep_best": "code/eval_loss"},
         "names eval_loss of the set 'code', which the run has not; its sets: none",
     ),
+    ({"train.router_z_loss_coef": -1.0}, r"train.router_z_loss_coef is -1.0"),
     ({"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
     (
         {"parallel.sequence_parallel": True},

@@ -192,14 +192,16 @@ def test_the_configuration_of_an_older_run_is_read_in_its_folder_alone(tmp_path:
     assert config.optimizer.lr == 1e-3 and not config.train.plan_memory and config.evaluation.documents == 3
 
 
+BOTH = "by its old and its new name"
+LIST = "give a list, and then upgrade the file"
 REFUSED = [
     ('train.lr = 1.0\ntrain.memory = "none"\n', "another form"),
-    ("[train]\nlr = 1.0\n[optimizer]\nlr = 2.0\n", "by its old and its new name: train.lr and optimizer.lr; "),
-    ('[train]\nmemory = "none"\nplan_memory = true\n', "new name: train.memory and train.plan_memory; leave one out"),
-    ('[[eval]]\nname = "a"\n[[evaluation.sets]]\nname = "b"\n', "new name: eval and evaluation.sets; leave one out"),
-    ("[train]\nbetas = 3\n", "train.betas is 3; give a list, and then upgrade the file"),
-    ('[train]\nloss_arguments = "beta=1"\ncenter_rewards_coefficient = 1\n', "loss_arguments is 'beta=1'; give a list"),
-    ('[[eval]]\nname = "books"\nmetrics = 3\n', "metrics is 3; give a list"),
+    ("[train]\nlr = 1.0\n[optimizer]\nlr = 2.0\n", f"{BOTH}: train.lr and optimizer.lr; leave one out"),
+    ('[train]\nmemory = "none"\nplan_memory = true\n', f"{BOTH}: train.memory and train.plan_memory; leave one out"),
+    ('[[eval]]\nname = "a"\n[[evaluation.sets]]\nname = "b"\n', f"{BOTH}: eval and evaluation.sets; leave one out"),
+    ("[train]\nbetas = 3\n", f"train.betas is 3; {LIST}"),
+    ('[train]\nloss_arguments = "beta=1"\ncenter_rewards_coefficient = 1\n', f"loss_arguments is 'beta=1'; {LIST}"),
+    ('[[eval]]\nname = "books"\nmetrics = 3\n', f"metrics is 3; {LIST}"),
     ('train = 3\n[data]\ncache = "x"\n', r"train is 3; give a table, with its keys below \[train\]"),
 ]
 

@@ -89,10 +89,10 @@ def measure(rank: int, looks: tuple[int, ...]) -> tuple[list[Used], dict[tuple[s
     return switch(rank, looks), most_bytes(rank)
 
 
-LOOKS = [(16, 20, 24), pytest.param((100, 500, 1000), marks=pytest.mark.whole)]
+LOOKS = [(16, 24, 32), pytest.param((100, 500, 1000), marks=pytest.mark.whole)]
 
 
-@pytest.mark.parametrize("looks", LOOKS, ids=["24", "1000"])
+@pytest.mark.parametrize("looks", LOOKS, ids=["32", "1000"])
 def test_switches_of_degree_use_up_nothing_and_activations_are_divided_by_it(looks: tuple[int, ...]) -> None:
     """The allocator's own pages settle in some 500 steps, as in training without evaluations: by about 2 MiB of 330."""
     for (first, middle, last), peaks in run_ranks(measure, 4, looks, timeout=280):

@@ -154,8 +154,8 @@ class Backward(Sharded):
         return loss.detach()
 
 
-def _with_optimizer(trainer: Any) -> None:
-    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
+def _with_optimizer(trainer: Any, model: Any = None) -> None:
+    trainer.optimizer = torch.optim.AdamW((model or trainer.model).parameters())
     trainer.train()
 
 
@@ -206,9 +206,10 @@ ALONE = CP2 | {"context_parallel_size": 1}
 
 def _make(kind: Any = Trainer, longspan: dict[str, Any] | None = None, **keywords: Any) -> Any:
     changes = keywords.pop("args", {})
-    deepspeed = changes.pop("deepspeed", None)
+    after = {name: changes.pop(name) for name in ("deepspeed", "fsdp", "parallelism_config") if name in changes}
     args = TrainingArguments(**Run("unused").arguments() | changes)
-    args.deepspeed = deepspeed  # as it stands at construction
+    for name, value in after.items():  # as it stands at construction
+        setattr(args, name, value)
     given = {"model": model_of(), "data_collator": pad, "train_dataset": Texts(8)} | keywords
     return with_longspan(kind)(**given, args=args, longspan=LongspanArguments(**ALONE | (longspan or {})))
 
@@ -217,6 +218,16 @@ LORA = LoraConfig(target_modules=["q_proj"])
 OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 CASES: dict[str, tuple[Any, str]] = {
     "deepspeed": (lambda: _make(args={"deepspeed": {"zero": 3}}), "args.deepspeed is {'zero': 3}, which a longspan"),
+    "fsdp": (lambda: _make(args={"fsdp": "full_shard"}), "args.fsdp is 'full_shard', which a longspan trainer"),
+    "parallelism_config": (lambda: _make(args={"parallelism_config": "cp"}), "args.parallelism_config is 'cp'"),
+    "torch_compile": (lambda: _make(args={"torch_compile": True}), "args.torch_compile is True"),
+    "auto_find_batch_size": (lambda: _make(args={"auto_find_batch_size": True}), "max_tokens_per_slot bounds"),
+    "neftune": (lambda: _make(args={"neftune_noise_alpha": 5.0}), "args.neftune_noise_alpha is 5.0"),
+    "label smoothing": (lambda: _make(args={"label_smoothing_factor": 0.1}), "args.label_smoothing_factor is 0.1"),
+    "liger": (lambda: _make(args={"use_liger_kernel": True}), "args.use_liger_kernel is True"),
+    "bf16_full_eval": (lambda: _make(args={"bf16_full_eval": True}), "args.bf16_full_eval is True"),
+    "push_to_hub": (lambda: _make(args={"push_to_hub": True}), "push the saved folder afterwards"),
+    "jit checkpoint": (lambda: _make(args={"enable_jit_checkpoint": True}), "args.enable_jit_checkpoint is True"),
     "optim": (lambda: _make(args={"optim": "adafactor"}), "args.optim is 'adafactor', which a longspan trainer"),
     "split_batches": (lambda: _make(args={"accelerator_config": {"split_batches": True}}), "split_batches is true"),
     "order of workers": (
@@ -225,6 +236,7 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "no args": (lambda: with_longspan(Trainer)(model_of()), "without TrainingArguments, and longspan must give it the"),
     "optimizers=": (lambda: _make(optimizers=(OPTIMIZER, None)), "optimizers= brings an optimizer of parameters"),
+    "launcher's fsdp": (lambda: _launched("ACCELERATE_USE_FSDP", "true"), "ACCELERATE_USE_FSDP is 'true' in the"),
     "launcher's compiler": (
         lambda: _launched("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
         "ACCELERATE_DYNAMO_BACKEND is 'INDUCTOR' in the environment, from the configuration of accelerate launch",
@@ -314,6 +326,10 @@ CASES: dict[str, tuple[Any, str]] = {
         "the optimizer, AdamW, holds 0 of the 25 parameters that Qwen3ForCausalLM trains, and 25 others, of which 25 "
         "were its own before prepare replaced them ['model.embed_tokens.weight']; make the optimizer after prepare, of",
     ),
+    "optimizer of another model": (
+        lambda: _ended(lambda trainer: _with_optimizer(trainer, model_of())),
+        "holds 0 of the 25 parameters that Qwen3ForCausalLM trains, and 25 others, of which 0 were its own before",
+    ),
     "optimizer amid training": (lambda: _ended(_exchanged), "the optimizer, SGD, holds 0 of the 25 parameters that"),
     "labels of another problem": (
         lambda: _classified(1, problem_type="multi_label_classification"),
@@ -328,6 +344,7 @@ CASES: dict[str, tuple[Any, str]] = {
         "problem_type 'multi_label_classification' takes 3 labels of a row, and rows have 1",
     ),
     "no Trainer": (lambda: with_longspan(dict), "with_longspan takes a Trainer class, and got <class 'dict'>"),
+    "planner": (lambda: _make(longspan={"planner": "fixt"}), "planner"),
 }
 
 

@@ -168,7 +168,7 @@ def found(names: Sequence[str]) -> dict[str, list[list[list[int]]]]:
         return run_ranks(runs, 1, root, names, timeout=240)[0]
 
 
-DAILY = ("default", "not seedable", "a worker", "weighted, with a generator", "stream", "own loader")
+DAILY = ("default", "not seedable", "a worker", "weighted, with a generator", "by numpy", "stream", "own loader")
 
 
 @pytest.mark.parametrize("name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.whole) for n in CASES])

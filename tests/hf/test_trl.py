@@ -158,6 +158,7 @@ MORE = (
     partial(dpo, reference=True, **MIXED),
     partial(dpo, reference=True, use_weighting=True),
     partial(dpo, reference=True, sync_ref_model=True, ref_model_sync_steps=1),
+    partial(dpo, model=trained_adapter),
     kto_with_reference,
     partial(kto, peft_config=lora()),
     partial(kto, model=trained_adapter),

@@ -197,7 +197,9 @@ def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     main.__qualname__ = "main"  # as of a function below `if __name__ == "__main__":`, which ranks do not find
     monkeypatch.setattr(sys.modules[__name__], "main", main, raising=False)
-    below = r"find what it shall run \(Can't get attribute 'main' on .*; define it at the top of its module, and"
+    below = (
+        r"does not find what it shall run \(Can't get attribute 'main' on .*; define it at the top of its module, and"
+    )
     with pytest.raises(CommError, match=below):
         run_ranks(main, 1)
 

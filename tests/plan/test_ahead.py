@@ -56,11 +56,6 @@ def test_the_next_steps_are_planned_and_no_more(tmp_path: Path) -> None:
         assert _wait_for(lambda: planned()[6:] == [100, 101, 102, 103])
         time.sleep(0.1)
         assert len(planned()) == 10
-        pid = _pid(plans)
-    assert not lives(pid)  # none is left once it is closed
-    with pytest.raises(PlanError, match="inside a with block"):
-        plans.plan(1)
-    plans.close()
 
 
 def test_going_on_elsewhere_voids_what_was_asked_for(tmp_path: Path) -> None:
@@ -71,7 +66,7 @@ def test_going_on_elsewhere_voids_what_was_asked_for(tmp_path: Path) -> None:
     assert planned[0] == 5 and planned.index(100) <= 2
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_coming_plan_is_had_without_waiting_for_it(tmp_path: Path, ahead: int) -> None:
     with AsyncPlanner(partial(planners.noted, tmp_path, seconds=0.05), ahead=ahead) as plans:
         early = plans.plan_if_made(7)
@@ -120,6 +115,16 @@ def test_a_dead_process_is_an_error_that_names_the_step() -> None:
         assert _wait_for(lambda: not lives(_pid(plans)))
         with pytest.raises(PlanError, match="step 7 has no plan"):
             plans.plan(7)
+
+
+def test_closing_leaves_no_process() -> None:
+    with AsyncPlanner(planners.plan_step, ahead=1) as plans:
+        plans.plan(0)
+        pid = _pid(plans)
+    assert not lives(pid)
+    with pytest.raises(PlanError, match="inside a with block"):
+        plans.plan(1)
+    plans.close()
 
 
 def _pid(plans: AsyncPlanner) -> int:

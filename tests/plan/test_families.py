@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from longspan import Group, Layout, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
-from longspan.errors import PlanError
+from longspan.errors import LayoutError, PlanError
 from longspan.layout import Partition
 from longspan.plan import Cost
 from longspan.plan.plan_rows import plan_row, read_plan_row
@@ -141,7 +141,7 @@ def test_sharing_is_priced():
         ([-1], "parents .* for 3 documents"),
         ([-1, 0, 3], "documents 0 to 2"),
         ([1, 0, -1], "circle"),
-        ([-1, 0, True], "int"),
+        ([-1, 0, True], "integer"),
         ([0, -1, -1], "circle"),
     ],
 )
@@ -149,6 +149,14 @@ def test_parents_that_planners_refuse(parents, message):
     for make in (plan_dynamic, plan_fixed):
         with pytest.raises(PlanError, match=message):
             make([5, 6, 7], Layout(1), **({"cp": 1} if make is plan_fixed else {}), parents=parents)
+
+
+def test_empty_branches_are_refused():
+    with pytest.raises(LayoutError, match="0"):
+        plan_fixed([5, 0], Layout(1), 1, parents=[-1, 0])
+    empty = Group((0,), (0, 1), (5, 0), parents=(-1, 0))
+    with pytest.raises(PlanError, match="0"):
+        Plan(1, (5, 0), (MicroBatch((empty,)),), targets=0).check()
 
 
 def test_a_family_that_does_not_fit_and_padding_are_refused():

@@ -5,7 +5,9 @@ import json
 import math
 import re
 from hashlib import sha256
+from html import escape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from longspan.report import plan_page, write_report
 from longspan.report.evaluation_page import eval_page
 from longspan.report.gantt import axis_ticks, svg_element
 from longspan.report.page import (
+    PATTERNS,
     chart,
     curve,
     moving_average,
@@ -32,12 +35,11 @@ from tests.report.runs import FACTS, RECORD, evaluation_row, mixed_plan, train_r
 HOSTILE = "</script><!--<script>\u2028alert(1)\"'&"
 
 
-def test_texts_stay_in_the_json_and_in_the_values_of_attributes() -> None:
+def test_texts_stay_in_the_json() -> None:
     html = page(HOSTILE, {"head": page_head(HOSTILE), "sections": [section(HOSTILE, {"note": HOSTILE})]})
     value = value_of(html)
     assert value["sections"][0] == {"title": HOSTILE, "key": HOSTILE, "parts": [{"note": HOSTILE}]}
     assert html.count("<script") == html.count("</script") == 2 and "<!--" not in html
-    assert svg_element("svg", x=1.26, quote='"<') == '<svg x="1.3" quote="&quot;&lt;"></svg>'
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -50,6 +52,13 @@ def test_a_page_runs_its_own_script_only_and_loads_nothing(live: bool) -> None:
     assert ("connect-src 'self'" in policy) == live
     assert not re.search(r"https?:|@import|url\((?!#)|\b(src|href)=", html.replace("http://www.w3.org/2000/svg", ""))
     assert read_report_file("page.js").count("innerHTML") == 1 and "prefers-color-scheme: dark" in html
+
+
+def test_markup() -> None:
+    assert svg_element("a", escape("<&>")) == "<a>&lt;&amp;&gt;</a>"
+    assert svg_element("a", class_="x", data_d=3, none=None) == '<a class="x" data-d="3"></a>'
+    assert svg_element("svg", x=1.26, quote='"<') == '<svg x="1.3" quote="&quot;&lt;"></svg>'
+    assert len(list(ElementTree.fromstring(PATTERNS))) == 2
 
 
 SHOWN = {"✓ equal", "resumed on 2 ranks", "evaluation, cp 4", "ln V = 7.625, a uniform guess"}

@@ -61,11 +61,13 @@ def test_plans_made_ahead_are_those_made_inline() -> None:
     own = PlannerConfig.training(config_of(**DYNAMIC | {"context__planner": f"{OWN}one_by_one"}), cost=slow)
     dynamic = PlannerConfig.training(config_of(**DYNAMIC))
     for choice, count in ((dynamic, 2), (PlannerConfig.training(fixed), 0), (own, 2)):
-        inline = StepPlanner(choice, order(), HOME)
-        with plan_steps_ahead(choice, order(), HOME, ahead=2) as ahead:
+        with (
+            plan_steps_ahead(choice, order(), HOME, ahead=2) as ahead,
+            plan_steps_ahead(choice, order(), HOME, ahead=0) as inline,
+        ):
             assert ahead.ahead == count
             for step in (4, 5, 63, 64, 4):
-                assert (plan := ahead.plan(step)) == inline(step)
+                assert (plan := ahead.plan(step)) == inline.plan(step)
                 assert list(plan.lengths) == LENGTHS[list(order().documents_of_step(step))].tolist()
             assert isinstance(ahead.plan(4).cost, Slow) == (choice is own)
     with (

@@ -15,12 +15,13 @@ from longspan.config.sections import RunConfig, RunSection
 from longspan.layout import Layout
 from longspan.model import execution, load_model, prepare
 from longspan.model.execution import Execution, model_execution
-from longspan.plan import Cost, Machine
+from longspan.plan import Cost, Machine, plan_fixed
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.run import collect_facts
 from longspan.run.collect_facts import mixers_text
 from longspan.run.facts import RunFacts, TrainResult
 from longspan.train import step_figures as figures_module
-from longspan.train.step_figures import make_step_figures
+from longspan.train.step_figures import StepFigures, make_step_figures
 from tests.report.runs import FACTS
 
 CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -66,6 +67,22 @@ def test_a_hybrid_says_what_its_partition_sends() -> None:
 
 def test_facts_of_another_release_are_left_out() -> None:
     assert RunFacts.from_json({}) is None and RunFacts.from_json({**FACTS, "more": 1}) is None
+
+
+def test_figures_follow_from_the_plan_and_the_clock() -> None:
+    shape = ModelShape(layers=2, weights=1000, query_width=64, key_width=32)
+    plan = plan_fixed([10, 20], Layout(2), cp=2)
+    figures = StepFigures(shape=shape, devices=2, peak=1e-6, priced_here=True)
+    seconds = 0.5
+    flops = 6 * 1000 * 30 + 12 * 64 * 2 * (55 + 210)
+    assert figures.step_figures(plan, seconds) == {
+        "tflops": pytest.approx(flops / seconds / 2 / 1e12, rel=1e-5),
+        "mfu": pytest.approx(flops / seconds / 2 / 1e6, abs=1e-6),
+        "predicted_seconds": round(plan.predicted_seconds, 6),
+        "bound_share": round(plan.lower_bound_seconds / seconds, 6),
+    }
+    assert list(replace(figures, peak=None, priced_here=False).step_figures(plan, seconds)) == ["tflops"]
+    assert replace(figures, shape=None, priced_here=False).step_figures(plan, seconds) == {}
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,11 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
         (fresh(model__path=str(tmp_path / "nowhere")), ModelError, r"no model folder .*nowhere"),
         (fresh(model__path=model, data__path=str(tmp_path / "none")), DataError, r"does not exist"),
         (vocabulary, DataError, r"has ids up to 399, the embedding of .*model has 300 rows"),
+        (
+            fresh(context__cp_comm_type=["p2p"] * 3),
+            ConfigError,
+            r"context.cp_comm_type lists 3 types, the model has 2 layers",
+        ),
         (on_nodes, ConfigError, r"^context\.node_size is 8, and this world has 2 slots a host[^\n]*$"),
         (refusing, ConfigError, r"logger tests\.run\.loggers\.fake_loggers\.Refusing .* no server for run"),
     ]

@@ -194,7 +194,13 @@ DISKS: list[tuple[dict[str, object], int, int, int, str]] = [
     (EVERY_4, 0, 37, 0, "refused: for 2 of 3 more checkpoints at once (0 are there)"),
     (EVERY_4, 2, 14, 0, ""),  # an old one goes when the next is there
     (EVERY_4, 2, 13, 0, "refused: for 0 of 1 more checkpoint at once (2 are there)"),
-    (EVERY_1 | {"checkpoint.save_total_limit": 1, "checkpoint.keep_best": "eval_loss"}, 0, 37, 0, "refused: for 2 of"),
+    (
+        EVERY_1 | {"checkpoint.save_total_limit": 1, "checkpoint.keep_best": "eval_loss"},
+        0,
+        37,
+        0,
+        "refused: for 2 of 3",
+    ),
     (EVERY_1 | {"checkpoint.save_total_limit": 0}, 0, 121, 0, "refused: for 9 of 10 more checkpoints"),
     (OF_ADAPTER, 0, 4, 0, ""),
     (OF_ADAPTER, 0, 3, 0, "refused: a checkpoint takes 2.794 GiB, RUN/model 953.7 MiB, and"),

@@ -100,8 +100,11 @@ def test_what_a_flag_gave_stays(tmp_path: Path) -> None:
     dynamic = load_config(None, BASE | {"evaluation.planner": "dynamic"})
     flagged = subject_of(tmp_path, dynamic, f"--{DEGREE}", "4").evaluation
     assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 4)
-    trained = load_config(None, BASE | {"context.context_parallel_size": 2})  # whose degree 0 stands for
-    assert subject_of(tmp_path, trained, f"--{DEGREE}", "0").evaluation.context_parallel_size == 2
+
+
+def test_a_degree_of_0_is_that_of_training(tmp_path: Path) -> None:
+    config = load_config(None, BASE | {"context.context_parallel_size": 2})
+    assert subject_of(tmp_path, config, f"--{DEGREE}", "0").evaluation.context_parallel_size == 2
 
 
 def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given(tmp_path: Path) -> None:
@@ -162,6 +165,7 @@ def test_a_base_has_neither_the_adapter_nor_the_depths_that_train_with_it(tmp_pa
     config = load_config(None, BASE | {"lora.rank": 4, "mtp.num_layers": 1, "mtp.train_whole": True})
     (tmp_path / "config.toml").write_text(to_toml(config))
     words = [str(tmp_path), "--compare", "base"]
-    _, request = prepare_request(words, parse_eval(words), 8, "cpu")
+    processes, request = prepare_request(words, parse_eval(words), 8, "cpu")
+    assert home_of(request.subjects[0].config.parallel, processes.ranks).slots == 8
     adapters = [(subject.config.lora.rank, subject.config.mtp.num_layers) for subject in request.subjects]
     assert adapters == [(4, 1), (0, 0)]

@@ -58,7 +58,8 @@ def test_every_constant_counts() -> None:
 @pytest.mark.parametrize(
     ("slots", "copies", "node_size", "within", "between", "inside"),  # bytes; which of them stay inside a node
     [
-        (4, 1, 2, 4.5e9, 0, "none"),  # 1e9 weights x (2 + 4) bytes x 3/4
+        (4, 1, 8, 4.5e9, 0, "both"),  # 1e9 weights x (2 + 4) bytes x 3/4
+        (4, 1, 2, 4.5e9, 0, "none"),
         (8, 2, 8, 4.5e9, 1e9, "both"),  # a slot's 1/4 of 4e9 bytes, twice, of which half is its own
         (8, 2, 4, 4.5e9, 1e9, "within"),
         (8, 2, 3, 4.5e9, 1e9, "none"),
@@ -77,9 +78,12 @@ def test_a_closing_gathers_within_replicas_and_sums_between_them(
 
 def test_a_free_step_updates_a_slots_shard_and_gathers_and_sums_in_its_closing() -> None:
     lockstep, free = (Machine().cost(QWEN3_8B, CostSettings(shards=8, free=free)) for free in (False, True))
+    copies = Machine().cost(QWEN3_8B, CostSettings(shards=4, dp_replicate=2, free=True))
     weights, machine = ModelShape.of(QWEN3_8B).stored_weights, Machine()
     end, weight = machine.micro_batch_seconds, UPDATE_BYTES / machine.memory_bytes_per_second
     assert free.update_seconds == lockstep.update_seconds == pytest.approx(end + weight * weights / 8)
+    ring = 4 * weights / 4 / machine.inside.gather.bytes_per_second  # each of two copies gets half, and then the other
+    assert copies.update_seconds == pytest.approx(end + weight * weights / 4 + ring)
     assert (free.sharding_seconds, free.micro_batch_seconds) == (0.0, Machine().micro_batch_seconds)
     wire = (2 + 4) * 7 / 8 / machine.sharding_bytes_per_second  # nothing of it hides
     assert free.closing_seconds == pytest.approx(end + weights * (2 * machine.weight_copy_seconds + wire))
@@ -308,7 +312,7 @@ def flops(recomputed: int) -> int:
     return counted.get_total_flops()
 
 
-@pytest.mark.parametrize("layers", (1, 3))
+@pytest.mark.parametrize("layers", (1, 2, 3))
 def test_recomputed_flops_are_those_that_torch_counts(layers: int) -> None:
     none, some = flops(0), flops(layers)
     cost = flops_cost(TINY, tflops=1.0)

@@ -45,7 +45,7 @@ def counted_flops(name: str, trained: Any) -> int:
 
 def cases() -> Iterator[Any]:
     for name, trained in product((name for name in PRICED if name in here()), ("all", "projector", "none")):
-        often = (name, trained) in (("qwen2.5-vl", "all"), ("llava-clip", "projector"))
+        often = (name, trained) in (("qwen2.5-vl", "all"), ("qwen3-vl", "projector"), ("llava-clip", "projector"))
         yield pytest.param(name, trained, marks=() if often else pytest.mark.whole)
 
 

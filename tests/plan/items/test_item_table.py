@@ -121,7 +121,7 @@ def test_every_row_is_encoded_once_and_needed_where_its_position_is(
         ([(0, ((1, 4),))], r"item 0 is .*; give MediaItem\(document"),
         *(
             ([item], "item 0 is .*; its document is an integer and its spans pairs")
-            for item in (MediaItem(0, (1, 4)), MediaItem(0, ((1.0, 4),)), MediaItem(True, ((1, 4),)))
+            for item in (MediaItem(0, (1, 4)), MediaItem(0, ((1.0, 4),)), MediaItem(True, ((1, 4),)), MediaItem(0, 3))
         ),
     ],
 )

@@ -81,9 +81,9 @@ BY_ROWS = 768 * 132 + 128 * 260 + 640 * 132 + 128 * 324
         (quantized(DENSE, "bitsandbytes", load_in_4bit=True), (ATTENTION + MLP) * 0.5625),
         (quantized(GPT_OSS, "mxfp4"), 8 * 3 * 128 * 96 * (0.5 + 1 / 32)),
         # a part of which one linear is left as it is counts as whole
-        (
-            quantized(DENSE, "fp8", modules_to_not_convert=["lm_head", "layers.0.self_attn.q_proj"]),
-            640 * 132 + 128 * 324,
+        *(
+            (quantized(DENSE, "fp8", modules_to_not_convert=["lm_head", name]), 640 * 132 + 128 * 324)
+            for name in ("model.layers.0.self_attn.q_proj", "layers.0.self_attn.q_proj")
         ),
         (
             quantized(DENSE, "compressed-tensors", ignore=["re:.*mlp.*"], config_groups={"": BLOCKS}),

@@ -130,8 +130,9 @@ def test_the_reason_of_a_logger_stands_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_rows_by_the_names_that_loggers_show() -> None:
-    """Numbers alone, as the example of the function has them."""
     assert scalars_by_display_name({"step": 3, "loss": 1, "note": "x", "missing": None}) == {"train/loss": 1}
+    of_eval = {"eval/loss_cp4": 2.0 / 3, "eval/seconds_cp4": 0.5}
+    assert scalars_by_display_name(eval_row(3, 4) | {"seconds": 0.5}) == of_eval
 
 
 def test_a_resumed_run_goes_on_in_the_same_tensorboard_folder(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_resumed_plans_go_on_after_their_step(tmp_path: Path) -> None:
     with PlanLog(path, after_step=2) as log:
         log.write(3, plans[5])
     assert list(read_plans(path)) == [(1, plans[1]), (2, plans[2]), (3, plans[5])]
+    with PlanLog(None, after_step=0) as log:
+        log.write(1, plans[1])
     with PlanLog(path, after_step=0):
         assert path.read_bytes() == b""
 
@@ -185,6 +187,13 @@ def test_the_time_that_is_left_stands_in_lines_of_a_resumed_run(clock: list[floa
             clock[0] += 1.0
             display.show_step(ROW | {"step": step})
     assert [line.endswith("  10 s left") for line in out.getvalue().splitlines()] == [True, False]
+
+
+def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    with ProgressDisplay(3, None) as display:
+        display.log("x")
+        display.show_step(ROW | {"step": 1})
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -88,7 +88,11 @@ WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
         ModelError,
         "'q_prj', which is no linear of Qwen3For.*; did you mean 'q_proj'",
     ),
-    (LORA | {"model__path": _folder, "lora__target_modules": ["embed_tokens"]}, ModelError, "tokens', .* no linear"),
+    (
+        LORA | {"model__path": _folder, "lora__target_modules": ["embed_tokens"]},
+        ModelError,
+        "'embed_tokens', which is no linear",
+    ),
     ({"mtp__num_layers": 1, "mtp__weights": _folder}, ModelError, "has weights of 0 depths of multi-token"),
     ({"model__path": _quantized}, ModelError, r"is quantized \(gptq"),
     ({"model__path": _scores, "model__num_labels": 3}, ModelError, "of 2 scores, and model.num_labels is 3"),
@@ -102,6 +106,7 @@ WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
         "'layers.0.self_attn.q_prj', which is no linear of Qwen2_5_VL.*; did you mean 'q_proj'",
     ),
     ({"encoder__max_tokens": 64}, ModelError, "Qwen3Config stands for no model from images and text to text"),
+    ({"context__cp_comm_type": ["p2p"] * 5}, ConfigError, "context.cp_comm_type lists 5 types, the model has"),
     ({"context__cp_comm_type": ["p2p"] * 3}, ConfigError, "context.cp_comm_type lists 3 types, the model has 2 layers"),
 ]
 
@@ -125,6 +130,7 @@ def test_what_does_not_fit_is_refused_before_texts_are_read(tmp_path: Path, capf
     positions = (
         r"longest document has 64 tokens \(file\d\d.py\), and the model knows 32 positions .*max_document_tokens = 32"
     )
+    target = r"'q_prj', which is no linear of Qwen3ForCausalLM .*; did you mean 'q_proj'"
     cases: list[tuple[dict[str, Any], type[LongspanError], str]] = [
         (
             {"model__path": str(bare)},
@@ -133,6 +139,7 @@ def test_what_does_not_fit_is_refused_before_texts_are_read(tmp_path: Path, capf
         ),
         ({"model__path": str(small)}, DataError, r"tokenizer .*/small has ids up to 26\d, .* has 250 rows"),
         ({"model__path": str(more)}, ModelError, r"hold 1 tensor that a Qwen3ForCausalLM .* take: .*weight_scale"),
+        ({"lora__rank": 4, "lora__target_modules": ["q_prj"]}, ModelError, target),
         ({"model__config": str(_architecture(tmp_path / "model"))}, ConfigError, positions),
     ]
     configs = [small_config(tmp_path / str(number), **keys) for number, (keys, *_) in enumerate(cases)]

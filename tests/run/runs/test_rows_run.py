@@ -136,7 +136,7 @@ def write_chatml_base(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.whole), True], ids=["whole", "adapter"])
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
 def test_a_saved_model_stops_at_the_end_that_its_chats_teach(tmp_path: Path, lora: bool) -> None:
     """Daily an adapter, merged; what is saved whole gets its files in `test_ends_are_added_to_what_a_folder_says`."""
     base = write_chatml_base(tmp_path / "base")
@@ -196,9 +196,8 @@ CASES: dict[str, tuple[int, int, float, dict[str, Any]]] = {  # ranks, tokens a 
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param("a short last step", marks=pytest.mark.whole), *list(CASES)[::2]])
+@pytest.mark.parametrize("case", CASES)
 def test_the_tokens_of_a_run_are_those_of_its_corpus(tmp_path: Path, case: str) -> None:
-    """A last step is short in the daily row of part of an epoch too."""
     ranks, tokens, epochs, keys = CASES[case]
     config = epoch_config(tmp_path, tokens, epochs, **keys)
     out = lines_of(0, config, 1) if ranks == 1 else run_ranks(lines_of, ranks, config, ranks, timeout=120)[0]

@@ -10,22 +10,21 @@ from tests.train.multimodal.cases import Case, few_pairs, pairs
 from tests.train.multimodal.documents import documents_of
 from tests.train.multimodal.oracle import LIMITS, answers_of, in_worlds, model_of, run, worst_of_ranks
 
-# What runs always: several slots of encoders. The rest of the values: the draw on two ranks, and OTHERS.
+# What runs always: several slots on both sides. The rest of the values: the draw on two ranks, and OTHERS.
 CHOSEN = {
     2: [
         Case("1·2→1·2·1", documents="few", family="qwen3-untied", frozen="all but the head", model="recomputed"),
-        Case("1·2→1·1·1, pp 2", planner="dynamic", documents="labelled", waves="several"),
     ],
     4: [
         Case(
             "2·2→1·2·2", owners="contiguous", planner="dynamic", documents="packed", waves="recomputed", encoder="cp 2"
         ),
+        Case("1·4→1·2·1, pp 2", planner="dynamic", documents="labelled", waves="several"),
     ],
 }
 OTHERS = {
     4: [
         Case("2·2→2·2·1", owners="random", planner="free", waves="several", model="sequence parallel"),
-        Case("1·4→1·2·1, pp 2", planner="dynamic", documents="labelled", waves="several"),
     ],
     8: [Case("2·4→2·2·1, pp 2", planner="dynamic", waves="several", encoder="cp 2", model="sequence parallel")],
 }

@@ -203,7 +203,7 @@ def _refuse_numbers(rank: int) -> None:
 
 def _refuse(rank: int) -> None:
     _refuse_mistakes(rank, Layout(2), [*REFUSED])
-    _refuse_mistakes(rank, Layout(2, pp=2), [*REFUSED][::6])
+    _refuse_mistakes(rank, Layout(2, pp=2), [*REFUSED][::3])
     _refuse_dropout(Layout(2))
     _refuse_numbers(rank)
 

@@ -167,7 +167,6 @@ def errors_of_mutations(rank: int, exact: dict[str, Wanted]) -> dict[str, float]
     return errors
 
 
-@pytest.mark.whole
 def test_mutations_of_terms_are_noticed() -> None:
     (errors,) = run_ranks(errors_of_mutations, 1, {name: wanted(name) for name in MUTATIONS})
     assert min(errors.values()) > 1e-6, errors
