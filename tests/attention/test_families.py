@@ -78,6 +78,14 @@ def test_tiles_cover_what_branches_see_once(forest, degree, inner, window, parti
     check_tiles(forest, degree, inner if degree % inner == 0 else 1, window, partition)
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
+@settings(max_examples=30, deadline=None)
+def test_copies_of_key_rows_are_found(rows):
+    distinct, copies = find_copies(np.array(rows))
+    listed = [(int(row), int(place)) for index in copies for row, place in zip(distinct, index, strict=True)]
+    assert sorted((row, place) for row, place in listed if place >= 0) == sorted((row, i) for i, row in enumerate(rows))
+
+
 @pytest.mark.parametrize("window, most", [(None, 1), (12, 2), (70, 2)])
 def test_launches_do_not_grow_with_the_branches(window, most):
     for answers in (2, 8, 64):

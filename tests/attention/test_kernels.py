@@ -40,6 +40,7 @@ CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
 HEADS = {"mha": (4, 4, 8, 8), "gqa": (8, 2, 16, 16), "mqa": (3, 1, 8, 8), "mla": (4, 2, 24, 16), "wide": (2, 2, 8, 24)}
 LENGTHS = [(37,), (5, 1, 40, 3)]
+LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 MASKS = [{"causal": True}, {"causal": False}, {"causal": True, "window": 1}, {"causal": True, "window": 6}]
 
 
@@ -129,7 +130,17 @@ def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, with_de
     return [relative_error(f, w) for f, w in zip(results, dense(tensors, lengths, **options), strict=True)]
 
 
-SHAPES = [*((shape, LENGTHS[i % 2]) for i, shape in enumerate(HEADS.values())), (HEADS["gqa"], (1,))]
+SHAPES = [(shape, lengths) for shape in HEADS.values() for lengths in LENGTHS] + [(HEADS["gqa"], (1,))]
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_kernels_match_the_reference(dtype, options):
+    for kernel in usable(dtype, **{"window": 1} if "window" in options else {}):
+        for seed, (shape, lengths) in enumerate(SHAPES):
+            degree = 1 + seed % 3 if dtype == torch.float64 else 3
+            worst = max(errors(kernel, dtype, shape, lengths, degree, seed, **options))
+            assert worst <= LIMIT[dtype], (kernel.name, shape, lengths, degree, seed, worst)
 
 
 def test_pieces_of_long_tiles(monkeypatch):
@@ -152,11 +163,12 @@ def test_errors_do_not_grow_to_degree_16(dtype, growth):
 
 
 @pytest.mark.parametrize("options", [*MASKS, {"softcap": 2.0}, {"softcap": 5.0, "window": 6}], ids=str)
-def test_float16_under_every_mask_and_values_wider_than_keys(options):
-    for kernel in usable(torch.float16, **{name: value for name, value in options.items() if name != "causal"}):
+@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+def test_half_precision_under_every_mask_and_values_wider_than_keys(dtype, limit, options):
+    for kernel in usable(dtype, **{name: value for name, value in options.items() if name != "causal"}):
         for heads, lengths in (("gqa", (37,)), ("wide", (5, 1, 40, 3))):
-            relative = errors(kernel, torch.float16, HEADS[heads], lengths, 3, **options)
-            assert max(relative) <= 3e-3, (kernel.name, heads, relative)
+            relative = errors(kernel, dtype, HEADS[heads], lengths, 3, **options)
+            assert max(relative) <= limit, (kernel.name, heads, relative)
 
 
 FULL_SIZES = {
@@ -187,16 +199,16 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
             assert all(e <= b for e, b in zip(relative, bound, strict=True)), case
 
 
-@pytest.mark.parametrize("options", MASKS[:2], ids=str)
-def test_cudnn_splits_launches_into_dense_calls(monkeypatch, options):
-    """As cuDNN takes them, computed by the reference: what `cudnn` does around them is all its own."""
+def scaled(scale):
+    return AttendCall(4, 2, 8, 8, torch.float64, scale=scale)
+
+
+def cudnn_on_the_cpu(monkeypatch):
+    """Dense calls as cuDNN takes them, computed by the reference: what `cudnn` does around them is all its own."""
 
     def one(causal, rows, keys):
         assert min(rows, keys) > 1 and (rows == keys or not causal), (causal, rows, keys)
         return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if causal else None),)), CPU)
-
-    def scaled(scale):
-        return AttendCall(4, 2, 8, 8, torch.float64, scale=scale)
 
     def forward(q, k, v, causal, scale):
         return reference.forward(q, k, v, one(causal, len(q), len(k)), scaled(scale))
@@ -206,9 +218,33 @@ def test_cudnn_splits_launches_into_dense_calls(monkeypatch, options):
 
     monkeypatch.setattr(cudnn, "_call_forward", forward)
     monkeypatch.setattr(cudnn, "_call_backward", backward)
-    for seed, (heads, lengths) in enumerate((*SHAPES, (HEADS["gqa"], LENGTHS[1]), (HEADS["mla"], LENGTHS[0]))):
+
+
+@pytest.mark.parametrize("options", MASKS[:2], ids=str)
+def test_cudnn_splits_launches_into_dense_calls(monkeypatch, options):
+    cudnn_on_the_cpu(monkeypatch)
+    for seed, (heads, lengths) in enumerate(SHAPES):
         worst = max(errors(find_kernel("cudnn"), torch.float64, heads, lengths, 1 + seed % 3, device=CPU, **options))
         assert worst <= 1e-12, (heads, lengths, seed, worst)
+
+
+def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
+    cudnn_on_the_cpu(monkeypatch)
+    edges = ((0, 5, 0, 9), (5, 6, 9, 12), (6, 8, 12, 14), (8, 12, 14, 19))
+    causal, full = (Tile(*edge, right=0) for edge in edges), (Tile(0, 3, 0, 1), Tile(3, 8, 1, 5))
+    for launch in (Launch(Tiling.from_tiles(tiles), CPU) for tiles in (causal, full)):
+        rows, keys = launch.tiles[-1].q_stop, launch.tiles[-1].k_stop
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, dout = (
+            torch.randn(n, h, d, generator=generator, dtype=torch.float64)
+            for n, h, d in ((rows, 4, 8), (keys, 2, 8), (keys, 2, 6), (rows, 4, 6))
+        )
+        call = scaled(0.4)
+        of_reference, of_cudnn = (kernel.forward(q, k, v, launch, call) for kernel in (reference, cudnn))
+        saved = Saved(q, k, v, *of_reference)
+        gradients = [kernel.backward(dout, saved, launch, call) for kernel in (reference, cudnn)]
+        for a, b in zip((*of_cudnn, *gradients[1]), (*of_reference, *gradients[0]), strict=True):
+            assert relative_error(a, b) <= 1e-12
 
 
 def test_torch_flash_sums_gradients_of_some_heads_at_a_time(monkeypatch):

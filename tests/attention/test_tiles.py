@@ -15,7 +15,11 @@ from longspan import Group, MicroBatch, attend
 from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.masks import (
     Mask,
+    _band_tiles,
+    _drop_idle_limits,
+    make_tilings,
     span_tiles,
+    split_left_limits,
     tiles_between,
 )
 from longspan.attention.members import Members
@@ -119,6 +123,15 @@ def test_tiles_cover_what_is_visible_once(lengths, degree, mask, kind):
     check_tiles(lengths, degree, mask, kind)
 
 
+@pytest.mark.parametrize("window", [1, 2, 12, 100])
+def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
+    for lengths, degree in product(LENGTHS, (1, 2, 4)):
+        for q, k in product(shares_of("zigzag", lengths, degree), repeat=2):
+            banded = _band_tiles(q, k, window)
+            for arrays in (banded, _drop_idle_limits(banded), split_left_limits(_drop_idle_limits(banded))):
+                check_covered(make_tilings(arrays), q, k, wanted(q, k, Mask(True, window)))
+
+
 @given(
     lengths=documents_lengths,
     degree=st.integers(1, 4),
@@ -146,6 +159,17 @@ def test_blocks_hold_every_row_once_the_costliest_first(lengths, degree, window,
 
 def seen_raw(tile):
     return seen([Tiling.from_tiles((tile,))], tile.q_stop, tile.k_stop)
+
+
+def test_a_piece_of_a_tile_sees_what_its_rows_saw():
+    masks = ((None, None), (None, 0), (4, 0), (3, 2))
+    tiles = [Tile(3, 13, 5, 20, *masks[0]), Tile(3, 13, 5, 20, *masks[1]), Tile(2, 9, 0, 11, *masks[2])]
+    for tile, rows in product((*tiles, Tile(0, 8, 0, 6, *masks[3])), (1, 3, 100)):
+        count = np.zeros_like(seen_raw(tile))
+        for piece in tile.pieces(rows):
+            assert piece.queries <= rows
+            count[: piece.q_stop, : piece.k_stop] += seen_raw(piece)
+        assert (count == seen_raw(tile)).all(), (tile, rows)
 
 
 # ---- few launches
