@@ -17,6 +17,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "comm/test_groups.py::test_channels_with_and_without_communicators",
         "comm/test_groups.py::test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority",
         "comm/test_shard.py::test_rows_positions_and_segments_of_every_kind_of_micro_batch",
+        "comm/test_ring.py::test_every_block_visits_every_member_and_its_gradient_comes_home",
         "comm/test_tp_collectives.py::test_sums_slices_and_their_gradients",
         "comm/test_meshes.py::test_a_world_after_a_world_has_meshes_of_its_own",
         "comm/test_world.py::test_the_control_group_and_meshes_of_every_home_also_inside_another",

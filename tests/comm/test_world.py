@@ -48,6 +48,7 @@ def visit_all(rank: int) -> str:
             assert math.isnan(world.control.sum_over_slots([float("nan") if world.slot == 0 else 0.0])[0])
             assert world.control.gather_objects({"rank": rank}) == [{"rank": r} for r in home.ranks]
             assert world.control.broadcast_object(rank) == home.ranks[0]
+            assert world.control.broadcast_object(rank, source=n - 1) == n - 1
             assert world.control.flag_on_any_rank(rank == n - 1) and not world.control.flag_on_any_rank(False)
             assert world.control.flags_on_any_rank(rank == 0, False, rank == n - 1) == (True, False, True)
             assert world.control.compare_digests("0f" * 32, rank == n - 1, False) == (True, False)
@@ -110,6 +111,8 @@ def refuse() -> None:
             pass
     for names, says in (
         (("RANK",), "RANK is not set"),
+        (("WORLD_SIZE",), "WORLD_SIZE is not set"),
+        (("MASTER_ADDR",), "MASTER_ADDR is not set"),
         (("MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR and MASTER_PORT are not set"),
     ):
         values = {name: os.environ.pop(name) for name in names}
@@ -412,6 +415,7 @@ def open_worlds(store: HashStore, size: int, ranks: tuple[int, ...]) -> list[str
 @pytest.mark.parametrize(
     "launches",
     [
+        [(2, (0, 1)), (2, (0, 1)), (2, (1, 0))],
         [(4, (0, 1, 2, 3)), (2, (0, 1)), (4, (3, 2, 1, 0)), (3, (0, 1, 2))],
         [(3, (1, 2)), (3, (0, 1, 2)), (3, (0,)), (3, (0, 1)), (3, (2, 1, 0))],
         [(3, (0, 2)), (1, (0,)), (2, (1,)), (2, (1, 0)), (3, (0, 2, 1))],
