@@ -16,7 +16,7 @@ from longspan.model.float8.products import (
     quantise_rows,
 )
 from longspan.model.marks import find_float8_weight
-from tests.model.float8.dense import DenseLinear
+from tests.model.float8.dense import DenseLinear, rounded
 
 
 def numbers(*shape: int, spread: float = 2.0) -> Tensor:
@@ -132,3 +132,8 @@ def test_a_weight_that_changes_before_backward_is_an_error() -> None:
         linear.weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"a weight \(64, 64\) that backward needs was changed in place"):
         y.sum().backward()
+
+
+def test_the_reference_rounds_as_float8_does() -> None:
+    x = numbers(4, 64)
+    assert torch.equal(quantise_rows(x).dequantise(), rounded(x))

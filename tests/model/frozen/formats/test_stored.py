@@ -15,6 +15,7 @@ from longspan import load_model
 from longspan.errors import ModelError
 from longspan.model.frozen import packed_format
 from longspan.model.frozen.formats.storage_methods import find_storage_method
+from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.weights.fill import find_deferred_weights
 from longspan.model.weights.hf_folder import quantization_settings
 from longspan.model.weights.local_tensors import LocalPart
@@ -47,6 +48,30 @@ def test_a_folder_gives_the_weights_that_its_package_reads(folders: Path, case: 
     assert weights.keys() == exact.keys() and not model.training
     different = {name for name, x in weights.items() if not torch.equal(x, exact[name].to(x.dtype))}
     assert not different, different
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) -> None:
+    """By rows or experts, wherever a part begins and ends; unpacked they are the weights."""
+    folder = _folder(folders, case)
+    stored = find_storage_method(quantization_settings(folder))
+    assert stored is not None
+    tensors = load_file(folder / "model.safetensors")
+    exact = load_model(folder, dtype="float32", quantized=True).state_dict()
+    packed = {name: x for name, x in stored.join_weights(tensors).items() if isinstance(x, StoredWeight)}
+    assert len(packed) == (4 if case == "mxfp4" else 32 if case == "float8 of experts" else 14)
+    for name, weight in packed.items():
+        *others, rows, columns = weight.shape
+        whole = weight.read()
+        assert whole.dtype == torch.uint8
+        assert whole.shape == (*others, rows, weight.format.rows.row_bytes(columns))
+        parts = [weight.read(slice(start, stop)) for start, stop in ((0, 1), (1, 3), (3, 10**6))]
+        assert torch.equal(torch.cat(parts), whole)
+        matrices = torch.empty(weight.shape)
+        for matrix, out in zip(whole.view(-1, *whole.shape[-2:]), matrices.view(-1, rows, columns), strict=True):
+            weight.format.unpack(matrix, out)
+        if name in exact:
+            assert torch.equal(matrices.mT if weight.format.transposed else matrices, exact[name])
 
 
 @pytest.mark.parametrize("case", CASES)
