@@ -152,14 +152,12 @@ CHANGES = {
     "vision-models": (("range(4)", "range(2)"),),
     "bridge": (("range(8)", "range(5)"),),
 }
-NIGHTLY = ("parallelism", "mtp", "doctor")
 ALONE = {"README", "memory", "own-loop", "gpu", "laptop"}  # below; tests/hf runs "trainer"
 
 
 @pytest.mark.filterwarnings("ignore:.*are no part of the.*itself")  # the depths of mtp.md, which are added then
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in NIGHTLY)) for n in PAGES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.whole] * (name == "mtp")) for name in PAGES])
 def test_a_page_is_one_program(name: str, run_page: RunProgram) -> None:
-    """Homes of "parallelism", depths of "mtp" and the proof of "doctor" are in daily tables of their rooms."""
     printed = run_page(name, *CHANGES.get(name, ()))
     assert PAGES[name](printed), printed
 
@@ -378,10 +376,7 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pyt
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     capfd.readouterr()
-    world = ["--world", "4"]
-    if path.name in SHORTEST:  # on two ranks, where evaluation has two degrees too
-        world = ["--world", "2", "--evaluation.context_parallel_size", "2"]
-    assert main(["train", str(path), *world, "--device", "cpu", "--json", *words]) == 0
+    assert main(["train", str(path), "--world", "4", "--device", "cpu", "--json", *words]) == 0
     losses = [row["eval_loss"] for row in json.loads(capfd.readouterr().out)["eval_at_degrees"]]
     assert len(losses) > 1 and max(losses) / min(losses) - 1 <= 1e-6
 

@@ -38,8 +38,6 @@ MODEL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size
 MODEL |= {"max_position_embeddings": 16384, "tie_word_embeddings": True}
 GPUS = ["--gpu-bytes", str(5 << 30), "--host-bytes", str(2 << 30), "--gpus", "4"]
 TWO = [*GPUS[:-1], "2"]
-MODE = ["--context.mode", "lockstep"]
-QUICK = ["--cp-comm-type", "a2a", *MODE]  # one type and mode, where none is asked about
 DRAWN = ["--distribution", "uniform", "--tokens", "30000", "--longest-document", "9000", "--cp-comm-type", "a2a"]
 
 
@@ -67,12 +65,6 @@ def one_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(plans_answer, "rank_ways", find)
     monkeypatch.setattr(plans_answer, "find_longest", find_longest)
-
-
-@pytest.fixture
-def no_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tests that read nothing of the longest document, which is half of what most answers search for."""
-    monkeypatch.setattr(plans_answer, "find_longest", lambda config, facts: (0, None))
 
 
 def ask(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -109,7 +101,7 @@ def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytes
 
 @pytest.mark.usefixtures("one_search")
 def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", model, *GPUS[:-1], "1", "--same", "1x131072", *MODE]
+    words = ["--model", model, *GPUS[:-1], "1", "--same", "1x131072"]
     answer = ask(words, capsys)
     assert answer["fits"] is False and answer["device"]["total"] > 0.92 * (5 << 30) and answer["step_seconds"] is None
     assert main(["plan", *words]) == 2
@@ -132,9 +124,8 @@ def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: p
     assert re.search(words, capsys.readouterr().err)
 
 
-@pytest.mark.usefixtures("no_longest")
 def test_keys_by_hand_win(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", model, *TWO, "--same", "1x32768", "--cp", "2", *QUICK]
+    words = ["--model", model, *TWO, "--same", "1x32768", "--cp", "2"]
     host = ask([*words, "--train.offload_optimizer_states", "--train.activation_checkpointing", "full"], capsys)
     assert {word.partition("+")[0] for word in host["measures"]} == {"full"}
     assert host["host"]["states"] >= host["device"]["states"] > 0  # of which an update has two buckets
@@ -149,7 +140,8 @@ def test_keys_by_hand_win(model: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 PADDED = ["--same", "8x4096", "--context.planner", "padded", "--cp", "2"]
 KEYS: list[Any] = [
-    (["--same", "8x4096", "--parallel.tp", "2", "--pp", "2"], {"parallel.tp": 2, "parallel.pp": 2}),
+    (["--same", "8x4096", "--parallel.tp", "2"], {"parallel.tp": 2}),
+    (["--same", "8x4096", "--pp", "2"], {"parallel.pp": 2}),
     pytest.param(PADDED, {"context.context_parallel_size": 2}, marks=pytest.mark.whole),
     (DRAWN, {}),
     (
@@ -161,7 +153,6 @@ KEYS: list[Any] = [
 ]
 
 
-@pytest.mark.usefixtures("no_longest")
 @pytest.mark.parametrize(("words", "keys"), KEYS)
 def test_training_takes_the_keys(
     words: list[str], keys: dict[str, int], model: str, capsys: pytest.CaptureFixture[str]
@@ -175,11 +166,10 @@ def test_a_run_has_steps_and_hours(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longspan.resolve.facts.TIMED_STEPS", 2)
-    monkeypatch.setattr(plans_answer, "PRICED", 8)
     sizes = [800 * (1 + i % 7) for i in range(30)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * 4 * n}) + "\n" for n in sizes))
     words = ["--model", model, *TWO, "--data", str(tmp_path / "texts.jsonl"), "--tokens-per-step", "8000"]
-    words += ["--cp-comm-type", "p2p", "--context.mode", "lockstep"]
+    words += ["--cp-comm-type", "p2p"]
     answer = ask([*words, "--epochs", "0.3"], capsys)
     config = load_config(None, {"model.path": model, "train.tokens_per_step": 8000, "train.epochs": 0.3})
     assert answer["steps"] == order_lengths(config, sizes).count_steps()
@@ -194,11 +184,11 @@ def test_a_run_has_steps_and_hours(
     ranks = [way["seconds"] * (1.01 if way["planner"] == "dynamic" else 1) for way in ways]  # as training chooses
     assert ranks == sorted(ranks) and answer["tokens_per_second_per_gpu"] == ways[0]["tokens_per_second_per_gpu"]
     assert answer["longest"] > max(sizes)
-    assert main(["plan", *words, "--train.steps", "20", "--cp", "1", "--data.max_document_tokens", "1000"]) == 0
+    assert main(["plan", *words, "--train.steps", "100", "--cp", "1", "--data.max_document_tokens", "1000"]) == 0
     printed = capsys.readouterr()
     assert re.search(r"documents of 27 texts to train on.*; 3 texts of \d+ documents held out", printed.out)
-    assert "tokens are estimated as bytes / 4" in printed.err and "20 steps of " in printed.out
-    assert ", the mean of 8 of them: " in printed.out and "\nsteps = 20\n" in printed.out
+    assert "tokens are estimated as bytes / 4" in printed.err and "100 steps of " in printed.out
+    assert ", the mean of 64 of them: " in printed.out and "\nsteps = 100\n" in printed.out
 
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
@@ -209,7 +199,7 @@ def test_layouts_are_compared_and_the_fastest_is_written(tmp_path: Path, capsys:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | EXPERTS))
     file = tmp_path / "run.toml"
     drawn = ["--distribution", "expo", "--tokens", "8000", "--longest-document", "6000"]
-    words = ["--model", str(tmp_path), *TWO, *drawn, *QUICK, "--optimizer.lr", "1e-5", "--write", str(file)]
+    words = ["--model", str(tmp_path), *TWO, *drawn, "--optimizer.lr", "1e-5", "--write", str(file)]
     answer = ask(words, capsys)
     ways = answer["alternatives"]
     assert {(way["planner"], way["degree"]) for way in ways} >= {("dynamic", None), ("fixed", 2)}
@@ -234,10 +224,8 @@ def test_the_planner_is_the_one_that_training_chooses(
     lengths: list[int], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lengths.json").write_text(json.dumps(lengths))
-    words = ["--model", model, *TWO, "--lengths", str(tmp_path / "lengths.json"), "--context.cp_comm_type", "a2a"]
-    answer = ask(words, capsys)
-    keys = {"model.path": model, "optimizer.lr": 1e-5, "run.machine": "h200", "context.cp_comm_type": "a2a"}
-    config = load_config(None, keys)
+    answer = ask(["--model", model, *TWO, "--lengths", str(tmp_path / "lengths.json")], capsys)
+    config = load_config(None, {"model.path": model, "optimizer.lr": 1e-5, "run.machine": "h200"})
     gpus = Gpus(machine=Machine.known("H200"), count=2, bytes=5 << 30, host_bytes=2 << 30, name="H200")
     resolved = resolve(config, GpuRun(config, gpus, model).facts_of_step(lengths))
     context, keys = resolved.config.context, answer["keys"]
@@ -260,10 +248,9 @@ def test_the_planner_is_the_one_that_training_chooses(
     assert known == {("dynamic", None): dynamic} | ways
 
 
-@pytest.mark.usefixtures("no_longest")
 def test_every_planner_is_compared_at_rows_that_memory_holds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those that an answer leaves out: padded plans, and dynamic ones of equal lengths."""
-    words = ["--model", model, *TWO, "--same", "2x20000", "--compare", *QUICK]
+    words = ["--model", model, *TWO, "--same", "2x20000", "--compare"]
     answer = ask([*words, "--planner", f"{__name__}.whole_slots"], capsys)
     ways = {(way["planner"], way["degree"]): way for way in answer["alternatives"]}
     own = {("dynamic", None), (f"{__name__}.whole_slots", None)}
@@ -325,11 +312,10 @@ def test_refusals(words: str, message: str, model: str, capsys: pytest.CaptureFi
     assert re.search(message, line), line
 
 
-@pytest.mark.usefixtures("no_longest")
 def test_a_machine_of_a_file_has_its_own_bytes(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine, file = Machine(memory_bytes=9 << 30, layer_seconds=0.0), tmp_path / "machine.json"  # of a fast host
     file.write_text(json.dumps(machine.to_json()))
-    words = ["--model", model, "--gpu", str(file), "--same", "1x4096", "--cp", "1", *QUICK]
+    words = ["--model", model, "--gpu", str(file), "--same", "1x4096"]
     assert ask(words, capsys)["gpu_bytes"] == 9 << 30
     file.write_text(json.dumps(replace(machine, memory_bytes=0).to_json()))
     assert main(["plan", *words]) == 2 and "give --gpu-bytes" in capsys.readouterr().err
@@ -394,7 +380,7 @@ def test_commands_of_the_pages_need_no_download(
     monkeypatch.setattr(plans_answer, "rank_ways", lambda config, facts, _: Ranking((fit_largest(config, facts),)))
     longest = lambda config, facts: (UNIT * facts.home.slots, largest(config, facts))  # noqa: E731
     monkeypatch.setattr(plans_answer, "find_longest", longest)
-    command = command.replace("1024x8192 --world 8192", "16x8192 --world 64")
+    command = command.replace("1024x8192 --world 8192", "64x8192 --world 64")
     assert main(["plan", *command.split()]) == 0, capsys.readouterr().err
 
 
@@ -471,7 +457,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.usefixtures("one_search")
 def test_it_tells_what_a_run_would_take(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", config, "--dry-run", "--world", "4", "--run.machine", "h100", *MODE]
+    words = ["train", config, "--dry-run", "--world", "4", "--run.machine", "h100"]
     assert main([*words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["fits"] and answer["gpus"] == 4 and answer["gpu_bytes"] == 80 << 30 and answer["steps"] > 1
@@ -503,7 +489,6 @@ def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixt
         assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.usefixtures("no_longest")
 def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "usable_gpus", lambda: 2)
     gpus = machine.LocalGpus(2, (8, 0), 108, "NVIDIA A100-SXM4-40GB", 42_000_000_000)
@@ -633,9 +618,8 @@ def test_whole_frozen_weights_wait_on_the_host(
     assert f"\n| {name} | whole, bfloat16 | {cells} |\n" in page
 
 
-@pytest.mark.usefixtures("no_longest")
 def test_packed_weights_have_a_row_where_there_are_any(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", model, *GPUS, "--same", "1x8192", "--cp", "1", *QUICK]
+    words = ["plan", "--model", model, *GPUS, "--same", "1x8192"]
     assert main(words) == 0 and "\npacked " not in capsys.readouterr().out
     frozen = ["--model.frozen", "nf4"]
     assert main([*words, *frozen]) == 2 and "model.frozen" in capsys.readouterr().err  # without an adapter

@@ -319,9 +319,14 @@ def test_what_a_run_computes_in() -> None:
     assert [compute_dtype(kind, "cuda") for kind in kinds] == [torch.bfloat16, torch.bfloat16, torch.float64]
     assert [compute_dtype(kind, "cpu") for kind in kinds] == [torch.float32, torch.bfloat16, torch.float64]
     assert compute_dtype(ModelConfig(compute_dtype="float32"), "cuda") == torch.float32
-    for kind, (gpu, device) in product(kinds, ((True, "cuda"), (False, "cpu"))):  # and memory is planned without torch
-        settings = memory_settings_of_run(replace(RunConfig(), model=kind), gpu=gpu)
-        assert settings.compute_bytes == compute_dtype(kind, device).itemsize
+    adapter = {"model.dtype": "bfloat16", "lora.rank": 8, "lora.target_modules": ["q_proj"]}
+    encoder = {"model.compute_dtype": "float32", "encoder.trainable": "projector", "encoder.max_tokens": 64}
+    of_keys = [{}, adapter, {"model.dtype": "float64", "optimizer.class": "sgd"}, encoder]
+    for keys, (gpu, device) in product(
+        of_keys, ((True, "cuda"), (False, "cpu"))
+    ):  # and memory is planned without torch
+        config = load_config(None, keys)
+        assert memory_settings_of_run(config, gpu=gpu).compute_bytes == compute_dtype(config.model, device).itemsize
 
 
 def test_the_longest_document_is_named_where_nothing_was_cut() -> None:

@@ -400,6 +400,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_sigusr1_to_all_processes_saves_and_sigterm_leaves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     keys = {"checkpoint__save_signals": ["SIGUSR1"], "checkpoint__preempted_exit_code": 75, "evaluation__every": 0}
+    keys["checkpoint__save_total_limit"] = 0  # one more would be seen
     config = small_config(tmp_path, train__steps=10_000, **keys)
     (tmp_path / "config.toml").write_text(to_toml(config))
 

@@ -285,6 +285,9 @@ def test_a_base_is_known_by_its_weights(
     _run_over("base", tmp_path, data__path="texts", checkpoint__dir="saved")
     monkeypatch.chdir(tmp_path / "there")  # with a base of its own, without texts and checkpoints
     loss = _eval_loss(run)
+    capfd.readouterr()
+    assert cli_main(["eval", run, "--world", "1", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["eval_loss"] == loss
     assert cli_main(["export", run, str(out), "--merge"]) == 0
     exported, kept = (load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in (out, base))
     assert exported.equal(kept)

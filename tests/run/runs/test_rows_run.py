@@ -138,7 +138,6 @@ def write_chatml_base(folder: Path) -> Path:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
 def test_a_saved_model_stops_at_the_end_that_its_chats_teach(tmp_path: Path, lora: bool) -> None:
-    """Daily an adapter, merged; what is saved whole gets its files in `test_ends_are_added_to_what_a_folder_says`."""
     base = write_chatml_base(tmp_path / "base")
     (base / "generation_config.json").write_text('{"eos_token_id": 256, "temperature": 0.6, "do_sample": true}')
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yo"}]
