@@ -6,14 +6,18 @@ from tests.attention.test_mutations import MUTATIONS as OF_ATTENTION
 from tests.bridge.test_bridge import MUTATIONS as OF_BRIDGES
 from tests.corpus.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
+from tests.hf.test_files import MUTATIONS as OF_CHECKPOINTS
 from tests.hf.test_trainer import MUTATIONS as OF_TRAINERS
 from tests.model.experts.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.frozen.test_exact import MUTATIONS as OF_FROZEN_STEPS
+from tests.model.frozen.test_loaded_models import MUTATIONS as OF_LOADED_CODES
 from tests.model.frozen.test_nf4 import MUTATIONS as OF_CODES
 from tests.model.frozen.test_reading import MUTATIONS as OF_FROZEN_WEIGHTS
 from tests.model.lora.test_exact import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_exact import MUTATIONS as OF_DEPTHS, OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
+from tests.model.seams.test_indexers import CHANGES as OF_INDEXERS, IN_TILES as OF_SCORES_IN_TILES
+from tests.model.seams.test_latents import CHANGES as OF_LATENTS
 from tests.model.test_host_weights import MUTATIONS as OF_HOST_WEIGHTS
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
 from tests.model.vision.test_exact import (
@@ -23,6 +27,7 @@ from tests.model.vision.test_exact import (
     VIDEOS as OF_VIDEOS,
 )
 from tests.mutation import mutate, restore
+from tests.run.runs.test_families_run import MUTANTS as OF_FAMILIES
 from tests.ssm.test_parity import MUTANTS as OF_STATES
 from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.optim.test_hidden_updates import MUTATIONS as OF_HIDDEN_UPDATES
@@ -35,6 +40,12 @@ CHANGES = [
     *OF_ATTENTION,
     *OF_BRIDGES,
     *OF_DEPTHS.values(),
+    *OF_CHECKPOINTS.values(),
+    *OF_FAMILIES.values(),
+    *OF_INDEXERS.values(),
+    *OF_SCORES_IN_TILES.values(),
+    *OF_LATENTS.values(),
+    *OF_LOADED_CODES.values(),
     *OF_TRAINERS.values(),
     *OF_WHOLE_DEPTHS.values(),
     *OF_FROZEN_STEPS.values(),
