@@ -22,7 +22,7 @@ from longspan.model.weights.write import OF_MODEL, make_partial_folder, replace_
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted, base_model
-from tests.model.stock import error, prepare_untried
+from tests.model.stock import error, prepare_untried, tiny
 
 OTHERS = {"README.md": "mine", "chat_template.jinja": "mine", "model-notes.txt": "mine", "step-1/config.json": "{}"}
 OTHERS |= {"checkpoint-4/model.safetensors": "a trainer's", "training_args.bin": "mine"}
@@ -141,14 +141,16 @@ def test_nothing_is_lost_or_mixed_where_a_save_is_interrupted(
     assert (tmp_path / "model.old" / "notes").read_text() == "mine"
 
 
-LAYOUTS: list[tuple[str, Layout, bool, Layout]] = [  # a preset, the home that saves, sharded, and the one that loads
+LAYOUTS: list[tuple[str, Layout, bool, Layout]] = [  # a model, the home that saves, sharded, and the one that loads
     ("qwen3-tiny", Layout((1, 0), dp_replicate=2), True, Layout(2, tp=2)),  # tied embeddings
-    ("llama-tiny", Layout(2, tp=2), False, Layout((1, 0))),
+    ("llama", Layout(2, tp=2), False, Layout((1, 0))),  # two ends
     ("qwen3-moe-tiny", Layout(2, ep=2), True, Layout(2)),  # experts that a folder has one by one
 ]
 
 
 def model_of(preset: str, seed: int, lora: bool = False) -> Any:
+    if preset == "llama":
+        return tiny("llama", seed=seed)
     model = load_model(None, preset, dtype="float32", seed=seed, vocab_size=64)
     if lora:
         torch.manual_seed(seed)
@@ -191,6 +193,17 @@ def reload_rank(rank: int, folder: Path) -> str:
 def test_a_folder_comes_back_bit_for_bit_under_another_layout(tmp_path: Path) -> None:
     texts = run_ranks(reload_rank, 2, tmp_path)
     assert texts[0] == texts[1] and "has no adapter_model.safetensors, and the model has an adapter" in texts[0]
+    ids = torch.arange(9)[None]
+    for number, (preset, *_) in enumerate(LAYOUTS):
+        expected, path = model_of(preset, 0).eval(), tmp_path / str(number)
+        stock = AutoModelForCausalLM.from_pretrained(path).eval()
+        assert stock.config.architectures == [type(stock).__name__] == [type(expected).__name__]
+        tied = stock.get_output_embeddings().weight is stock.get_input_embeddings().weight
+        assert tied == stock.config.tie_word_embeddings == (preset != "llama")
+        for read in (stock, load_model(path)):
+            assert read.state_dict().keys() == expected.state_dict().keys()
+            assert all(torch.equal(x, expected.state_dict()[n]) for n, x in read.state_dict().items()), preset
+        assert torch.equal(stock(ids).logits, expected(ids).logits)
 
 
 INTERLEAVED = {"virtual_stages": 2}

@@ -20,7 +20,7 @@ from longspan.cli.main import main
 from longspan.errors import ModelError
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.weights.empty_model import empty_model
-from tests.model.stock import prepare_untried, tiny
+from tests.model.stock import VOCABULARY, prepare_untried, tiny
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "qwen3"
     tiny("qwen3").save_pretrained(path, max_shard_size="20KB")
     return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_a_folder_gives_its_weights(folder: Path, dtype: str) -> None:
+    model = load_model(folder, dtype=dtype, vocab_size=VOCABULARY)
+    wanted = tiny("qwen3").to(getattr(torch, dtype))
+    for (name, found), (_, expected) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), name
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def _config(edit: Callable[[dict], object]) -> Callable[[Path], object]:
