@@ -205,7 +205,7 @@ def test_torch_finds_as_many_here() -> None:
 
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-ON_GPUS = ["plan", "--model", "model", "--gpu", "h100", "--gpus", "2", "--json", "--cp-comm-type", "a2a"]
+ON_GPUS = ["plan", "--model", "model", "--gpu", "h100", "--gpus", "2", "--json"]
 WITHOUT_TORCH: tuple[tuple[list[str], int, str], ...] = (  # commands, their status, and what they say
     (["train", "--help"], 0, "longspan train"),
     (["eval", "--help"], 0, "longspan eval"),

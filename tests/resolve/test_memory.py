@@ -158,7 +158,7 @@ def test_rows_auto_are_those_whose_steps_are_fastest(monkeypatch: pytest.MonkeyP
     few, many = (fit_in(way_of(config_of(**AUTO, context__planner="dynamic")), gib * GIB) for gib in (100, 200))
     assert rows_of(many) == many.way.limits_of_rows()[-1] > rows_of(few)
     assert set(memory_of(many).measures) == {"none"}
-    keys = {"train__activation_checkpointing": "none", "context__planner": "dynamic", "context__cp_comm_type": "p2p"}
+    keys = {"train__activation_checkpointing": "none", "context__planner": "dynamic"}
     by_hand = way_of(config_of(**AUTO, **keys), layers=4)  # all activations are kept: rows alone may give way
     with pytest.raises(PlanError, match="does not fit") as refusal:
         fit_in(by_hand, GIB, 64 * GIB)
