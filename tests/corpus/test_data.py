@@ -246,6 +246,21 @@ def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) 
     assert "the corpus changed (file00.py" in said[2]
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    (texts / "rows.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
+    settings = CorpusSettings(DataConfig(path=str(texts), vocab_size=300, max_document_tokens=64))
+
+    def write_at_the_end(line: str) -> None:
+        if line.startswith("tokenized"):
+            (texts / "rows.jsonl").write_text(json.dumps({"text": "another text"}) + "\n")
+
+    message = rf"rows.jsonl of the corpus \({texts}/rows.jsonl\) changed while it was read; start again"
+    with pytest.raises(DataError, match=message):
+        open_or_build_corpus(settings, tmp_path / "run", tokenizer=None, resumed=False, log=write_at_the_end)
+    assert len(build(tmp_path, texts)) > 12, "the next run makes all of them"
+
+
 def test_what_stands_around_texts_is_said_and_special_tokens_in_them_are_text(tmp_path: Path) -> None:
     texts, said = tmp_path / "texts", list[str]()
     texts.mkdir()

@@ -58,13 +58,13 @@ def chats(draw):
 
 
 @given(chats(), st.integers(1, 4), st.none() | st.integers(1, 40))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_documents_are_put_together_again(documents, least, max_rows):
     check_shared(documents, share_prefixes(documents, least_rows=least, max_rows=max_rows), least, max_rows)
 
 
 @given(chats(), st.integers(1, 3), st.integers(1, 3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_depths_read_the_same_tokens_behind_a_prefix(documents, least, depths):
     """And none is a target, so that a depth's targets are those of the separate documents too."""
     shared = share_prefixes(documents, least_rows=least, depths=depths)
@@ -108,7 +108,7 @@ def best_rows(documents, least):
 
 
 @given(chats())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_with_prefixes_of_any_length_every_row_is_shared_that_can_be(documents):
     assert sum(share_prefixes(documents, least_rows=1).lengths) == best_rows(documents, 1)
 

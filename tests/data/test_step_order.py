@@ -230,12 +230,12 @@ def one_by_one(found: DocumentStream, lengths: npt.NDArray[np.int64], count: int
     return ids
 
 
-@settings(deadline=None, max_examples=16)
-@given(case=cases(), documents=st.sampled_from([1, 7, 100, 2**14]), place=st.integers(0, 299))
+@settings(deadline=None, max_examples=25)
+@given(case=cases(), documents=st.sampled_from([1, 7, 100, 2**14]), place=st.integers(0, 500))
 def test_the_next_document_is_of_the_source_that_is_furthest_behind(case: Case, documents: int, place: int) -> None:
     """In parts of any size, and the same from any place, also after pickling."""
     found = opened(case, documents)
-    count = 300 if documents > 7 else 60  # small parts take longer
+    count = 1000 if documents > 7 else 60  # small parts take longer
     followed, place = one_by_one(found, case.lengths, count), place % count
     assert taken(opened(case, documents), count) == followed
     part = found.part_at(place)
@@ -246,7 +246,14 @@ def test_the_next_document_is_of_the_source_that_is_furthest_behind(case: Case, 
     assert there.ids[place - there.first] == followed[place]
 
 
-@settings(deadline=None, max_examples=8)
+@pytest.mark.parametrize("documents", [1, 7, 2**14])
+def test_parts_of_any_size_make_the_same_stream_over_epochs(documents: int) -> None:
+    lengths, source_of = np.arange(1, 121), np.repeat([0, 1, 2], [70, 1, 49])
+    case = Case(lengths, Mixture(source_of, (1.0, 3.0, 0.5)), np.array([3, 4, 90]))
+    assert taken(opened(case, documents), 500) == taken(opened(case), 500)
+
+
+@settings(deadline=None, max_examples=15)
 @given(case=cases(), epochs=st.sampled_from([0.5, 1.0, 2.3]), tokens=st.integers(1, 400), number=st.integers(0, 3))
 def test_a_run_ends_in_the_step_that_ends_the_epochs_of_a_source(
     case: Case, epochs: float, tokens: int, number: int

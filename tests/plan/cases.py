@@ -25,7 +25,7 @@ def flops_cost(config: Any, tflops: float, attention_tflops: float | None = None
     return Cost(**constants_of_shape(shape, states, step_latency=10e-6, **rates))
 
 
-bounded = settings(derandomize=True, deadline=None, max_examples=30)
+bounded = settings(derandomize=True, deadline=None, max_examples=50)
 
 lengths = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=40)
 

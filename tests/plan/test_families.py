@@ -44,7 +44,7 @@ def test_plans_without_families_are_written_as_before():
 
 
 @given(forests(), st.integers(1, 4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_forest_is_written_and_read(forest, slots):
     lengths, parents = forest
     group = Group(tuple(range(slots)), tuple(range(len(lengths))), lengths, parents=parents)
@@ -87,7 +87,7 @@ PLANNERS = {
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @given(st.lists(forests(), min_size=1, max_size=12), st.integers(1, 6), st.randoms(use_true_random=False))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_planners_keep_families_whole(planner, parts, slots, random):
     lengths, parents = (), ()
     for part_lengths, part_parents in parts:

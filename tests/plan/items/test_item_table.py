@@ -48,7 +48,7 @@ def runs_of(positions: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=25)
 @given(tables())
 def test_places_and_targets(table: ItemTable) -> None:
     placeholders = {place for modality in table.modalities for place in row_ids(table, modality)}
@@ -61,7 +61,7 @@ def test_places_and_targets(table: ItemTable) -> None:
         assert table.targets[document] == sum((document, p) not in placeholders for p in range(1, length))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=25)
 @given(tables(), st.integers(1, 4), st.booleans(), st.sampled_from([None, 0, 1, 9]))
 def test_rows_among_those_of_members(table: ItemTable, degree: int, zigzag: bool, padding: int | None) -> None:
     documents = list(range(len(table.lengths)))[::-1]
@@ -81,7 +81,7 @@ def test_rows_among_those_of_members(table: ItemTable, degree: int, zigzag: bool
             assert list(zip(among.local.tolist(), among.row.tolist(), strict=True)) == expected
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=16)
 @given(tables(), st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]), st.booleans(), st.integers(1, 2))
 def test_every_row_is_encoded_once_and_needed_where_its_position_is(
     table: ItemTable, degrees: tuple[int, int], parts: bool, max_cp: int
