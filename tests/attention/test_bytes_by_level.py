@@ -54,7 +54,7 @@ def cases() -> list[Case]:
     exchanging = [call for call in own if "a2a" in call.kind]
     sliced = [call._replace(sliced=True) for call in exchanging]
     again = [call._replace(recomputed=True, kernel=kernel) for call in exchanging for kernel in (None, "reference")]
-    return [*calls, *(call._replace(dtype="float32") for call in calls[::4]), *own, *sliced, *again]
+    return [*calls, *(call._replace(dtype="float32") for call in calls[::2]), *own, *sliced, *again]
 
 
 def group_of(case: Case) -> Group:

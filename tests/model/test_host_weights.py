@@ -383,7 +383,8 @@ def test_homes_and_options_that_do_not_suit_are_refused(layout: Layout, options:
 
 def _refusals(rank: int) -> None:
     with World(Layout(2), backend=backend(), timeout=60) as world:
-        says = r'host \(train.offload_weights\) take .* 300,000 are free .* model.dtype = "bfloat16" halves'
+        says = r"weights and gradients on the host \(train.offload_weights\) take .* 300,000 are free "
+        says += '.* model.dtype = "bfloat16" halves'
         with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError, match=says):
             patched.setattr(host_arena, "free_host_bytes", lambda: 300_000 if rank else None)
             prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)

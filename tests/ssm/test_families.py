@@ -96,7 +96,7 @@ def compare(function, exact, shard):
 
 
 @pytest.mark.parametrize(
-    "slots, names", [(2, DAILY), *(pytest.param(n, tuple(FORESTS), marks=pytest.mark.whole) for n in (2, 3))]
+    "slots, names", [(2, DAILY), *(pytest.param(n, tuple(FORESTS), marks=pytest.mark.whole) for n in (1, 2, 3))]
 )
 def test_states_of_a_prefix_enter_each_of_its_branches(slots, names):
     for (worst,) in run_ranks(errors_of, slots, slots, separate(names)):

@@ -100,7 +100,7 @@ def test_every_home_holds_the_folders_weights(folders: Path, table: str) -> None
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "gpt-oss"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_what_an_architecture_keeps_in_float32_is_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = moe_model(family, torch.float32)
     model.save_pretrained(tmp_path)
