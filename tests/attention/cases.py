@@ -167,8 +167,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 AXES: dict[str, Sequence[Any]] = {
     "slots": DRAWN_DEGREES,
     "feature": tuple(FEATURES),
-    # without two whose groups are among those of other layouts
-    "layout": tuple(name for name in layouts(1) if name not in ("degree 1", "halves")),
+    "layout": tuple(layouts(1)),
     "heads": HEADS,
     "dtype": ("float64", "float32", "bfloat16"),
     "way": (
@@ -183,10 +182,14 @@ AXES: dict[str, Sequence[Any]] = {
 }
 
 
-def pairs(seed: int) -> dict[int, list[Case]]:
+GROUPS_OF_OTHERS = ("degree 1", "halves")  # layouts whose groups are among those of other layouts
+
+
+def pairs(seed: int, *, every_layout: bool) -> dict[int, list[Case]]:
     """By slots, cases in which every two entries of two axes meet, and some in which more than two must."""
     cases: dict[int, list[Case]] = {}
-    for i, values in enumerate(every_pair([*AXES.values()], seed)):
+    drawn = [name for name in layouts(1) if every_layout or name not in GROUPS_OF_OTHERS]
+    for i, values in enumerate(every_pair([*(AXES | {"layout": drawn}).values()], seed)):
         slots, feature, layout, heads, dtype, way, (kernel, recomputed), *others = values
         names = ("partition", "padding", "large", "communicators")
         question = Question(layout, heads, dtype, seed=i, **FEATURES[feature])
