@@ -240,7 +240,10 @@ def check_stopping(layout: Layout, fault: Fault, folder: Path) -> None:
 
 ALL = [Fault(*values) for values in itertools.product(PLACES, KINDS, range(RANKS))]
 ALL += [Fault(place, "error", rank) for place in ENDS for rank in range(RANKS)]
-FEW = [Fault("forward pass of the last portion", "error", 1), Fault("reduction", "Ctrl-C", 0)]
+FEW = [
+    (LAYOUTS["FSDP2"], Fault("forward pass of the last portion", "error", 3)),
+    (PAIR, Fault("reduction", "Ctrl-C", 0)),
+]
 
 
 def test_errors_that_all_ranks_learn_of_leave_the_model_as_it_was() -> None:
@@ -250,10 +253,9 @@ def test_errors_that_all_ranks_learn_of_leave_the_model_as_it_was() -> None:
     check_going_on(PAIR, faults)
 
 
-@pytest.mark.parametrize("fault", FEW, ids=["error", "Ctrl-C"])
-def test_other_faults_stop_all_ranks(fault: Fault, tmp_path: Path) -> None:
-    """Four ranks are in test_every_fault."""
-    check_stopping(PAIR, fault, tmp_path)
+@pytest.mark.parametrize(("layout", "fault"), FEW, ids=["error", "Ctrl-C"])
+def test_other_faults_stop_all_ranks(layout: Layout, fault: Fault, tmp_path: Path) -> None:
+    check_stopping(layout, fault, tmp_path)
 
 
 @pytest.mark.whole

@@ -35,7 +35,7 @@ def _train(run: Run, model: Any, frozen: str, **changes: Any) -> Any:
     trainer = run.trainer(
         SFTTrainer,
         model=model,
-        args=SFTConfig(**run.arguments(bf16=True, steps=2) | changes),
+        args=SFTConfig(**run.arguments(bf16=True, steps=3) | changes),
         train_dataset=completions(12),
         processing_class=tokenizer(),
         peft_config=lora if isinstance(model, str) else None,

@@ -157,7 +157,7 @@ def differing(saved: str) -> list[Placed]:
 
 def sharing(saved: str) -> list[Placed]:
     trainers = (partial(grpo, path=saved, beta=0.1, gradient_accumulation_steps=2), partial(rloo, path=saved))
-    first, second = (partial(train_with_shared_prompts, train=partial(train, steps=1)) for train in trainers)
+    first, second = (partial(train_with_shared_prompts, train=train) for train in trainers)
     return [first, (second, DYNAMIC)]
 
 

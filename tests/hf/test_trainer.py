@@ -288,7 +288,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.05}
 
 
 def regularized(run: Run) -> Any:
-    return walk(run, Regularized, steps=2, gradient_accumulation_steps=2, **SGD)
+    return walk(run, Regularized, gradient_accumulation_steps=2, **SGD)
 
 
 def of_weights_alone(run: Run) -> Any:
@@ -423,8 +423,9 @@ def broken(run: Run) -> Any:
 
 
 CASES = (
-    *(own_loss, halved_loss, two_passes),
+    *(own_loss, halved_loss, flattening),
     (regularized, CP2 | {"offload_weights": True}),
+    *(of_weights_alone, two_passes, early_optimizer),
     (train, AUTO | {"eval_context_parallel_size": "1", "offload_weights": True}),
     (stopped, MEMORY | {"cp_comm_type": "auto"}),
     (own_loader, DYNAMIC | {"device_memory_limit": 1 << 30}),
@@ -475,8 +476,7 @@ def test_equals_one_process() -> None:
 
 @pytest.mark.whole
 def test_more_of_them_equal_one_process() -> None:
-    more = (loss_function, cut_steps, paged_adamw, of_cross_entropy, of_weights_alone, flattening)
-    more += (early_optimizer, early_scheduler)
+    more = (loss_function, cut_steps, paged_adamw, of_cross_entropy, early_scheduler)
     check_each(stock_each(more), ours_each(more, CP2, 2), **EXACT)
 
 

@@ -67,7 +67,10 @@ def test_kinds(tmp_path: Path, values: dict[str, object], kind: str, shown: str)
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and .*line 1 holds text; rows of one"),
+        (
+            [{"text": "a"}, {"messages": []}],
+            r"line 2 holds messages \(chat\), and rows.jsonl, line 1 holds text; rows of one",
+        ),
         (
             [{"prompt": "a"}],
             r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.rename_columns gives columns",

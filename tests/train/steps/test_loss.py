@@ -311,7 +311,7 @@ def masked() -> list[Any]:
 
 def _steps(rank: int) -> dict[str, tuple[float, ...]]:
     documents, errors = masked(), dict[str, tuple[float, ...]]()
-    with World(Layout(ranks=2), backend=backend()) as world:
+    with World(Layout(ranks=4), backend=backend()) as world:
         stock = tiny("qwen3", torch.float64).to(world.device)
         as_labelled = [x if isinstance(x, Document) else Document(x) for x in documents]
         count = sum(count_targets(x) for x in documents)
@@ -324,16 +324,16 @@ def _steps(rank: int) -> dict[str, tuple[float, ...]]:
             assert result.targets == count
             errors[name] = abs(result.loss / loss - 1), worst(gradients_of(model), gradients)
             model.zero_grad()
-        for choice in (PlannerConfig.fixed(2), PlannerConfig.dynamic(max_tokens_per_slot=16)):
+        for choice in (PlannerConfig.fixed(4), PlannerConfig.dynamic(max_tokens_per_slot=16)):
             result = evaluate(model, documents, choice, world)
             assert result.targets == count == result.metrics["token_accuracy"].count
             assert [int(mean.count) for mean in result.document_losses] == [count_targets(d) for d in documents]
             errors[choice.planner] = (abs(result.loss / loss - 1),)
         with pytest.raises(PlanError, match=rf"by 77 targets, its 8 documents predict {count} tokens; plan with"):
             run_step(model, plan_fixed(LENGTHS, world.home, cp=2), documents, world)
-        for rows in (4, 2):  # one micro-batch, and one for each document
-            plan = plan_fixed((3, 4), world.home, cp=2, max_tokens_per_slot=rows)
-            assert len(plan.micro_batches) == 3 - rows // 2
+        for rows in (2, 1):  # one micro-batch, and one for each document
+            plan = plan_fixed((3, 4), world.home, cp=4, max_tokens_per_slot=rows)
+            assert len(plan.micro_batches) == 3 - rows
             with pytest.raises(DataError, match="document 0 has 'advantage' and document 1 has not"):
                 run_step(model, plan, [Document([5, 7, 9], advantage=1.0), Document([1, 2, 3, 4])], world)
         said = r"document 0 is a dict of input_ids, labels; give its token ids, or longspan.Document\("
@@ -343,7 +343,7 @@ def _steps(rank: int) -> dict[str, tuple[float, ...]]:
 
 
 def test_masked_tokens_are_no_targets_and_documents_of_a_step_have_the_same_values() -> None:
-    for errors in run_ranks(_steps, 2):
+    for errors in run_ranks(_steps, 4):
         assert all(max(of_plan) < 1e-12 for of_plan in errors.values()), errors
 
 
