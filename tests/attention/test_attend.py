@@ -29,9 +29,11 @@ def pairs_of(seed: int) -> dict[int, list[Case]]:
 def test_every_pair_of_the_table(slots, seed):
     needs(slots)
     cases = pairs_of(seed)[slots]
+    # limits of bfloat16 are those of a rank: gradients differ in their last bits between GPUs
     errors = run_ranks(run_cases, slots, slots, cases)
-    assert errors == [errors[0]] * slots
-    wrong = [(error, case) for case, error in zip(cases, errors[0], strict=True) if not error <= 1]
+    wrong = [
+        (case, *of_ranks) for case, *of_ranks in zip(cases, *errors, strict=True) if not all(e <= 1 for e in of_ranks)
+    ]
     assert not wrong, f"{len(wrong)} of {len(cases)}, error over its limit:\n" + "\n".join(
-        f"{e:.2g} {c}" for e, c in wrong
+        f"{max(of_ranks):.2g} {case}" for case, *of_ranks in wrong
     )
