@@ -63,7 +63,8 @@ def run(config: RunConfig, ranks: int) -> TrainResult:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    keys = {"train__steps": 4, "checkpoint__every": 2, "run__loggers": [f"{LOGGERS}.FileLogger"]}
+    keys: dict[str, Any] = {"train__steps": 4, "checkpoint__every": 2, "run__loggers": [f"{LOGGERS}.FileLogger"]}
+    keys["checkpoint__async_mode"] = "off"  # so that the row after a save has its figures, on slow disks too
     config = small_config(tmp_path_factory.mktemp("straight"), **keys)
     return config, run(config, 2)
 
