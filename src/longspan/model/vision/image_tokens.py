@@ -87,7 +87,7 @@ class ImageTokens:
     def rows(self, grid: Grid | None) -> int:
         """Return the rows, and placeholders, of one image.
 
-        DataError where the configuration does not tell, or merge, them.
+        DataError if the configuration does not determine them, and for a grid that cannot be merged.
         """
         if self.fixed_rows is not None:
             return self.fixed_rows
@@ -111,7 +111,8 @@ class ImageTokens:
     def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
         """Compute the positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
-        DataError where `kinds` raises it, and if two images have no text between them.
+        DataError if a grid cannot be merged, or if runs of placeholders are not those of the grids, as where two images
+        have no text between them.
         """
         model = headless_model_class(self.config)
         if model is None or not hasattr(model, "get_rope_index") or not len(grids):
