@@ -258,8 +258,8 @@ def _view_with_own_version(memory: HostRange, like: Tensor) -> Tensor:
 def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
     """Move the shards of these parameters of one of FSDP2's groups to the store's arena, and make the group fetch them.
 
-    Parameters are replaced by new ones there, and get the classes HostParam and HostParamGroup. Those of the meta
-    device get memory, which is to be filled.
+    The model's parameters are replaced by new ones there; FSDP2's records of them become HostParams, and the group a
+    HostParamGroup. Parameters of the meta device get memory, which `prepare` fills later.
     """
     for parameter in waiting:
         shard = parameter._sharded_param_data

@@ -59,7 +59,10 @@ def usual_part_names(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def find_parts(model: PreTrainedModel) -> ModelParts:
-    """Find the parts that the model's own pipeline plan names, or else the usual three; ModelError for others."""
+    """Find the parts that the model's own pipeline plan names, or else the usual three.
+
+    Raises ModelError if they are not there, if the plan leaves parameters out, and for towers beside the text model.
+    """
     base = decoder_model(model)
     name = type(model).__name__
     plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)

@@ -64,7 +64,7 @@ def shard_over_slots(
         module.set_gradient_divide_factor(1.0)
         _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
         _SHARDINGS[module] = sharding
-        if world.device.type != "cuda":
+        if world.device.type != "cuda":  # only there memory belongs to streams
             continue
         if _sums_become_gradients(module, policy):
             module.set_custom_reduce_scatter(SumsInComputeMemory())

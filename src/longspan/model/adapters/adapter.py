@@ -63,7 +63,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class AdaptedWeight(NamedTuple):
-    """What peft adds to a weight: s B A of its `module`, or to each of so many `experts`, if there are any."""
+    """What peft adds to a weight: s B A with the matrices of its `module`, or one such product for each expert."""
 
     module: str
     scaling: float

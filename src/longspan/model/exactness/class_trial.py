@@ -100,7 +100,8 @@ class _Pass(NamedTuple):
 def _run_rows_in_order(model: PreTrainedModel, order: Tensor) -> _Pass:
     """Run the rows of these numbers together, forward and backward.
 
-    A row's number in `order` is its token id, and picks the gradient of its output, which is drawn for all rows alike.
+    A row's number in `order` is its token id, and picks the gradient of its output from those of all rows, which are
+    the same in every pass. All rows are at one position.
     """
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)

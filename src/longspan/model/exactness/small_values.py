@@ -192,6 +192,7 @@ class _SmallAttributes:
         hidden = self.hidden
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
+            # Mamba's heads have 16 features (`_FIXED`)
             **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), expand * small // 16),
             "mamba_d_ssm": expand * small,
             "linear_num_key_heads": 2,
@@ -210,6 +211,7 @@ class _SmallAttributes:
             if self.experts and "moe_intermediate_size" not in self.values:
                 return 32
             return small * 3 // 2
+        # up to 64 it counts something else, such as the pixels of a patch
         if not (hidden and value > 64 and re.search(r"(size|dim|width|channels)$", name)):
             return value
         if value % hidden == 0:
@@ -254,8 +256,9 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], head_size: in
         elif name == "original_max_position_embeddings" and isinstance(value, int):
             out[name] = SCALED_FROM
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
-            out[name] = [value[len(value) * i // pairs] for i in range(pairs)]
+            out[name] = [value[len(value) * i // pairs] for i in range(pairs)]  # evenly spaced
         elif name == "mrope_section" and isinstance(value, list):
+            # pairs of height and of width; frames get the others, at least one
             others = (pairs - max(1, pairs * value[0] // sum(value))) // (len(value) - 1)
             out[name] = [pairs - others * (len(value) - 1), *[others] * (len(value) - 1)]
     return out

@@ -71,9 +71,7 @@ class _ParameterRecipe:
         return stacks and by_expert and has_one_target and all(len(keys) == count for keys in self.sources.values())
 
     def keeps_rows(self, count: int) -> bool:
-        """Return whether the parameter's rows are rows of the tensors, in another order or place; `count` are its
-        experts.
-        """
+        """Return whether every row of the parameter, which has `count` experts or rows, is a row of a file tensor."""
         if self.converter is None:
             return True
         joins_rows = all(isinstance(o, Concatenate) and o.dim == 1 for o in self.converter.operations[1:])
