@@ -355,8 +355,8 @@ class HostWeightsFeature(Feature):
             if waiting:
                 _put_on_host(group, waiting, store)
         self.description["host"] = f"weights of {bytes_text(weights)}"
-        if total > weights:
-            gradients = sum(sum(sizes[1:]) for sizes in sizes_of_parameters)
+        gradients = sum(sum(sizes[1:]) for sizes in sizes_of_parameters)
+        if gradients:  # none under an adapter, whose frozen weights alone wait
             self.description["host"] += f" and gradients of {bytes_text(gradients)}"
 
     def _belongs_on_host(self, parameter: Any) -> bool:
