@@ -189,7 +189,8 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 def fsdp_param_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
     """Yield FSDP2's groups of parameters, each gathered and summed by one message.
 
-    A block, of one module or several, has one state with its groups; each group comes once.
+    A block, of one module or several, has one state with its groups; each group comes once. They are FSDPParamGroups,
+    and typed Any for the callers, which read private attributes of theirs.
     """
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):
         # FSDP2 gives groups out by no public name: a state has a list of them, in torch 2.11 one group or None.
@@ -340,7 +341,10 @@ def drop_unsummed_gradients(model: nn.Module) -> None:
 
 
 def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
-    """Have one module's backward passes keep parameters gathered and gradients unsummed, or undo that."""
+    """Have one module's backward passes keep parameters gathered and gradients unsummed, or undo that (`keep` False).
+
+    `reshard_after_forward` says whether its forward passes free parameters.
+    """
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
     module.set_reshard_after_forward(reshard_after_forward, recurse=False)

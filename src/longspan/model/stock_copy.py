@@ -56,7 +56,7 @@ class StockCopy:
             config = stock_configuration(prepared_model.config)
             dtype = model_execution(prepared_model).compute_dtype
             config._attn_implementation = None  # transformers chooses
-            # as it would choose grouped products, which float64 has not
+            # transformers chooses here too, but for float64, which has no grouped products
             config._experts_implementation = "eager" if dtype == torch.float64 else None
             self._stock = empty_model(config, dtype, stock_class(prepared_model)).eval()
             self._tied = tied_names(self._stock)

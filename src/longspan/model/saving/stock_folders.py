@@ -237,17 +237,17 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
     parameters = model.named_parameters(remove_duplicate=False)
     tensors = entries_trained_with_adapter(model, dict((*parameters, *persistent_buffers(model))))
     with safe_open(file, framework="pt", device="cpu") as stored:
-        by_name: Mapping[str, Tensor] = {
+        expected: Mapping[str, Tensor] = {
             name_in_peft_files(name, adapter.name): tensor for name, tensor in tensors.items()
         }
-        if by_name.keys() != (names := set(stored.keys())):
-            lacks = sorted(by_name.keys() - names)
-            extra = sorted(names - by_name.keys())
+        if expected.keys() != (names := set(stored.keys())):
+            lacks = sorted(expected.keys() - names)
+            extra = sorted(names - expected.keys())
             raise ModelError(
                 f"{file} is of another adapter: it lacks {len(lacks)} of this one's tensors "
                 f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} others ({', '.join(extra[:2]) or 'none'})"
             )
-        for name, tensor in by_name.items():
+        for name, tensor in expected.items():
             values = stored.get_slice(name)
             if tuple(values.get_shape()) != tuple(tensor.shape):
                 raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
