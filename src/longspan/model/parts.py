@@ -240,9 +240,8 @@ def copy_for_stage(
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: only buffers
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
-    if not first and isinstance(
-        base.get_submodule(entry), Absent
-    ):  # not if this stage runs that part or layer itself
+    # a stage that runs that part or layer itself has no stand-in there to replace
+    if not first and isinstance(base.get_submodule(entry), Absent):
         parent, _, last_name = entry.rpartition(".")  # a part with a dot in its name is a layer
         stand_in = _StageEntry(base.get_submodule(entry), parts.outputs if parent else 0)
         base.get_submodule(parent)._modules[last_name] = stand_in

@@ -117,10 +117,7 @@ class WholeWeights:
     def _gather_entries(self, entries: list[_WeightEntry]) -> list[_WeightEntry]:
         """Return the entries of all stages, in the order of stages, on every rank; all ranks enter with their own."""
         world = self._world
-        is_reporter = (world.slot, world.coordinates.tp) == (
-            0,
-            0,
-        )  # one rank of each stage: others have the same names
+        is_reporter = (world.slot, world.coordinates.tp) == (0, 0)  # one rank of each stage, whose names all have
         stage_entries = {world.coordinates.pp: entries} if is_reporter else None
         join = dict[int, list[_WeightEntry]].__or__
         by_stage = world.control.reduce_object(stage_entries, join, "names of weights") or {}
