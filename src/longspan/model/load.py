@@ -81,9 +81,8 @@ def load_model(
     source = path or config._name_or_path
     sentence = f"no model can be made of the {type(config).__name__}{f' of {source}' if source else ''}"
     if path is not None:
-        weight_files(
-            Path(path), quantized=quantized
-        )  # raises for a folder without weights, before transformers does
+        # raises for what the folder lacks, before transformers says it in its own words
+        weight_files(Path(path), quantized=quantized)
         sentence = f"the model in {path} cannot be loaded"
     architecture = find_score_class(config) or choose_image_text_class(config, images)  # None: a causal model
     try:
