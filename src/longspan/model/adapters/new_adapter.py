@@ -168,17 +168,9 @@ def _checked_target_names(
     for target in dict.fromkeys(targets):
         if any(f".{name}".endswith(f".{target}") for name in linears):
             continue
-        if "." in target and any(name.endswith(f".{target}") for name in matrices):
-            of_experts.append(target)
-            continue
-        endings = sorted({name.rpartition(".")[2] for name in linears})
-        endings += sorted({".".join(name.split(".")[-2:]) for name in matrices})
-        matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
-        hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
-        raise ModelError(
-            f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
-            f"indexers; {hint} {', '.join(endings)}"
-        )
+        if "." not in target or not any(name.endswith(f".{target}") for name in matrices):
+            raise _unknown_target_error(model, target, linears, matrices)
+        of_experts.append(target)
     modules = [target for target in dict.fromkeys(targets) if target not in of_experts]
     if refused := _names_peft_cannot_adapt(model, modules):
         instead = "leave them out"
@@ -191,6 +183,20 @@ def _checked_target_names(
             f"for its experts; {instead}"
         )
     return modules, of_experts
+
+
+def _unknown_target_error(
+    model: PreTrainedModel, target: str, linears: Sequence[str], matrices: Sequence[str]
+) -> ModelError:
+    """Return the error of a target that names nothing, with the names that it could have and the nearest of them."""
+    endings = sorted({name.rpartition(".")[2] for name in linears})
+    endings += sorted({".".join(name.split(".")[-2:]) for name in matrices})
+    matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
+    hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
+    return ModelError(
+        f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
+        f"indexers; {hint} {', '.join(endings)}"
+    )
 
 
 def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:

@@ -179,7 +179,7 @@ class WholeWeights:
         """
         entry = self._entries[name]
         world = self._world
-        position = self._world.coordinates.pp
+        position = world.coordinates.pp
         receivers = [  # stages that get it from this rank's place in `entry.stage`, at the same slot and tp
             stage
             for stage in range(world.home.pp)
