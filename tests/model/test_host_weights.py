@@ -49,7 +49,7 @@ MUTATIONS: dict[str, Change] = {
         "[next(others) if norm is None else norm for norm in norms]",
         "[next(others) if norm is None else 0 * norm for norm in norms]",
     ),
-    "a copy that is not taken anew": ("model.host_weights", "read.staged = None", "pass"),
+    "a copy that is not taken anew": ("model.host_weights", "parameter.staged = None", "pass"),
 }
 
 

@@ -14,8 +14,8 @@ from longspan.errors import ModelError
 
 # names of parameters that are trained: matrices of LoRA, and copies of whole modules
 _TRAINED_NAME = re.compile(r"(^|\.)(lora_\w+|modules_to_save)\.")
-# What peft puts into names of the model's own modules. Of two adapted parameters of a module the inner one's adapter is
-# in a `base_layer`.
+# What peft puts into names of the model's own modules. Where two parameters of one module are adapted, peft nests its
+# modules: the inner adapter's matrices have a `base_layer` before `.lora_` in their names, which belongs to them.
 _INSERTED_NAME = re.compile(r"\.(base_layer(?!.*\.lora_)|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 
 
@@ -56,7 +56,10 @@ def unadapted_module(module: nn.Module) -> nn.Module:
 
 
 def unwrap_peft_model(model: nn.Module) -> nn.Module:
-    """Take the transformers model out of a PeftModel; another model is returned. ModelError for no LoRA around one."""
+    """Return the transformers model inside a PeftModel; any model that is not peft's is returned as it is.
+
+    Raises ModelError for a model of peft's around anything else.
+    """
     if type(model).__module__.partition(".")[0] != "peft":
         return model
     peft_model: Any = model

@@ -34,11 +34,14 @@ from longspan.plan.shape.layers import depth_types
 
 @torch.no_grad()
 def _fill_depth_weights(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
-    """Fill depths from a source: now, or, where the model is filled by `prepare`, together with it."""
+    """Fill depths from a source now, or leave it to `prepare` together with the model's own, if `prepare` fills that.
+
+    Depths of a model of names and shapes only stay without values.
+    """
     if (weights := find_deferred_weights(model)) is not None:
         weights.source = JoinedWeights(weights.source, source)
         return
-    if has_meta_parameters(mtp):  # a model of names and shapes only
+    if has_meta_parameters(mtp):
         return
     tensors: dict[str, Tensor] = {f"{MTP}.{name}": x for name, x in mtp.state_dict(keep_vars=True).items()}
     device = next(mtp.parameters()).device
@@ -75,31 +78,39 @@ def add_mtp(
                 for i, depth in enumerate(mtp.layers)
             ]
             buffers = {f"{MTP}.{name}": buffer.clone() for name, buffer in persistent_buffers(mtp)}
-            _fill_depth_weights(model, mtp, DrawnWeights(buffers, depths_to_draw, seed))
+            source = DrawnWeights(buffers, depths_to_draw, seed)
         else:
-            folder = Path(weights)
-            model_layers = model.config.get_text_config().num_hidden_layers
-            blocks = len(mtp_blocks(model)) // depths  # layers of one depth
-            rename = partial(translate_published_name, layers=model_layers, blocks=blocks)
-            source = FolderWeights(folder, model, rename=rename)  # publishers have names of their own
-            names = [f"{MTP}.{name}" for name in mtp.state_dict()]
-            available = source.names()
-            if missing := [name for name in names if name not in available]:
-                raise ModelError(
-                    f"{folder} lacks {len(missing)} of {len(names)} weights of multi-token prediction of depth "
-                    f"{depths}: {', '.join(missing[:4])} (or model.layers.{model_layers}.…, mtp.fc.… and so on "
-                    "for them); use a folder that has them, fewer depths, or leave weights= out for random ones"
-                )
-            _fill_depth_weights(model, mtp, source)
+            source = _read_depth_headers(Path(weights), model, mtp)
+        _fill_depth_weights(model, mtp, source)
     except ModelError:
         del model.mtp  # the model is again as it was
         raise
     return model
 
 
+def _read_depth_headers(folder: Path, model: PreTrainedModel, mtp: MtpDepths) -> FolderWeights:
+    """Return a folder as the source of the depths `mtp` of a model; ModelError if it lacks weights of them."""
+    depths = len(mtp.layers)
+    model_layers = model.config.get_text_config().num_hidden_layers
+    blocks = len(mtp_blocks(model)) // depths  # layers of one depth
+    rename = partial(translate_published_name, layers=model_layers, blocks=blocks)
+    source = FolderWeights(folder, model, rename=rename)  # publishers have names of their own
+    names = [f"{MTP}.{name}" for name in mtp.state_dict()]
+    available = source.names()
+    if missing := [name for name in names if name not in available]:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(names)} weights of multi-token prediction of depth "
+            f"{depths}: {', '.join(missing[:4])} (or model.layers.{model_layers}.…, mtp.fc.… and so on "
+            "for them); use a folder that has them, fewer depths, or leave weights= out for random ones"
+        )
+    return source
+
+
 def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
-    """Raise ModelError for what shows without a forward pass: a prepared model, one with depths or an adapter, and
-    others.
+    """Raise ModelError for what shows without a forward pass.
+
+    That is a model of another kind, prepared, with depths or an adapter, without a head, or with embeddings of another
+    width than its layers; and a wrong number of depths.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -116,7 +127,7 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
         depth = len(mtp_depths(model))
         obstacle = f"multi-token prediction of depth {depth}" if depth else f"a module at {MTP!r}"
         raise ModelError(f"{name} has {obstacle} already; add depths once, to a stock model")
-    find_output_embedding(model)
+    find_output_embedding(model)  # raises without a head
     embedding = next(model.get_input_embeddings().parameters())
     size = model.config.get_text_config().hidden_size
     if embedding.shape[1] != size:
@@ -132,52 +143,57 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of which a depth has copies: of each type that the configuration names, else the last.
+    """Return the layers of which a depth has copies: the last of each type that the configuration names for depths.
 
-    Raises ModelError for a type of which the model has no layer.
+    Without such types it is the model's last layer. Raises ModelError for a type of which the model has no layer.
     """
     layers = [*decoder_layers(model).values()]
-    of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
-    types = depth_types(model.config.get_text_config(), [*of_type])
-    if missing := sorted({*types} - {*of_type}):
+    # of several layers of a type the last stays
+    last_of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}
+    types = depth_types(model.config.get_text_config(), [*last_of_type])
+    if missing := sorted({*types} - {*last_of_type}):
         raise ModelError(
             f"{type(model).__name__}: a depth of multi-token prediction has layers of the types {', '.join(types)} "
             f"(mtp_layers_block_type of the configuration), and of {', '.join(missing)} the model has none to copy, "
-            f"only of {', '.join(sorted(of_type))}; set mtp_layers_block_type to types of these"
+            f"only of {', '.join(sorted(last_of_type))}; set mtp_layers_block_type to types of these"
         )
-    return [of_type[kind] for kind in types] or layers[-1:]
+    return [last_of_type[kind] for kind in types] or layers[-1:]
 
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
-    """Make a depth of copies of these layers, whose weights are to be overwritten, on their device.
+    """Make a depth of copies of these layers, on their device; its weights are to be overwritten.
 
-    A model whose layers end with a norm has none after them, and neither has its depths. ModelError without any norm.
+    A model without a norm after its layers gets depths without one after theirs: the last norm inside the last layer is
+    copied for their inputs. ModelError if there is no norm there either.
     """
     size = model.config.get_text_config().hidden_size
     device = next(layers[-1].parameters()).device
-    last_norm = norm = final_norm(model)
-    if norm is None:  # the last norm of a layer stands for it
-        norms = [
+    norm_after_layers = final_norm(model)
+    norm = norm_after_layers
+    if norm is None:
+        layer_norms = [
             module
             for module in layers[-1].modules()
             if type(module).__name__.lower().endswith("norm") and {p.numel() for p in module.parameters()} == {size}
         ]
-        if not norms:
+        if not layer_norms:
             raise ModelError(
                 f"{type(model).__name__} has no norm of {size} values after its decoder layers or in the last of them "
                 f"({type(layers[-1]).__name__}), and depths of multi-token prediction need its kind; train it without "
                 "them"
             )
-        norm = norms[-1]
+        norm = layer_norms[-1]
     eh_proj = nn.Linear(2 * size, size, bias=False, device=device, dtype=model.dtype)
-    norms = _copy_module(norm), _copy_module(norm), nn.Identity() if last_norm is None else _copy_module(norm)
+    post_norm = nn.Identity() if norm_after_layers is None else _copy_module(norm)
+    norms = _copy_module(norm), _copy_module(norm), post_norm
     copies = [_copy_module(layer) for layer in layers]
     return MtpDepth(copies[0] if len(copies) == 1 else MtpBlocks(copies), norms, eh_proj)
 
 
 def _reset_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
-    """Overwrite the persistent buffers of depths, copies of trained ones (Gemma 4 scales its layers by one), by those
-    of a new model. Depths that a folder has get theirs from it.
+    """Overwrite the persistent buffers of depths, which are copies of trained ones, by those of a new model.
+
+    Gemma 4 has one such buffer per layer, its scale. Depths that are read from a folder get their buffers from it.
     """
     if not any(True for _ in persistent_buffers(mtp)):
         return
@@ -189,7 +205,7 @@ def _reset_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
 
 
 def _copy_module(module: nn.Module) -> Any:
-    """Copy a module but not its configurations, in which `prepare` sets the attention function, for the copy too.
+    """Copy a module; the copy shares its configurations, in which `prepare` sets the attention function of both.
 
     Raises ModelError for forwards that were set on an instance, which a copy would share.
     """
@@ -208,9 +224,10 @@ def _copy_module(module: nn.Module) -> Any:
 
 
 def _check_layer_inputs(model: PreTrainedModel) -> None:
-    """Raise ModelError if the last layer is called with more than a depth can have, by a pass on the meta device.
+    """Raise ModelError if a pass on the meta device calls the last layer with more than a depth can have.
 
-    Where the model does not run there, its first step says what its layers take.
+    If that pass does not reach the layer, nothing is checked: `LayerInputs.layer_arguments` then raises in the first
+    step.
     """
     with suppress(Exception), record_layer_inputs(model) as inputs:  # whatever a forward raises
         run_on_meta(model, None, gradients=True)

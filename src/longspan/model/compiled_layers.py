@@ -1,8 +1,8 @@
 """Decoder layers compiled by torch.compile, each as two halves around attention.
 
-Graphs are for all layers of a kind and two rows or more; attention, mixers, experts and what crosses ranks run between
-them. They are made within the checkpoint (around the layer's call in transformers 5.17, in its forward in 5.23), as
-around one with contexts nothing is compiled. Layers with a forward of their own are left as they are.
+All layers of a kind share graphs, for two rows or more; attention, mixers, experts and what crosses ranks run between
+them. They are inside a layer's checkpoint (which is around its call in transformers 5.17, in its forward in 5.23), as
+torch compiles nothing around a checkpoint with contexts. Layers with a forward of their own are left as they are.
 """
 
 import inspect
@@ -78,7 +78,8 @@ def choose_compiled_parts(word: str, model: nn.Module, device: torch.device, tp:
 def compile_layers(models: Sequence[PreTrainedModel]) -> str:
     """Compile decoder layers in place, of the models (stages) that were placed on this rank, each at its first call.
 
-    Returns in words what is compiled, and what is not.
+    Layers whose forward is not the plain function of their class are left. Returns in words what is compiled, and what
+    is not.
 
     >>> compile_layers([model])
     '36 layers around attention'
@@ -103,15 +104,16 @@ def compiled_graphs_text() -> str:
 
 
 def _compile_one_layer(layer: nn.Module) -> None:
-    """Replace a layer's forward by its class's, compiled; mixers and modules with forwards of their own run outside.
+    """Replace a layer's forward by its class's, compiled; mixers, and modules whose forward is an object, run outside.
 
-    Sets torch's compiler for the process. Of 35 s for a dense layer's graphs on a CPU the cache of shapes took 9;
-    without constants each graph was traced anew once a number was found not to change (5 s).
+    Changes settings of torch's compiler, which hold for the whole process.
     """
     config: Any = torch._dynamo.config
     config.nested_graph_breaks = True  # a call of attention ends one graph, not one for each function around it
     config.recompile_limit = max(config.recompile_limit, RECOMPILES)
+    # This cache of shapes took 9 of 35 s for a dense layer's graphs on a CPU.
     config.fake_tensor_cache_enabled = False
+    # Otherwise each graph is traced anew (5 s) once torch finds that a number does not change.
     config.specialize_float = True
     in_graphs = _modules_in_graphs(layer)
     restore_class_norms(in_graphs)
@@ -119,7 +121,7 @@ def _compile_one_layer(layer: nn.Module) -> None:
     modules_outside = [module for module in in_graphs if not isinstance(module.forward, (FunctionType, MethodType))]
     for module in (*find_mixers(layer).values(), *modules_outside):
         forward = vars(module).get("forward")
-        if isinstance(forward, TiledForward):  # tiles: the forward of one
+        if isinstance(forward, TiledForward):  # an MLP in tiles: what runs on one tile is compiled
             forward.run = torch.compile(forward.run, dynamic=True, backend=BACKEND)
         # torch.compile ends its graph before a call of this module and begins another one after it
         vars(module)["forward_outside_graphs"] = module.forward
@@ -166,16 +168,17 @@ class _CompiledForward:
     run: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled forward on hidden states (1, T, D) that look alike in every pass, so that graphs are shared.
+        """Run the compiled forward on hidden states (1, T, D), made to look alike in every pass, so that graphs are
+        shared.
 
         A single row would take a graph of its own: the class's code runs it.
         """
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
             return class_forward(self.layer)(self.layer, *args, **kwargs)
-        # Graphs differ for views and other tensors. Rows from FSDP2 are views, those that transformers 5.17 recomputes
-        # from are not; made views here, all run the same graphs.
-        # Graphs for training are of rows that require a gradient, unless none is computed for weights.
+        # torch makes other graphs for views than for other tensors. Rows from FSDP2 are views, those that transformers
+        # 5.17 recomputes from are not: all are made views here. It also makes other graphs for rows that require no
+        # gradient, so that in training all rows are made to require one.
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.layer.parameters())
         if hidden.requires_grad or not trains:
             hidden = hidden.view_as(hidden)
@@ -187,9 +190,9 @@ class _CompiledForward:
 
 
 class _RequireGradient(torch.autograd.Function):
-    """Makes rows require a gradient, which backward drops: of the first layer above a frozen embedding.
+    """Makes rows require a gradient, which backward drops: those of the first layer above a frozen embedding.
 
-    It runs the same graphs as the others then, for three more products, 0.2 % of a step of 36 layers.
+    That layer then runs the same graphs as the others, and computes three products more: 0.2 % of a step of 36 layers.
     """
 
     @staticmethod

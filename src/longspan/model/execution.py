@@ -16,9 +16,9 @@ from longspan.attention import AttendCall, choose_kernel
 class Execution:
     """Types of parameters, of arithmetic and of sums of gradients, and the different attention calls of the layers.
 
-    `kernel` is the one requested by name; `mixers` counts state-space layers;
-    `float8` and `compiled` say in words what computes so, `latents` when they are gathered, `frozen` which weights lie
-    in 4 or 8 bits, `host` what waits on the host.
+    `kernel` is the one requested by name (None: each call takes the first that can); `mixers` counts state-space
+    layers. In words ("" for nothing): `float8` and `compiled` say what computes so, `latents` which layers gather
+    latents and from what length on, `frozen` which weights lie in 4 or 8 bits, `host` what waits on the host.
     """
 
     parameter_dtype: torch.dtype

@@ -43,8 +43,9 @@ class Call:
 class Feature:
     """One thing that `prepare` may do to a model; each method is neutral, and a feature overrides those that it needs.
 
-    All ranks have the same features. `prepare` calls the methods in the order in which they stand here, each of all
-    features, in the order of `FEATURES`, before the next method. Until `cut` the model is whole; `place` is called of
+    All ranks have the same features. `prepare` calls the methods in the order in which they stand here, one method of
+    all features, in the order of `FEATURES`, and then the next. (It does not call `rank_error`, which is for
+    `check_same_on_all_ranks`, and for checks before ranks run.) Until `cut` the model is whole; `place` is called for
     each part of it.
     """
 
@@ -62,7 +63,7 @@ class Feature:
         """Raise ModelError, with the reasons, for a model that cannot have the feature exactly; on the host alone."""
 
     def rank_error(self, model: PreTrainedModel) -> ModelError | None:
-        """Return why this rank cannot have the feature, where ranks may differ, in their devices."""
+        """Return why this rank's device cannot have the feature, which may differ between ranks; None if it can."""
 
     def check_same_on_all_ranks(self, model: PreTrainedModel) -> None:
         """Raise ModelError, on every rank, for what ranks may not differ in; entered by all ranks."""
@@ -71,8 +72,9 @@ class Feature:
         """Let modules call longspan; a pass on the meta device tries the model that all features have connected."""
 
     def convert(self, model: PreTrainedModel, execution: Execution) -> None:
-        """Change, in the tried model, what that pass could not run, note the description, and make what placing needs;
-        entered by all ranks.
+        """Change what the pass on the meta device could not have run, fill `description`, and make what `place` needs.
+
+        The pass is over. Entered by all ranks.
         """
 
     def cut(self, model: PreTrainedModel) -> Sequence[tuple[nn.Module, PreTrainedModel]]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from longspan.comm import raise_first_error
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter
+from longspan.model.execution import Execution
 from longspan.model.features import Feature
 from longspan.model.float8.products import (
     ScaledRows,
@@ -57,7 +58,7 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
             or has_forward_of_others(module)
         ):
             continue
-        # which peft puts behind the name
+        # the last word, without the `base_layer` that peft puts behind a linear's name
         linear_name = [word for word in name.split(".") if word != "base_layer"][-1]
         if linear_name not in _GATES and min(module.in_features, module.out_features) >= _LEAST_WIDTH:
             linears[name] = module
@@ -93,11 +94,11 @@ class Float8Feature(Feature):
     def check_same_on_all_ranks(self, model: PreTrainedModel) -> None:
         raise_first_error(self.world, self.rank_error(model))
 
-    def convert(self, model: PreTrainedModel, execution: Any) -> None:
+    def convert(self, model: PreTrainedModel, execution: Execution) -> None:
         """Set the forwards of linears, mark experts, and describe what share of the layers' weights is in float8."""
         linears = float8_linears(model)
         experts = expert_modules(model)
-        in_float8 = sum(linear.weight.numel() for linear in linears.values())
+        float8_numbers = sum(linear.weight.numel() for linear in linears.values())
         for linear in linears.values():
             add_float8_weights(linear, ["weight"])
             # a method, so that layers of a kind share compiled graphs
@@ -105,22 +106,22 @@ class Float8Feature(Feature):
         for module in experts.values():
             matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
             add_float8_weights(module, matrices)
-            in_float8 += sum(matrices.values())
+            float8_numbers += sum(matrices.values())
         layers = (*decoder_layers(model).values(), *mtp_depths(model))
-        of_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-        of_experts = f", experts of {len(experts)} layers" if experts else ""
-        percent = 100 * in_float8 / of_layers
+        layer_numbers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+        experts_text = f", experts of {len(experts)} layers" if experts else ""
+        percent = 100 * float8_numbers / layer_numbers
         self.description["float8"] = (
-            f"float8 by rows: {len(linears)} linears{of_experts}, {percent:.1f} % of the layers' weights"
+            f"float8 by rows: {len(linears)} linears{experts_text}, {percent:.1f} % of the layers' weights"
         )
 
 
 def _reasons_against_float8(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int
 ) -> Iterator[str]:
-    """Yield why a model cannot compute in float8 on this device in this dtype, with `tp` ranks.
+    """Yield why a model cannot compute in float8 on this device in this dtype, with `tp` tensor-parallel ranks.
 
-    Parameters of experts with three dims are stacked matrices, one for each expert.
+    Parameters of experts with three dims are stacked matrices, one for each expert; they are looked at whole.
     """
     if reason := float8_device_reason(device):
         yield reason
@@ -132,6 +133,7 @@ def _reasons_against_float8(
         yield f"no linear of its decoder layers has {_LEAST_WIDTH} inputs and outputs or more"
     styles_by_name = {entry.name: entry.style for entry in list_styles(model)} if tp > 1 else {}
     style_of = {name: styles_by_name.get(name.removesuffix(".base_layer"), "") for name in linears}
+    # into how many parts tensor parallelism cuts a linear's outputs, and its inputs
     out_parts = {name: tp if style in _OUT_SPLIT else 1 for name, style in style_of.items()}
     in_parts = {name: tp if style in _IN_SPLIT else 1 for name, style in style_of.items()}
     widths = {n: (x.out_features // out_parts[n], x.in_features // in_parts[n]) for n, x in linears.items()}
@@ -180,14 +182,14 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 # (torch 2.13 fails if the output of an autograd.Function goes into another one and its number of rows changes.) Rows
 # are converted by torch's operations, which the compiler fuses with the norm or gate before, and computes once for all
 # linears of the same rows. Weights are converted by the kernels, in each pass, or once for several passes
-# (`weights.keep_quantised_weights`).
+# (`products.keep_quantised_weights`).
 
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
 def _multiply_rows(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply rows in float8 (`values`, `scales`) by a weight (N, K).
+    """Multiply rows by a weight (N, K): `values` and `scales` are the rows x (S, K) in float8.
 
-    They are made of x (S, K), which gives the dtype, and which backward reads.
+    x itself gives the result's dtype, and is what backward reads.
     """
     return multiply_scaled_rows(
         ScaledRows(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias
@@ -221,6 +223,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients_of_inputs(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Return gradients of x, weight and bias; values and scales get none, as they are made of x."""
     x, weight = ctx.saved_tensors
+    # of the inputs x, values, scales, weight, bias
     needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
     return (
         _multiply_row_gradients(dy, *quantise_by_torch(dy), weight) if needs_rows else None,

@@ -53,8 +53,9 @@ class HostArena:
         self.device = device
         self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.RLock()  # backward passes run in threads of their own
-        # ranges are collected in any thread, also inside `take`
-        self._freed: deque[tuple[_ArenaPart, int, int]] = deque()  # ranges that are not reclaimed yet: start, size
+        # Ranges that are not reclaimed yet: part, start, size. `HostRange.__del__` appends them in any thread, also
+        # while that thread is inside `take_range`.
+        self._freed: deque[tuple[_ArenaPart, int, int]] = deque()
         self._parts: list[_ArenaPart] = []
         self._used = 0  # bytes of ranges that are taken, or freed and not reclaimed yet
         if bytes:
@@ -75,7 +76,7 @@ class HostArena:
         size = range_bytes(bytes)
         with self._lock:
             self._reclaim_freed_ranges()
-            if not self._used and len(self._parts) > 1:
+            if not self._used and len(self._parts) > 1:  # empty: its pieces become one
                 total = self.bytes
                 self._parts.clear()
                 self._add_part(total)

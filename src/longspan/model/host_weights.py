@@ -114,9 +114,9 @@ class HostStore:
     def free(self, parameters: "Iterable[HostParam]") -> None:
         """Free the copies of shards and sums that the current stream has read."""
         self.wait_for_reads()
-        for read in parameters:
-            read.staged = None
-            read.staged_sum = None
+        for parameter in parameters:
+            parameter.staged = None
+            parameter.staged_sum = None
 
     def wait_for_reads(self) -> None:
         """Have the stream that copies wait until the current one has read the copies, whose memory it takes anew."""
@@ -149,26 +149,33 @@ class HostParam(FSDPParam):
         return [self.store.take(self)]
 
     def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
-        """FSDP2 asks it of what it will sum; it would add the sum to an earlier one itself, on the device."""
+        """Return what FSDP2 will sum, as FSDP2 asks for it, and take the earlier gradient out of its sight.
+
+        FSDP2 would add the sum to it on the device; `to_sharded_dtensor` adds them.
+        """
         self.earlier_gradient = self.sharded_param.grad
         self.sharded_param.grad = None
         return super()._get_grad_inner_tensor(grad)
 
     @torch.no_grad()
     def to_sharded_dtensor(self, tensor: Tensor) -> DTensor:
-        """Return the sum of this pass's and earlier gradients, on its way to the host: FSDP2 waits for the event.
+        """Return the gradient on the host, to which a copy of the sum over passes is under way: FSDP2 waits for the
+        event.
 
-        The stream of FSDP2's sums is the current one, and has the memory of `tensor`.
+        `tensor` is the sum of this pass's gradients; those of earlier passes are added to it. The stream of FSDP2's
+        sums is the current one, and has the memory of `tensor`.
         """
         gradient = self.earlier_gradient
         self.earlier_gradient = None
         if gradient is None:
-            # In the arena, unless a caller still has a gradient there, or the parameter is trained only since `prepare`
-            if len(self.memory) < 2 or not (self.gradient_in_arena is None or self.gradient_in_arena.expired()):
-                gradient = super().to_sharded_dtensor(torch.empty_like(tensor, device="cpu"))
-            else:
+            has_place = len(self.memory) > 1  # not if the parameter is trained only since `prepare`
+            # a caller may still have the last gradient there
+            is_free = self.gradient_in_arena is None or self.gradient_in_arena.expired()
+            if has_place and is_free:
                 gradient = super().to_sharded_dtensor(_view_with_own_version(self.memory[1], tensor))
                 self.gradient_in_arena = torch._C._WeakTensorRef(gradient)  # pyright: ignore[reportAttributeAccessIssue]
+            else:
+                gradient = super().to_sharded_dtensor(torch.empty_like(tensor, device="cpu"))
         else:
             if self.staged_sum is None:
                 self.staged_sum = _DeviceCopy(gradient._local_tensor.to(tensor.device, non_blocking=True), None)
@@ -191,8 +198,8 @@ class HostParamGroup(FSDPParamGroup):
     follower: "HostParamGroup | None" = None  # the group that was gathered next in the last forward pass
 
     def unshard(self, async_op: bool = False) -> None:
-        """Gather the group, as FSDP2 asks for, in backward passes one group before it is used: copies of the whole
-        group to the device begin here together.
+        """Gather the group. In a backward pass FSDP2 asks for it one group before it is used: then copies of all its
+        shards to the device begin together.
 
         The root's group opens a pass: copies of all groups are dropped, as weights may have changed, unless they were
         made for another pass of the same step (`root_is_ahead`).
@@ -208,8 +215,9 @@ class HostParamGroup(FSDPParamGroup):
     def wait_for_unshard(self) -> None:
         """Wait for the gather, free the copies that it read, and begin on copies for what runs next.
 
-        In a forward pass those of the group behind this one; in a backward pass the sums of earlier passes, and with
-        the last gather the root's weights, if another pass of the step follows.
+        In a forward pass these are the shards of the group that was gathered next in the last forward pass; in a
+        backward pass this group's sums of earlier passes. The last gather of a backward pass also begins copies of the
+        root's sums, and of its shards if another pass of the step follows.
         """
         is_gathered_now = self._all_gather_result is not None
         super().wait_for_unshard()
@@ -228,7 +236,7 @@ class HostParamGroup(FSDPParamGroup):
                 store.fetch(self.follower.waiting)
             return
         store.fetch_gradients(self.waiting)
-        if self is root.follower:
+        if self is root.follower:  # the last gather of a backward pass: the root stays gathered
             store.fetch_gradients(root.waiting)
             if not self.all_reduce_grads:  # `defer_until_last_pass`: a pass follows
                 store.root_is_ahead = True
@@ -250,8 +258,8 @@ def _view_with_own_version(memory: HostRange, like: Tensor) -> Tensor:
 def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
     """Move the shards of these parameters of one of FSDP2's groups to the store's arena, and make the group fetch them.
 
-    Parameters are replaced by new ones there, and get the classes HostParam and HostParamGroup. Those of the meta
-    device get memory, which is to be filled.
+    The model's parameters are replaced by new ones there; FSDP2's records of them become HostParams, and the group a
+    HostParamGroup. Parameters of the meta device get memory, which `prepare` fills later.
     """
     for parameter in waiting:
         shard = parameter._sharded_param_data
@@ -328,9 +336,9 @@ class HostWeightsFeature(Feature):
             group: [*filter(self._belongs_on_host, group.fsdp_params)]
             for group in fsdp_param_groups(fsdp_modules(root))
         }
-        sizes = [_host_bytes(parameter) for waiting in groups.values() for parameter in waiting]
-        weights = sum(size[0] for size in sizes)
-        total = sum(range_bytes(size) for pair in sizes for size in pair)
+        sizes_of_parameters = [_host_bytes(parameter) for waiting in groups.values() for parameter in waiting]
+        weights = sum(sizes[0] for sizes in sizes_of_parameters)
+        total = sum(range_bytes(size) for sizes in sizes_of_parameters for size in sizes)
         check_free_host_memory(
             total,
             self.world,
@@ -347,8 +355,9 @@ class HostWeightsFeature(Feature):
             if waiting:
                 _put_on_host(group, waiting, store)
         self.description["host"] = f"weights of {bytes_text(weights)}"
-        if total > weights:
-            self.description["host"] += f" and gradients of {bytes_text(sum(sum(size[1:]) for size in sizes))}"
+        gradients = sum(sum(sizes[1:]) for sizes in sizes_of_parameters)
+        if gradients:  # none under an adapter, whose frozen weights alone wait
+            self.description["host"] += f" and gradients of {bytes_text(gradients)}"
 
     def _belongs_on_host(self, parameter: Any) -> bool:
         """Return whether one of FSDP2's parameters goes to the host: not packed, and under an adapter not trained."""

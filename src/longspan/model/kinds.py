@@ -44,7 +44,9 @@ def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module's class has a mixer's forward: a causal convolution, a scan or none, nothing unknown."""
+    """Return whether a module's class has a mixer's forward: it calls a causal convolution, and of other functions only
+    those in `_IN_MIXERS`.
+    """
     if not any(isinstance(child, nn.Conv1d) for child in module.children()):
         return False
     called = called_functions(class_forward(module))
@@ -121,7 +123,9 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers next to experts by name; those of multi-token prediction, with rows of no token, are out."""
+    """Return the routers next to experts, by name, without those of multi-token prediction: some of the rows there have
+    no token.
+    """
     routers = dict[str, nn.Module]()
     experts = (name for name in expert_modules(model) if not name.startswith(f"{MTP}."))
     for block in (name_without_adapter(name).rpartition(".")[0] for name in experts):

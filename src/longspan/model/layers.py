@@ -50,7 +50,7 @@ def copy_shallow_module(module: Any) -> Any:
 def base_model_name(model: PreTrainedModel) -> str:
     """Return where the base model is, "" if nowhere: transformers' attribute, or else the one headless model inside.
 
-    Llama4ForCausalLM keeps its base model at `model`, and transformers names "language_model".
+    Llama4ForCausalLM keeps its base model at `model`, and its attribute (`base_model_prefix`) says "language_model".
     """
     if model.base_model is not model:
         return model.base_model_prefix
@@ -159,7 +159,11 @@ def layers_and_mtp_blocks(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
-    """Find the norm after the decoder layers: `norm`, or the last child named as one; None if none is on this rank."""
+    """Find the norm after the decoder layers: the child `norm`, or the last child whose class is called a norm.
+
+    It is looked for in the model with the layers, then in the module with their list; None if neither has one. In a
+    pipeline stage without the norm `norm` is an `Absent`.
+    """
     parent_of_layers = model.get_submodule(named_layer_list(model)[0].rpartition(".")[0])
     for module in (decoder_model(model), parent_of_layers):
         if isinstance(norm := getattr(module, "norm", None), nn.Module):

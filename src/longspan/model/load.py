@@ -71,7 +71,7 @@ def load_model(
     other models must have as many rows. Raises ModelError for an unknown preset or dtype, and for a folder that is
     missing, incomplete, damaged or (without `quantized`) quantized, or that holds tensors that the model does not take.
     """
-    kind = torch_dtype(dtype)
+    parameter_dtype = torch_dtype(dtype)
     if config is None and path is None and preset is None:
         raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
     if config is None and path is None:
@@ -81,15 +81,16 @@ def load_model(
     source = path or config._name_or_path
     sentence = f"no model can be made of the {type(config).__name__}{f' of {source}' if source else ''}"
     if path is not None:
-        weight_files(Path(path), quantized=quantized)  # what it lacks, before transformers says it in its words
+        # raises for what the folder lacks, before transformers says it in its own words
+        weight_files(Path(path), quantized=quantized)
         sentence = f"the model in {path} cannot be loaded"
     architecture = find_score_class(config) or choose_image_text_class(config, images)  # None: a causal model
     try:
         with no_progress_bars():
             if path is not None:
-                model = _load_folder(Path(path), config, kind, architecture, sharded=sharded)
+                model = _load_folder(Path(path), config, parameter_dtype, architecture, sharded=sharded)
             elif sharded:
-                model = empty_model(config, kind, architecture)
+                model = empty_model(config, parameter_dtype, architecture)
                 fill_when_prepared(model, RandomWeights(model, seed))
             else:
                 with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
@@ -97,8 +98,8 @@ def load_model(
                     model = new_model(config, torch.float32, architecture)
                 # drawn in float32, so that every dtype holds the same numbers, rounded
                 for parameter in model.parameters():
-                    parameter.data = parameter.data.to(kind)
-                model.config.dtype = kind
+                    parameter.data = parameter.data.to(parameter_dtype)
+                model.config.dtype = parameter_dtype
     except ModelError:
         raise
     except Exception as error:
@@ -117,8 +118,8 @@ def _load_folder(
 ) -> PreTrainedModel:
     """Check a folder's files, and make the model of them: without memory if `sharded`, to be filled by `prepare`.
 
-    Weights that lie there in 4 or 8 bits are filled here; others are read by transformers. `architecture` None: a
-    causal language model.
+    Otherwise longspan reads weights that lie there in 4 or 8 bits, and transformers reads others. `architecture` None:
+    a causal language model.
     """
     model = empty_model(config, dtype, architecture)
     if (folder / "generation_config.json").is_file():
@@ -131,7 +132,8 @@ def _load_folder(
             stored = find_storage_method(settings)
         except ModelError as error:
             raise ModelError(f"{folder}: {error}") from error
-    fill_when_prepared(model, checked_folder_weights(folder, model, stored))  # stock's loader would let faults pass
+    # All files are checked here, as transformers' loader lets faults pass; what it reads below is another model.
+    fill_when_prepared(model, checked_folder_weights(folder, model, stored))
     if sharded:
         return model
     if stored is not None:
@@ -177,9 +179,9 @@ def checked_folder_weights(
 ) -> FolderWeights:
     """Return a folder as the source of a model's weights, after its headers are compared with the model's names.
 
-    `stored` says how the folder has weights in 4 or 8 bits.
-    Warns of tensors that are left out with reason. ModelError for others, and for weights that are missing, of another
-    shape, quantized, twice in the files, or tied and unequal.
+    `stored` says how the folder has weights in 4 or 8 bits. Warns of tensors that the model lacks with reason: tables
+    that it computes, depths of multi-token prediction, towers beside a text model. ModelError for other tensors, and
+    for weights that are missing, of another shape, quantized, twice in the files, or tied and unequal.
     """
     _refuse_weights_of_other_class(folder, model)
     join = None if stored is None else stored.join_weights
@@ -193,11 +195,12 @@ def checked_folder_weights(
         from longspan.model.mtp.published_names import select_published_mtp_names
 
         left_out |= select_published_mtp_names(unread, model.config.get_text_config().num_hidden_layers)
-    if unknown := sorted(unread.keys() - left_out):  # towers of a text model
+    if unread.keys() - left_out:
+        # The folder may be of a larger model, of which this one is the text model: what that one takes is left out.
         whole_config = read_configuration(folder)
         if (image_class := image_text_class_of_architectures(whole_config)) is not None:
             whole = FolderWeights(folder, empty_model(whole_config, torch.float32, image_class), join=join)
-            left_out |= set(unknown) - whole.unread.keys()
+            left_out |= unread.keys() - whole.unread.keys()
     if unknown := sorted(unread.keys() - left_out):
         raise ModelError(
             f"the files of {folder} hold {plural(len(unknown), 'tensor')} that a {type(model).__name__} of its "

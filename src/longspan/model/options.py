@@ -19,8 +19,8 @@ class Sharding:
 
     Without `reshard_after_forward` they stay gathered through a step, and without `sync_each_batch` gradients are
     summed once as well, by its last backward pass (with both ZeRO's stage 3, then 2 and 1: Rajbhandari et al. 2020).
-    `compute_dtype` is what FSDP2 computes in. ModelError for one of parameters that are not sharded, and for gradients
-    that are summed once beside weights that are freed.
+    `compute_dtype` is what FSDP2 computes in. Raises ModelError for a `compute_dtype` without `shard_parameters`, and
+    for `reshard_after_forward` without `sync_each_batch`.
     """
 
     shard_parameters: bool = True

@@ -41,12 +41,16 @@ class ModelParts:
     outputs: int = 0
 
 
+# Names by which the three usual parts are told; `final_norm` of `layers.py` finds a norm under any name, by its class.
 _FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")
 _USUAL = f"an embedding, a list of layers and a norm after them ({', '.join(_FINAL_NORMS)})"
 
 
 def usual_part_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the base model's embedding, list of layers and norm after them, of each that it has."""
+    """Return the names of the base model's embedding, list of layers and norm after them, in this order.
+
+    One that the model lacks is left out, so that fewer than three names say that a part is missing.
+    """
     base = decoder_model(model)
     embedding = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     layers = [name for name, module in base.named_children() if isinstance(module, nn.ModuleList)]
@@ -55,14 +59,18 @@ def usual_part_names(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def find_parts(model: PreTrainedModel) -> ModelParts:
-    """Find the parts that the model's own pipeline plan names, or else the usual three; ModelError for others."""
+    """Find the parts that the model's own pipeline plan names, or else the usual three.
+
+    Raises ModelError if they are not there, if the plan leaves parameters out, and for towers beside the text model.
+    """
     base = decoder_model(model)
     name = type(model).__name__
     plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
     order: list[str] = [*(plan or usual_part_names(model))]
     lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
-    are_here = all(isinstance(getattr(base, part, None), nn.Module) for part in order) and (plan or len(order) == 3)
-    if base is model or len(lists) != 1 or not are_here:
+    are_here = all(isinstance(getattr(base, part, None), nn.Module) for part in order)
+    is_complete = bool(plan) or len(order) == 3
+    if base is model or len(lists) != 1 or not (are_here and is_complete):
         expected = f"its pipeline plan names {', '.join(order)}" if plan else f"stages need {_USUAL}"
         raise ModelError(
             f"{name} cannot be cut into pipeline stages: {expected}, its base model "
@@ -84,20 +92,25 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
 
 
 def parts_with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
-    """Return the parts with the `outputs`, of 0, 1 and 2, with which the base model's forward runs."""
+    """Return the parts with the first `outputs`, of 0, 1 and 2, with which the base model's forward runs.
+
+    They are returned unchanged if it runs with none of these.
+    """
     for outputs in (0, 1, 2):
+        candidate = replace(parts, outputs=outputs)
         with suppress(Exception):  # whatever a forward raises of layers that return something else
-            _, out, (x, *_) = _run_with_stand_ins(model, candidate := replace(parts, outputs=outputs))
-            if out.shape == x.shape:  # a forward that indexes a tensor as if it were a tuple returns other shapes
+            _, out, returned = _run_with_stand_ins(model, candidate)
+            # a forward that indexes a tensor as if it were a tuple returns other shapes
+            if out.shape == returned[0].shape:
                 return candidate
     return parts
 
 
 class PartCall(NamedTuple):
-    """One call of a part in a forward pass; `reads_more`: it got hidden states from before the part ahead of it too.
+    """One call of a part in a forward pass, and which hidden states it got beside those that the part before returned.
 
-    `first_again` is where it got the model's first hidden states unchanged, if that is all; `keywords` are names of
-    arguments.
+    `reads_more`: it got earlier ones. `first_again`: if these were the model's first hidden states, unchanged, and
+    nothing else, the position or keyword of that argument; else None. `keywords` are names of arguments.
     """
 
     part: str
@@ -113,18 +126,18 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
     device only shapes are compared.
     """
     calls, out, returned = _run_with_stand_ins(model, parts, **more)
-    x = returned[0]
-    equal = out.shape == x.shape and (x.is_meta or torch.equal(out, x))
+    first = returned[0]  # whose values all stand-ins hand on
+    equal = out.shape == first.shape and (first.is_meta or torch.equal(out, first))
     return calls, equal and not _depends_on([out], returned[:-1])
 
 
 def _run_with_stand_ins(
     model: PreTrainedModel, parts: ModelParts, **more: Any
 ) -> tuple[list[PartCall], Tensor, list[Tensor]]:
-    """Run a copy of the base model without parts on two rows of hidden states, with `more` keywords.
+    """Run a copy of the base model, with a stand-in for every part, on two rows of hidden states, with `more` keywords.
 
-    Returns the calls of its stand-ins in order, its output (1, 2, D), and the hidden states: the first, and what each
-    call returned.
+    Returns the calls of stand-ins in order, the copy's output (1, 2, D), and the hidden states: those that it got, then
+    what each call returned.
     """
     bare = decoder_model(copy_for_stage(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
@@ -155,18 +168,19 @@ def _argument_with_first_states(
 ) -> int | str | None:
     """Return the position or keyword at which a part gets the first of the `returned` states, unchanged; else None.
 
-    None also if an argument was made of other states too, or several of earlier states: stages hand on neither.
+    None also if that argument depends on other states too, or if several arguments depend on states before the last
+    ones: stages hand on neither.
     """
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
-    if len(earlier) != 1 or earlier[0] == 0:
+    keys = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
+    if len(keys) != 1 or keys[0] == 0:  # the argument at 0 is what a part runs on
         return None
-    value = arguments[earlier[0]]
+    value = arguments[keys[0]]
     first = returned[0]
     is_first = (
         isinstance(value, Tensor) and value.shape == first.shape and (first.is_meta or torch.equal(value, first))
     )
-    return earlier[0] if is_first and not _depends_on(value, returned[1:]) else None
+    return keys[0] if is_first and not _depends_on(value, returned[1:]) else None
 
 
 def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
@@ -179,9 +193,9 @@ def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
 
 
 class _StageEntry(Absent):
-    """Stands on a later stage for the first part, and returns the states that the stage got.
+    """Stands on a later stage for the first part, and returns the states with which the base model was called.
 
-    The forward has changed its own input once more: Granite's scales its embeddings before the first layer.
+    Its own input is not handed on: Granite's forward, say, scales what it takes for embeddings before the first layer.
     """
 
     rows: Tensor | None = None
@@ -226,13 +240,16 @@ def copy_for_stage(
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: only buffers
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
-    if not first and isinstance(base.get_submodule(entry), Absent):  # no part or layer of this stage's own
+    # a stage that runs that part or layer itself has no stand-in there to replace
+    if not first and isinstance(base.get_submodule(entry), Absent):
         parent, _, last_name = entry.rpartition(".")  # a part with a dot in its name is a layer
         stand_in = _StageEntry(base.get_submodule(entry), parts.outputs if parent else 0)
         base.get_submodule(parent)._modules[last_name] = stand_in
         base.register_forward_pre_hook(stand_in.take_rows, with_kwargs=True)
         base.register_forward_hook(stand_in.forget_rows, always_call=True)
-    for name, _ in list(model.named_children()):  # the head, and depths of multi-token prediction (MTP)
-        if name != text_model_name(model).partition(".")[0] and not (last or (tied and first and name != MTP)):
+    text_child = text_model_name(model).partition(".")[0]
+    for name, _ in list(model.named_children()):  # beside it: the head, and depths of multi-token prediction (MTP)
+        is_needed = last or (tied and first and name != MTP)
+        if name != text_child and not is_needed:
             stage._modules[name] = Absent()
     return stage

@@ -160,7 +160,7 @@ def prepare_language_model(
     for feature in features:
         feature.convert(model, execution)
     cuts = (feature.cut(model) for feature in features)
-    parts = next(filter(None, cuts), [(model, model)])
+    parts = next(filter(None, cuts), [(model, model)])  # of the first feature that cuts, or the whole model
     for root, part in parts:
         for feature in features:
             feature.place(part, root)
@@ -180,7 +180,7 @@ def prepare_language_model(
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(complete_model_call, with_kwargs=True, prepend=True)
     prepared.register_forward_pre_hook(try_rows_before_call, prepend=True, with_kwargs=True)
-    for parameter in prepared.parameters():  # that were not replaced
+    for parameter in prepared.parameters():  # those that were not replaced have their name of `name_parameters` yet
         vars(parameter).pop(FORMER, None)
     return prepared
 
@@ -193,7 +193,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
     config = model.config
     text = model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
-    # Of a wrapper a table of names, without towers: they see images whole.
+    # A wrapper gets a table of the names of its text configuration; towers are not in it, as they see images whole.
     table = {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)}
     model.set_attn_implementation(table if names else IMPLEMENTATION)
     number_layers(model)

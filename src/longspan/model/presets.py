@@ -3,6 +3,7 @@
 A preset is a transformers configuration, nothing else; `load_model` draws its weights.
 """
 
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Preset:
         name = self.config_class.removesuffix("Config")
         if name.startswith("Granite"):
             return name.lower()
-        return "".join("_" * (i > 0 and letter.isupper()) + letter.lower() for i, letter in enumerate(name))
+        return re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _qwen3_values(

@@ -37,7 +37,7 @@ _MAPPINGS: tuple[tuple[Any, Any], ...] = (
 def find_score_head(model: Any) -> Any:
     """Return the linear over hidden states, as decoders' classes call it; None for other heads, such as a pooler's."""
     classifies_tokens = any(kind.__name__.endswith(SCORE_HEADS[1]) for kind in model.__class__.__mro__)
-    # of an encoder's first token it is a "classifier" too
+    # a sequence classifier may have a `classifier` too, which reads an encoder's first token
     names = ("score", "classifier") if classifies_tokens else ("score",)
     return next((child for name in names if isinstance(child := getattr(model, name, None), nn.Module)), None)
 
@@ -140,11 +140,11 @@ def add_score_head(
 
     >>> model = prepare(add_score_head(load_model("Qwen3.5-35B-A3B"), labels=1), world)
 
-    It is of the family's own ForSequenceClassification, with `tokens` ForTokenClassification (whose head has a bias),
-    and where transformers has none of one made in the same way, which `load_model` reads again. The head is drawn from
-    a normal distribution (`initializer_range`) by `seed`; base model and weights are shared with the given model, whose
-    own head is dropped. Of a model that `prepare` fills (sharded=True) it fills the head too. Raises ModelError for a
-    model that is prepared, or no causal one.
+    Its class is the family's own ForSequenceClassification, or with `tokens` ForTokenClassification (whose head has a
+    bias); where transformers has none, one is made in the same way, which `load_model` finds again. The head is drawn
+    from a normal distribution (`initializer_range`) by `seed`. The base model, with its weights, is shared with the
+    given model, and gets the new one's configuration; the given model's own head is dropped. If `prepare` fills the
+    given model (sharded=True), it fills the head too. Raises ModelError for a model that is prepared, or no causal one.
     """
     config = deepcopy(model.config)
     config.num_labels = labels
@@ -153,7 +153,7 @@ def add_score_head(
         scored = kind(config)
     base = base_model(model)
     deferred = find_deferred_weights(model)
-    # the folder's names would be others
+    # the base would be under a name that the source of its weights does not have
     moved = deferred is not None and base_model_name(model) != scored.base_model_prefix
     if not base_model_name(model) or type(base_model(scored)) is not type(base) or moved:
         raise ModelError(

@@ -30,8 +30,9 @@ from longspan.model.weights.gradients import set_earlier_gradients_aside
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.messages import SUMMED_NUMBERS
 
-_RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
-# by which it was sharded here; of one that was sharded elsewhere the defaults count
+# whether a module frees its gathered parameters after forward
+_RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()
+# with what settings a module was sharded here; for one that was sharded elsewhere the defaults are taken
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
 
@@ -63,7 +64,7 @@ def shard_over_slots(
         module.set_gradient_divide_factor(1.0)
         _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
         _SHARDINGS[module] = sharding
-        if world.device.type != "cuda":
+        if world.device.type != "cuda":  # only there memory belongs to streams
             continue
         if _sums_become_gradients(module, policy):
             module.set_custom_reduce_scatter(SumsInComputeMemory())
@@ -72,13 +73,14 @@ def shard_over_slots(
 
 
 def _sum_on_computing_stream(root: nn.Module) -> None:
-    """Let FSDP2 cast sums into gradients on the stream that computes, where no message hides behind its work.
+    """Let FSDP2 cast sums into gradients on the stream that computes: with one rank no message hides behind its work.
 
-    In memory of a stream of its own all gradients would stay taken through the next forward pass.
+    All gradients would otherwise be in memory of FSDP2's own stream for sums, which the next forward pass could not
+    use. FSDP2 has no setting for it: its context, shared by all modules of the root, makes streams in `lazy_init`.
     """
     state: Any = root._get_fsdp_state  # pyright: ignore[reportAttributeAccessIssue]
     context: Any = state()._comm_ctx
-    if "lazy_init" in vars(context):
+    if "lazy_init" in vars(context):  # replaced already
         return
     make_streams = context.lazy_init
 
@@ -129,9 +131,9 @@ def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> 
 class SumsInComputeMemory(DefaultReduceScatter):
     """Sums gradients of one group of parameters in memory of the stream that computes.
 
-    In that of FSDP2's stream the activations that backward freed are not to be had: a nearly full rank would wait for
-    its device and give memory back in every step. FSDP2 (torch 2.11 to 2.15) asks for a message on the computing
-    stream, then for the sum on its own.
+    FSDP2's own stream could not take the memory of activations that backward freed: a nearly full rank would wait for
+    its device and give memory back in every step. FSDP2 (torch 2.11 to 2.15) asks for memory of a message while the
+    computing stream is current, then for memory of its sum while its own stream is.
     """
 
     def __init__(self) -> None:
@@ -139,10 +141,11 @@ class SumsInComputeMemory(DefaultReduceScatter):
         self._computing: torch.cuda.Stream | None = None  # between a message and its sum
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an empty tensor: for a message, on the computing stream, or then for its sum, on FSDP2's stream."""
+        """Return an empty tensor in memory of the computing stream: first for a message, then for its sum."""
         current = torch.cuda.current_stream(device)
         computing = self._computing
-        if computing is None or current == computing:  # the same again: an error came between the two
+        # a message; the same stream again says that an error came between the last message and its sum
+        if computing is None or current == computing:
             self._computing = current
             return super().allocate(size, dtype=dtype, device=device)
         self._computing = None
@@ -184,9 +187,13 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def fsdp_param_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
-    """Yield FSDP2's groups of parameters, each gathered and summed by one message; modules of one block have one."""
-    # modules of one block share a state
+    """Yield FSDP2's groups of parameters, each gathered and summed by one message.
+
+    A block, of one module or several, has one state with its groups; each group comes once. They are FSDPParamGroups,
+    and typed Any for the callers, which read private attributes of theirs.
+    """
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):
+        # FSDP2 gives groups out by no public name: a state has a list of them, in torch 2.11 one group or None.
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         yield from (group for group in groups if group is not None)
 
@@ -200,8 +207,8 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with set_earlier_gradients_aside(parameters):
         yield
-        slots = world.control.sum_over_slots([float(p.grad is not None) for p in parameters], "count of gradients")
-        for parameter, count in zip(parameters, slots, strict=True):
+        counts = world.control.sum_over_slots([float(p.grad is not None) for p in parameters], "count of gradients")
+        for parameter, count in zip(parameters, counts, strict=True):
             if parameter.grad is None and count > 0:  # all slots sum the same ones
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
@@ -219,6 +226,7 @@ def _sum_as_one_buffer(gradients: Sequence[Tensor], world: World) -> None:
     flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
     part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
+    # the sums; what was summed is freed by this
     flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())
     for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(summed.view_as(gradient))
@@ -230,8 +238,8 @@ def _sum_as_one_buffer(gradients: Sequence[Tensor], world: World) -> None:
 def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
     """List the modules of different layers that hold the same parameters: one list for each shared block.
 
-    A block is the outermost module all of whose parameters are used by the same layers, each with an object of its own
-    for it.
+    A block is the outermost module all of whose parameters are used by the same layers. Each of these layers has a
+    module object of its own for it.
     """
     users: dict[int, set[str]] = {}  # names of the layers that have a parameter, by its id
     for name, layer in layers.items():
@@ -249,6 +257,7 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
             if shared_alike and runs and module not in passed_over:
                 blocks.setdefault(parameters, {})[module] = None
                 passed_over.update(module.modules())
+    # Fewer objects than layers: layers share the object itself, which is no block.
     return [[*modules] for parameters, modules in blocks.items() if len(modules) == len(users[parameters[0]])]
 
 
@@ -269,9 +278,8 @@ class ShardingFeature(Feature):
         shared_in_blocks = {
             id(parameter) for modules in shared_blocks(layers) for parameter in modules[0].parameters()
         }
-        owner: dict[
-            int, tuple[str, str]
-        ] = {}  # of a parameter: its first name, and its layer, "" around the layers
+        # by a parameter's id: its first name, and its layer ("": around the layers)
+        owner: dict[int, tuple[str, str]] = {}
         prefixes = [f"{layer}." for layer in layers]
         for name, parameter in model.named_parameters(remove_duplicate=False):
             layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
@@ -307,8 +315,8 @@ class ShardingFeature(Feature):
 def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another; all ranks enter.
 
-    The next backward pass behind it, which all slots must run, sums these over the slots: the yielded function, which
-    stands for that of `defer_until_last_pass`, does nothing.
+    The first backward pass after the context, which all slots must run, sums these gradients over the slots. The
+    yielded function does nothing: it takes the place of that of `defer_until_last_pass`.
     """
     modules = fsdp_modules(model)
     for module in modules:
@@ -333,7 +341,10 @@ def drop_unsummed_gradients(model: nn.Module) -> None:
 
 
 def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
-    """Have one module's backward passes keep parameters gathered and gradients unsummed, or undo that."""
+    """Have one module's backward passes keep parameters gathered and gradients unsummed, or undo that (`keep` False).
+
+    `reshard_after_forward` says whether its forward passes free parameters.
+    """
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
     module.set_reshard_after_forward(reshard_after_forward, recurse=False)
@@ -341,10 +352,11 @@ def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward:
 
 @contextmanager
 def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Until the yielded function is called, keep what passes of a step keep for the next ones: gathered parameters and
-    unsummed gradients as `Sharding` says, and sums over the slots of each replica only.
+    """Run the passes of a step inside, and call the yielded function before the last one runs forward.
 
-    Call it before the last pass runs forward, which then has FSDP2's hooks. After an error unsummed shards are dropped.
+    Until then gathered parameters and unsummed gradients are kept as `Sharding` says, and sums are over the slots of
+    each replica only. The last pass has FSDP2's hooks, frees parameters and sums everything. After an error, sums that
+    lack other replicas are dropped.
     """
     modules = fsdp_modules(model)
 
@@ -389,12 +401,12 @@ def accumulate_gathered_gradients(groups: Iterable[Any]) -> None:
 
 @contextmanager
 def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
-    """Leave FSDP2's hooks of a block out of forward passes that find its parameters whole and keep them so, in models
-    that do not free them after such a pass.
+    """Leave FSDP2's hooks of a block out of forward passes that find its parameters whole and keep them whole.
 
-    `trains`: their backward passes, which sum nothing then, add gradients to earlier ones without hooks. What a pass
-    will sum or free is to be set before it runs forward. Hooks of what FSDP2 takes for a root run, with which it begins
-    and ends a pass. Only sums of three and more gradients of one tensor that several blocks take may round otherwise.
+    With `trains`, the backward passes of these add gradients to earlier ones without hooks; they sum nothing. What a
+    pass will sum or free must be set before it runs forward. Hooks of what FSDP2 takes for a root always run, as FSDP2
+    begins and ends a pass by them. Results are the same but for one case: where several blocks take one tensor, three
+    or more gradients of it may be added in another order.
     """
     states = dict.fromkeys(x._get_fsdp_state() for x in fsdp_modules(model))
     blocks = list[_BlockHooks]()
@@ -413,7 +425,7 @@ def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[
 class _BlockHooks:
     """Replaces FSDP2's two hooks of one block, which run only where they do something, until `restore` puts them back.
 
-    `state` is FSDP2's of the block, `later` the block that is called next; `trains` is of `leave_out_idle_hooks`.
+    `state` is FSDP2's of the block, `later` the block that is called next; `trains` is as in `leave_out_idle_hooks`.
     """
 
     def __init__(self, state: Any, later: "_BlockHooks | None", *, trains: bool) -> None:
@@ -448,7 +460,9 @@ class _BlockHooks:
 
         Where it does not, a hook on one gradient of the block adds those of the later block (`_add_later_gradients`).
         """
-        busy = self._state._is_root is not False or any(  # None: not known before the first pass
+        # FSDP2 gathers before this pass, or will sum or free after it. Before the first pass it does not know (None)
+        # whether a state is a root.
+        busy = self._state._is_root is not False or any(
             not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
             for group in self._groups
         )
@@ -469,8 +483,9 @@ class _BlockHooks:
     def _add_later_gradients(self, _: Tensor) -> None:
         """Add the later block's gradients of this pass to those of earlier ones, in float32.
 
-        This block has a gradient, so those of the later one mostly are whole; FSDP2 adds others after the pass. In a
-        pipeline the flag may be that of another micro-batch: gradients that are not there yet are added later.
+        This block's gradient is there, so that backward mostly is through the later block; FSDP2 adds gradients that
+        come after this by the end of the pass. In a pipeline `_runs_fsdp_hooks` may be of another micro-batch, and
+        gradients that are not there yet are added later.
         """
         if self._later is not None and not self._later._runs_fsdp_hooks:
             accumulate_gathered_gradients(self._later._groups)

@@ -56,7 +56,7 @@ class StockCopy:
             config = stock_configuration(prepared_model.config)
             dtype = model_execution(prepared_model).compute_dtype
             config._attn_implementation = None  # transformers chooses
-            # as it would choose grouped products, which float64 has not
+            # transformers chooses here too, but for float64, which has no grouped products
             config._experts_implementation = "eager" if dtype == torch.float64 else None
             self._stock = empty_model(config, dtype, stock_class(prepared_model)).eval()
             self._tied = tied_names(self._stock)
@@ -82,9 +82,9 @@ class StockCopy:
         """Empty the stock model, gather what is around its layers and the first layers for which there is room, and
         hook the others, which gather their weights before they run and drop them after.
 
-        Runs on the first rank, while the others answer its calls. Counts `layers` and `staying`. Layers stay
-        within the bytes of `_room`, unchecked if they were given; else within what is free, and all stay where that is
-        unknown (0). Raises ModelError where there is too little memory.
+        Runs on the first rank, while the others answer its calls. Counts `layers` and `staying`. Layers stay within the
+        bytes of `_room`, which are not compared with the device's, or if it is None within what is free; all stay where
+        what is free is unknown (0). Raises ModelError where less is free than two layers need.
         """
         device = self._world.device
         layers = decoder_layers(self._stock)
@@ -130,8 +130,8 @@ class StockCopy:
         with self._first.call_on_others("weights", names):
             weights = self._gather_weights(names)
         for name, weight in zip(names, weights, strict=True):
-            tied_names_of_it = [name, *(other for other, first in self._tied.items() if first == name)]
-            self._set_tensors(tied_names_of_it, weight.to(self._world.device, self._targets[name].dtype))
+            all_names = [name, *(other for other, first in self._tied.items() if first == name)]
+            self._set_tensors(all_names, weight.to(self._world.device, self._targets[name].dtype))
             self.gathered_bytes += self._targets[name].nbytes
 
     def _drop_weights(self, names: Sequence[str], *_: Any) -> None:

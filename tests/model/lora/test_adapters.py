@@ -20,7 +20,7 @@ from longspan.model import disable_adapter, load_model, prepare, save_model
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_adapter
-from longspan.model.adapters.new_adapter import NewAdapter, add_lora, lines_about_adapter
+from longspan.model.adapters.new_adapter import NewAdapter, adapter_notes, add_lora
 from longspan.model.features import Call
 from longspan.model.options import PrepareOptions
 from longspan.model.tensor_parallel.split_model import TensorParallelFeature
@@ -121,7 +121,7 @@ def test_names_that_peft_takes_for_experts_have_no_adapter(family: str) -> None:
 
 def test_weights_without_an_adapter_are_named_with_their_share() -> None:
     def lines(model: Any, *targets: str) -> list[str]:
-        return [*lines_about_adapter(add_lora(model, NewAdapter(rank=2, targets=targets)).get_base_model())]
+        return [*adapter_notes(add_lora(model, NewAdapter(rank=2, targets=targets)).get_base_model())]
 
     moe = moe_model("qwen3-moe", torch.float32)
     sizes = {name: p.numel() for name, p in moe.named_parameters() if ".layers." in name and p.ndim > 1}
@@ -140,7 +140,7 @@ def test_weights_without_an_adapter_are_named_with_their_share() -> None:
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own
 def test_an_adapter_of_a_tied_head_is_told_that_it_is_not_merged() -> None:
     for family, told in (("qwen3", True), ("llama", False)):
-        lines = lines_about_adapter(add_lora(tiny(family), NewAdapter(rank=2, targets=("lm_head",))).get_base_model())
+        lines = adapter_notes(add_lora(tiny(family), NewAdapter(rank=2, targets=("lm_head",))).get_base_model())
         words = (
             "caution: lora.target_modules has the head, which shares its weight with the embedding "
             "(tie_word_embeddings): lo"

@@ -63,7 +63,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class AdaptedWeight(NamedTuple):
-    """What peft adds to a weight: s B A of its `module`, or to each of so many `experts`, if there are any."""
+    """What peft adds to a weight: s B A with the matrices of its `module`, or one such product for each expert."""
 
     module: str
     scaling: float
@@ -80,7 +80,7 @@ class AdaptedWeight(NamedTuple):
 
 
 def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
-    """Return what peft adds to the weights of an adapted model that is not prepared or is, by qualified name."""
+    """Return what peft adds to the weights of an adapted model, prepared or not, by qualified name."""
     adapted_by_name = dict[str, AdaptedWeight]()
     for name, module in peft_modules(model).items():
         if not is_adapted(module):
@@ -91,7 +91,8 @@ def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
             adapted_by_name[f"{name}.base_layer.weight"] = AdaptedWeight(name, scaling)
             continue
         path = name
-        while hasattr(model.get_submodule(path), "base_layer"):  # a matrix is adapted around another's adapter
+        # adapters of several matrices of one module are nested: the matrix is in the innermost `base_layer`
+        while hasattr(model.get_submodule(path), "base_layer"):
             path += ".base_layer"
         transposed = not wrapper._did_swap_in_out_features
         adapted_by_name[f"{path}.{wrapper.parameter_name}"] = AdaptedWeight(

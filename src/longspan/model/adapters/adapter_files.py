@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from longspan.errors import ModelError
 from longspan.model.adapters.adapter import Adapter
-from longspan.model.layers import (
-    MTP,
-)
+from longspan.model.layers import MTP
 from longspan.model.mtp.depths import select_mtp_weights
 
 
 def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:
     """Return the names of the largest modules, inside the one named `inside`, all of whose parameters are `trained`.
 
-    Lists of modules, which peft does not take, are not among them. ModelError for a module trained in part.
+    Lists of modules, which peft does not take, are not among them. Raises ModelError if some trained parameter is in
+    none of these modules, as in a module that is trained in part.
     """
     modules = list[str]()
     for name, module in model.get_submodule(inside).named_modules(prefix=inside, remove_duplicate=False):

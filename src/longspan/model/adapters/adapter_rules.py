@@ -44,7 +44,7 @@ _UNTESTED = {  # keys of LoraConfig, and what a value there asks for
 }
 
 
-_INSTEAD = {  # of a key that is set by more than the user
+_INSTEAD = {  # what to do about a key that another library may have set
     "trainable_token_indices": "leave it out, and TRL's chat_template_path, which sets it: call "
     "trl.clone_chat_template, and train modules_to_save=['embed_tokens', 'lm_head'], or all weights"
 }
@@ -53,7 +53,7 @@ _INSTEAD = {  # of a key that is set by more than the user
 def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> None:
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact under this home.
 
-    The result is the same on every rank, before the first collective. Tensor parallelism has reasons of its own.
+    Every rank comes to the same result, without a collective. Tensor parallelism has reasons of its own elsewhere.
     """
     staged = world.home.pp > 1
     if staged and mtp_depths(model) and is_adapted(model.get_input_embeddings()):
@@ -62,11 +62,9 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
             "embedding, and an adapter of the embedding, which would be trained twice; leave it out of "
             "target_modules, or use pp 1"
         )
-    reasons = [*_adapter_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
-    reasons = reasons or [
-        *_adapter_layer_reasons(model),
-        *_parameter_reasons(model),
-    ]
+    reasons = [*_adapter_configuration_reasons(adapter)]
+    if not reasons:  # of a refused configuration, what peft made of the model by it is no reason of its own
+        reasons = [*_adapter_layer_reasons(model), *_parameter_reasons(model)]
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     if staged and is_tied(model) and any(is_adapted(end) or has_trained_copy(end) for end in ends):
         reasons.append(
@@ -97,7 +95,9 @@ def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
 
 
 def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield the first of peft's modules, in the order of the model, that is not known to be exact."""
+    """Yield why the first of peft's modules that is not known to be exact is not, in the order of the model; at most
+    one reason.
+    """
     experts = expert_modules(model).values()
     indexers = tuple(f"{name}." for name in find_indexers(model))
     for name, module in peft_modules(model).items():

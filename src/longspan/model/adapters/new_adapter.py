@@ -32,8 +32,12 @@ from longspan.model.weights.fill import JoinedWeights, find_deferred_weights
 from longspan.model.weights.local_tensors import LocalPart
 
 
-def lines_about_adapter(model: PreTrainedModel) -> Iterator[str]:
-    """Yield lines about what has no adapter in the decoder layers of an adapted model, and where none can be merged."""
+def adapter_notes(model: PreTrainedModel) -> Iterator[str]:
+    """Yield, as lines for people, what may surprise in an adapted model; nothing if there is nothing.
+
+    That is which modules of decoder layers have no adapter, of those with 1 % of their weights or more; and that an
+    adapter of a tied head, or embedding, cannot be merged.
+    """
     adapted = adapted_weights(model)
     sizes = Counter[str]()
     total = 0
@@ -42,7 +46,8 @@ def lines_about_adapter(model: PreTrainedModel) -> Iterator[str]:
             if parameter.ndim > 1 and ".lora_" not in name:
                 total += parameter.numel()
                 owner = [part for part in name_without_adapter(name).split(".")[:-1] if not part.isdigit()][-1]
-                sizes[owner] += 0 if f"{path}.{name}" in adapted else parameter.numel()
+                if f"{path}.{name}" not in adapted:
+                    sizes[owner] += parameter.numel()
     if large := [name for name, size in sizes.most_common() if size >= total / 100]:
         share = 100 * sum(sizes[name] for name in large) / total
         yield f"lora: {', '.join(large)} ({share:.1f} % of the weights of decoder layers) have no adapter"
@@ -75,9 +80,10 @@ class NewAdapter:
 
 
 def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
-    """Return the model with a new adapter in it as a PeftModel; `prepare` fills one on the meta device.
+    """Put a new adapter into a model, and return the PeftModel around it; `prepare` fills one on the meta device.
 
-    Towers have none. Adapters are float32, or float64 in a float64 model. ModelError without peft, for wrong targets.
+    Towers have none. Adapters, and modules that are trained whole, become float32, or float64 in a float64 model.
+    ModelError without peft, and for wrong targets.
     """
     try:
         import peft
@@ -106,13 +112,13 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         modules_to_save=[*new.whole] or None,
     )
     empty = has_meta_parameters(model)
-    # of names in transformers that peft reads
+    # peft reads names of transformers that are to go
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         peft_model: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=empty)
     config.base_model_name_or_path = new.base or None
     config.revision = new.revision or None
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    unwrap_trained_mtp(model)  # depths among `new.whole`: peft has put copies beside them
+    unwrap_trained_mtp(model)  # if depths are in `new.whole`: peft's copy of them takes their place
     for name in new.whole:
         model.get_submodule(name).to(dtype)
     for name, parameter in adapter_parameters(model):
@@ -131,13 +137,13 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
 
 
 def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | None]:
-    """Return the linears outside towers and indexers, and a pattern of all modules of towers (None: no towers).
+    """Return the names of linears outside towers and indexers, and a pattern of all modules of towers (None: none).
 
     Towers have linears of like names, which peft must not adapt.
     """
     towers = {id(tower) for tower in towers_beside_text_model(model)}
-    names = [name for name, module in model.named_modules() if id(module) in towers]
-    pattern = f"({'|'.join(map(re.escape, names))})(\\..*)?" if names else None
+    tower_names = [name for name, module in model.named_modules() if id(module) in towers]
+    pattern = f"({'|'.join(map(re.escape, tower_names))})(\\..*)?" if tower_names else None
     untrained = tuple(f"{name}." for name in find_indexers(model))
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     linears = [name for name in linears if not name.startswith(untrained)]
@@ -147,10 +153,10 @@ def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | No
 def _checked_target_names(
     model: PreTrainedModel, targets: Sequence[str], linears: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the targets, each once and in their order, that name linears, and those that name experts' matrices alone.
+    """Return two lists of targets: those that name linears, and those that name experts' matrices alone.
 
-    A target names what its name ends with it; `linears` are the model's qualified names. Raises ModelError for a target
-    that names nothing, or that peft refuses.
+    Each target is in one list once, in the given order. It names all linears or matrices whose qualified names end with
+    it; `linears` are names of the model's. Raises ModelError for a target that names nothing, or that peft refuses.
     """
     matrices = [
         f"{path}.{name}"
@@ -162,17 +168,9 @@ def _checked_target_names(
     for target in dict.fromkeys(targets):
         if any(f".{name}".endswith(f".{target}") for name in linears):
             continue
-        if "." in target and any(name.endswith(f".{target}") for name in matrices):
-            of_experts.append(target)
-            continue
-        endings = sorted({name.rpartition(".")[2] for name in linears})
-        endings += sorted({".".join(name.split(".")[-2:]) for name in matrices})
-        matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
-        hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
-        raise ModelError(
-            f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
-            f"indexers; {hint} {', '.join(endings)}"
-        )
+        if "." not in target or not any(name.endswith(f".{target}") for name in matrices):
+            raise _unknown_target_error(model, target, linears, matrices)
+        of_experts.append(target)
     modules = [target for target in dict.fromkeys(targets) if target not in of_experts]
     if refused := _names_peft_cannot_adapt(model, modules):
         instead = "leave them out"
@@ -185,6 +183,20 @@ def _checked_target_names(
             f"for its experts; {instead}"
         )
     return modules, of_experts
+
+
+def _unknown_target_error(
+    model: PreTrainedModel, target: str, linears: Sequence[str], matrices: Sequence[str]
+) -> ModelError:
+    """Return the error of a target that names nothing, with the names that it could have and the nearest of them."""
+    endings = sorted({name.rpartition(".")[2] for name in linears})
+    endings += sorted({".".join(name.split(".")[-2:]) for name in matrices})
+    matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
+    hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
+    return ModelError(
+        f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
+        f"indexers; {hint} {', '.join(endings)}"
+    )
 
 
 def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
@@ -209,16 +221,15 @@ def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> lis
 
 
 def _names_peft_cannot_adapt(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return those of `names`, in their order, that peft takes for fused experts, or refuses. Each is a target, the
-    ending of names of modules, and is tried alone.
+    """Return those of `names` (targets), in their order, that peft refuses, or takes for experts. Each is tried alone.
 
-    Fused experts were linears of single experts in transformers 4. Refused are linears of mixers whose weights kernels
-    read directly, past an adapter.
+    peft refuses linears of mixers whose weights kernels read directly, past an adapter. It takes for experts names that
+    linears of single experts had in transformers 4, which are fused now.
     """
     import peft
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # pyright: ignore[reportPrivateUsage]
 
-    # not in peft 0.18, which takes none for experts
+    # peft 0.18 has no such module, and takes no name for experts
     name_of_conversion = "peft.utils.transformers_weight_conversion"
     conversion: Any = import_module(name_of_conversion) if find_spec(name_of_conversion) else None
     refused = list[str]()
@@ -231,7 +242,8 @@ def _names_peft_cannot_adapt(model: PreTrainedModel, names: Sequence[str]) -> li
         except ValueError:  # peft fuses it with another name, which is missing here, or refuses it
             refused.append(name)
         else:
-            refused += [name] if name not in (config.target_modules or ()) else []
+            if name not in (config.target_modules or ()):  # taken for experts
+                refused.append(name)
     return refused
 
 

@@ -62,7 +62,7 @@ def refuse_quantized(model: nn.Module) -> None:
     )
     codes = (name for name, p in model.named_parameters() if not p.is_floating_point() or p.element_size() == 1)
     if reason := method or next(codes, ""):
-        name = getattr(reason, "value", reason)
+        name = getattr(reason, "value", reason)  # transformers' method may be an enum
         raise ModelError(
             f"{type(model).__name__} is quantized ({name}), and whole weights are trained; for an adapter over linears "
             f'of bitsandbytes call prepare(…, frozen="stored"), or read the folder by load_model(folder, '
@@ -90,6 +90,7 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
             yield "its head scores, and its text model is a part of it, or sees a prefix whole; use one of text alone"
     elif head and not (several and head.group() == "ForConditionalGeneration"):
         yield f"its head ({head.group()}) is not a language model's; {use}"
+    # Where the text model is not told apart from what is around it, `text_model` finds the model or its base.
     if several and (model.get_output_embeddings() is None or text_model(model) in (model, base_model(model))):
         yield f"its text model, inside a model of several modalities, is not found; {use}"
     if getattr(config, "add_cross_attention", False):
@@ -97,14 +98,13 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which forwards, set on an instance or wrapped, would be left out where longspan makes its own of the
-    class's.
+    """Yield which modules have a forward, set on the instance or in a wrapper, that longspan would not run.
 
-    It does so for the model, mixers, indexers, and rotary modules whose frequencies depend on a document's length.
+    In place of a forward of the model, of mixers, of indexers, and of rotary modules whose frequencies depend on a
+    document's length it runs one of its own, made of the class's forward.
     """
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers, **find_indexers(model)}
-    # Rotary modules whose frequencies depend on a document's length:
     replaced |= {name: module for name, module in model.named_modules() if length_dependent_types(module)}
     if names := modules_with_instance_forward(replaced.items()):
         yield (
@@ -120,12 +120,15 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which rotary frequencies and scalings of queries read a call's rows, and cannot be chosen by document."""
+    """Yield why rotary frequencies, or scalings of queries, read all rows of a call and cannot be computed by document.
+
+    `seams/rope.py` chooses frequencies by document in modules that name their type in `rope_type`.
+    """
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    # Modules that name their type in `rope_type` can choose frequencies by document (`seams/rope.py`).
     can_choose = any(hasattr(module, "rope_type") for module in model.modules())
-    for kind in () if can_choose else sorted(filter(depends_on_length, rope_types(rope))):
+    inexact_kinds = [] if can_choose else sorted(filter(depends_on_length, rope_types(rope)))
+    for kind in inexact_kinds:
         yield (
             f"rope type {kind!r} chooses frequencies by the longest position of a call, and no module of the model has "
             "a rope_type that says where; use default, linear, llama3 or yarn"
@@ -149,6 +152,7 @@ def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
         layers = [
             index
             for index, layer in enumerate(decoder_layers(model).values())
+            # a slice, as a configuration may have fewer types than layers
             if types[index : index + 1] == [kind] and not any(map(is_known, layer.modules()))
         ]
         supported = f"supported are {', '.join(_LAYER_TYPES)}{_KNOWN_MIXERS if kind in _MIXING else ''}"
@@ -182,9 +186,10 @@ def check_model(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...
 
 
 def check_model_on_this_rank(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
-    """Return the random draws of a model's class; raise ModelError as `check_model` for what a rank tells alone.
+    """Return the random draws of a model's class; raise ModelError as `check_model` for what a rank can tell alone.
 
-    Of what a model declares every reason is named. A small copy is run of a class with experts, or of one's own.
+    The error names all reasons in what a model declares, or else those of its class or of one feature. A small copy is
+    run of a class with experts, and of one that is not transformers'.
     """
     if not isinstance(model, PreTrainedModel):
         raise ModelError(

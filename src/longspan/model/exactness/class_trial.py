@@ -100,7 +100,8 @@ class _Pass(NamedTuple):
 def _run_rows_in_order(model: PreTrainedModel, order: Tensor) -> _Pass:
     """Run the rows of these numbers together, forward and backward.
 
-    A row's number in `order` is its token id, and picks the gradient of its output, which is drawn for all rows alike.
+    A row's number in `order` is its token id, and picks the gradient of its output from those of all rows, which are
+    the same in every pass. All rows are at one position.
     """
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
@@ -132,9 +133,10 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
 
 
 def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why rows of a small model are not computed each by itself; gradients and experts only if outputs are equal.
+    """Yield why rows of a small model are not computed each by itself.
 
-    Buffers that are not saved may only log what was run; if results depend on them, rows differ here.
+    Gradients and experts are compared only if outputs are equal. Buffers that are not saved may change, as they may
+    only log what was run; if results depend on them, outputs differ.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows_in_order(model, torch.arange(_ROWS))
@@ -171,30 +173,27 @@ def _place_of_first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tens
 
 
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> Iterator[str]:
-    """Yield the first parameter whose gradient is not the sum over the parts, or is missing in one.
-
-    Of what nothing depends on here, as of learnt rotary frequencies at one position, only rounding is left.
-    """
+    """Yield the first parameter whose gradient is not the sum over the parts, or is missing in one."""
+    # below, gradients are rounding alone, as those of learnt rotary frequencies: all rows are at one position
     least = 1e-9 * max((float(x.abs().max()) for x in whole.gradients.values() if x is not None), default=0.0)
     for name, gradient in whole.gradients.items():
+        if gradient is None:
+            continue
         pieces = [piece for piece_pass in parts if (piece := piece_pass.gradients[name]) is not None]
-        if gradient is not None and len(pieces) < len(parts):
+        if len(pieces) < len(parts):
             yield (
                 f"{name} has no gradient, not even zeros, where no row of a rank visits it, and ranks would add "
                 f"different parameters {evidence}"
             )
             return
-        if (
-            gradient is not None
-            and (error := relative_error(torch.stack(pieces).sum(0), gradient, least)) > _TOLERANCE
-        ):
+        if (error := relative_error(torch.stack(pieces).sum(0), gradient, least)) > _TOLERANCE:
             yield f"the gradient of {name} is not the sum over rows: it differs by {error:.1e} {evidence}"
             return
 
 
 @torch.no_grad()
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the first experts that compute something else than `mix_experts` does in their place."""
+    """Yield the first experts that compute something else than `mix_experts`, which longspan runs in their place."""
     for name, module in expert_modules(model).items():
         from longspan.model.experts.moe import mix_experts
 

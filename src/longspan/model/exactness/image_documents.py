@@ -47,30 +47,37 @@ def draw_image(base: Any, merge: int, side: Side, generator: np.random.Generator
     if GRIDS in parameters:
         return _draw_patches(base, merge, side, channels * patch**2, generator)
     if _SHAPES in parameters:
-        # LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches. Full tiles have
-        # 3 x 3 rows, the last one `side`, so that the mask hides some; there are as many as `side` is high.
-        factor, (height, row_width) = getattr(base.config, "downsample_factor", 1), side
-        full_side = 3 * factor
-        shapes = torch.tensor([(full_side, full_side)] * (height - 1) + [(factor * height, factor * row_width)])
-        mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
-        pixels = _draw_pixels((height, full_side**2, channels * patch**2), generator) * mask[..., None]
-        return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
+        return _draw_padded_tiles(base, side, channels * patch**2, generator)
     tile = (channels, image_side, image_side)
     if grids := getattr(base.config, "image_grid_pinpoints", None):
-        # Some models cut an image only where its document has no other: a first side of 3 says that there are three.
         size = (image_side * side[0] // 2, image_side * side[1] // 2)
         count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
         tiles = count_tiles(image_size=size, grid_pinpoints=grids, patch_size=image_side)
         if IN_DOCUMENT not in parameters:
             return ImageInput(_draw_pixels((tiles, *tile), generator), size=size)
+        # Such a model cuts an image only if its document has no other: a first side of 3 says that there are three.
         images = 1 if side[0] < 3 else 3
         pixels = _draw_pixels((tiles if images == 1 else 1, *tile), generator)
         return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([images])})
-    # patches are merged, without a grid
-    if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):
+    if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):  # merges patches, without a grid
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_draw_pixels((1, channels, height, width), generator), size=(height, width))
     return _draw_tiles(base, side, tile, generator)
+
+
+def _draw_padded_tiles(base: Any, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
+    """Draw an image of LFM2-VL: patches (n, P, `width`), a mask (n, P), 0 at padding, and shapes (n, 2) in patches.
+
+    There are as many tiles as `side` is high. Full ones make 3 x 3 rows, the last one `side`, so that its mask hides
+    patches.
+    """
+    height, row_width = side
+    factor = getattr(base.config, "downsample_factor", 1)
+    full_side = 3 * factor
+    shapes = torch.tensor([(full_side, full_side)] * (height - 1) + [(factor * height, factor * row_width)])
+    mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
+    pixels = _draw_pixels((height, full_side**2, width), generator) * mask[..., None]
+    return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
@@ -148,7 +155,10 @@ class TrialDocument:
         return {video.first + k for video in self.videos for k in range(video.video.grid[0])}
 
     def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
-        """Return the kinds of tokens (1, T) that the model gets: 1 at images, 2 at videos; else 1 after a prefix."""
+        """Return the kinds of tokens (1, T) that the model gets.
+
+        With `images` they are 1 at images and 2 at videos; without, or in a model with a prefix, as `token_kinds` says.
+        """
         if not images or find_family(model.config.model_type).prefix_rows:
             return token_kinds(model, len(self.ids), self.prefix)
         # placeholders of videos are in both masks, so that their sum is 2
@@ -170,7 +180,10 @@ def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
 
 
 def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]]) -> list[TrialDocument]:
-    """Make documents of these numbers of tokens of text and of images, at random places, for a whole small model."""
+    """Make documents for a whole small model: `sizes` has the tokens of text and the images of each.
+
+    All take their images from one list, from its first on, and have them at random places of the text.
+    """
     tokens = image_tokens(model.config)
     generator = np.random.default_rng(0)
     words = np.array(ordinary_ids(model.config))
@@ -178,7 +191,7 @@ def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]
     most = max((images for _, images in sizes), default=0)
     images = [draw_image(base, tokens.merge, side, generator) for side in (_SIDES * most)[:most]]
     with torch.no_grad():
-        pool = [(image, len(encode_images(base, [image])[0])) for image in images]
+        pool = [(image, len(encode_images(base, [image])[0])) for image in images]  # with its number of rows
     documents = list[TrialDocument]()
     for text, count in sizes:
         document_words = generator.choice(words, text)
@@ -189,7 +202,7 @@ def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]
         grids = np.array([image.grid for image, _ in pool[:count] if image.grid is not None])
         at_images = np.array(ids) == tokens.placeholder
         prefix = 0
-        # it ends with the token after the last image, so that it holds text too
+        # a prefix ends with the token after the last image, so that it holds text too
         if tokens.config is not None and find_family(tokens.config.model_type).prefix_rows:
             prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
         inputs = tuple(image for image, _ in pool[:count])
@@ -234,8 +247,8 @@ def make_video_document(model: PreTrainedModel) -> TrialDocument:
     videos = VideoTokens.from_configuration(model.config)
     generator = np.random.default_rng(0)
     base = base_model(model)
-    # words: (before everything; between groups of frames; after each item), nine of each, of which some are used
     merge = videos.images.merge
+    # nine words each to stand before everything, between groups of frames, and after items: not all are used
     words = generator.choice(np.array(ordinary_ids(model.config)), (3, 9))
     ids = words[0].tolist()
     images = list[ImageInput]()
@@ -250,10 +263,9 @@ def make_video_document(model: PreTrainedModel) -> TrialDocument:
             words_between = words[1, :2].tolist() if videos.apart and group > 0 else []
             ids += [*words_between, *[placeholder] * (side[0] * side[1])]
         ids += words[2, : 2 + number].tolist()  # another number of words after each item
-    # after the first video's 3 groups
     all_ids = np.array(ids)
-    grid = np.array([image.grid for image in images[3:4]])
-    positions = videos.positions(all_ids, grid, [clip.video for clip in clips])
+    image_grids = np.array([images[3].grid])  # the one image, after the first video's 3 groups
+    positions = videos.positions(all_ids, image_grids, [clip.video for clip in clips])
     at_videos = all_ids == videos.placeholder
     rows = tuple(videos.images.rows(image.grid) for image in images)
     at_images = at_videos | (all_ids == videos.images.placeholder)

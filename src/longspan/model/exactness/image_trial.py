@@ -50,14 +50,14 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = [make_video_document(model)] if videos else make_trial_documents(model, _SIZES)
-        named = dict(model.named_parameters())
+        whole_parameters = dict(model.named_parameters())
         whole_logits, whole_gradients = _run_documents(
-            named, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0]
+            whole_parameters, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0]
         )
         encoder = split_off_image_encoder(model)
         pack_attention(encoder)
-        named = dict(model.named_parameters()) | dict(encoder.named_parameters())
-        logits, gradients = _run_documents(named, documents, partial(_logits_from_parts, model, encoder))
+        parameters = dict(model.named_parameters()) | dict(encoder.named_parameters())
+        logits, gradients = _run_documents(parameters, documents, partial(_logits_from_parts, model, encoder))
     except ModelError as error:
         yield str(error)
         return
@@ -65,17 +65,17 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
         yield f"a small model that shows what it does with images cannot be run on the host ({trial_error_text(error)})"
         return
     evidence = "(found with a small model of its class, whole and in parts)"
-    error = max(relative_error(a, b) for a, b in zip(logits, whole_logits, strict=True))
-    if error > _TOLERANCE:
+    largest_error = max(relative_error(result, exact) for result, exact in zip(logits, whole_logits, strict=True))
+    if largest_error > _TOLERANCE:
         yield (
             "it does more with images than put their rows in the places of their placeholders: logits differ by "
-            f"{error:.1e} {evidence}"
+            f"{largest_error:.1e} {evidence}"
         )
         return
     largest = max(float(g.abs().max()) for g in whole_gradients.values() if g is not None)
-    for name, exact in whole_gradients.items():
-        gradient = gradients.get(name)
-        exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))  # None counts as zeros
+    for name, whole_gradient in whole_gradients.items():
+        pair = whole_gradient, gradients.get(name)
+        exact, gradient = (torch.zeros(1) if g is None else g for g in pair)  # None counts as zeros
         if (error := relative_error(gradient, exact, least=_FLOOR * largest)) > _TOLERANCE:
             yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {evidence}"
             return
@@ -104,7 +104,8 @@ def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: 
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [encoder([image]) for image in document.images]
     embedding: Any = model.get_input_embeddings()
-    rows = torch.cat(encoded).split(embedding.weight.shape[1], -1) if encoded else ()
+    # of the embedding, then of the first layers: an encoder's rows have them side by side
+    row_parts = torch.cat(encoded).split(embedding.weight.shape[1], -1) if encoded else ()
     positions = torch.arange(ids.shape[1])[None]
     if document.positions is not None:
         positions = torch.from_numpy(document.positions)[:, None]
@@ -114,7 +115,7 @@ def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: 
     kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), token_kinds)
 
     def replace_rows(_: Any, __: Any, out: Tensor) -> Tensor:
-        return out.index_copy(1, placeholders, rows[0][None]) if rows else out
+        return out.index_copy(1, placeholders, row_parts[0][None]) if row_parts else out
 
     def add_part(part: Tensor, _: Any, __: Any, out: Any) -> Any:
         if isinstance(out, tuple):
@@ -123,6 +124,6 @@ def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: 
 
     with ExitStack() as hooks:
         hooks.callback(embedding.register_forward_hook(replace_rows).remove)
-        for layer, part in zip(decoder_layers(model).values(), rows[1:], strict=False):
+        for layer, part in zip(decoder_layers(model).values(), row_parts[1:], strict=False):
             hooks.callback(layer.register_forward_hook(partial(add_part, part)).remove)
         return model(input_ids=ids, position_ids=positions, use_cache=False, **kinds).logits[0]

@@ -42,9 +42,9 @@ _COUNT = sum(_LENGTHS)  # of the numbers of rows, for each part
 class _TrialRows:
     """The rows of one pass: `numbers` (T,) in their order, and the `shard` in which they do not meet.
 
-    Every second row, at random, is compared: its neighbours, its place and other documents' lengths must not matter to
-    it. With `others`, rows that are not compared have other tokens. Under sequence parallelism this rank holds the part
-    `part` of `parts`.
+    About half of the rows, drawn at random, are compared: their neighbours, their places and other documents' lengths
+    must not matter to them. With `others`, rows that are not compared have other tokens. Under sequence parallelism
+    this rank holds part number `part` of `parts`.
     """
 
     numbers: Integers
@@ -146,8 +146,8 @@ class _ObservedPass:
 
     @contextmanager
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Hook these modules and layers while the context is open; what layers return is replaced, of modules noted
-        alone.
+        """Hook these modules and layers while the context is open: all are observed, and what layers return is changed
+        as well.
         """
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
@@ -165,10 +165,10 @@ class _ObservedPass:
         self.observe(name, (args, kwargs), call, out=False)
 
     def _observe_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
-        """Note a module's outputs, and return a layer's with compared rows as they were in the pass before: a forward
-        hook.
+        """Observe a module's outputs; of a layer, return them with compared rows as they were in the pass before.
 
-        An error then counts in the layer that makes it, and not in those that follow.
+        A forward hook, which leaves the outputs as they are where it returns None. By the replaced rows an error counts
+        in the layer that makes it, and not in those that follow.
         """
         call = self._calls[name]
         inputs = self.tensors.get(_CallKey(name, call, False, 0)) if is_layer else None
@@ -188,35 +188,28 @@ class _ObservedPass:
     def observe(
         self, name: str, values: Any, call: int = 0, *, out: bool = True, added_to: Tensor | None = None
     ) -> None:
-        """Note the tensors of a call that have a row for each of these rows, and how far they are from the pass before.
+        """Record a call's tensors that have a row for each of these rows, and how far they are from the pass before.
 
-        `added_to` is the input to which a layer has added its output. The first pass keeps copies, since modules may
-        write into their tensors.
+        `added_to` is the input to which a layer has added what it computed. The first pass keeps copies, since modules
+        may write into their tensors.
         """
         tensors = [x for leaf in tree_leaves(values) if (x := self.rows.as_rows(leaf)) is not None]
         for leaf, x in enumerate(tensors):
             key = _CallKey(name, call, out, leaf)
-            x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
-            places, earlier = self._compared_rows(key, x)
-            if places is None:
-                continue
-            a, b = (
-                rows.flatten(1).to(torch.promote_types(rows.dtype, torch.float32)) for rows in (x[places], earlier)
-            )
-            added = b  # by a layer, which adds to its input; by others all
-            if added_to is not None and added_to.shape == x.shape:
-                added = b - added_to[places].flatten(1)
-            epsilon = torch.finfo(x.dtype).eps
-            rounding = self.allowed.epsilons * max(epsilon, torch.finfo(self.allowed.dtype).eps)
-            excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
-            # Rows to which next to nothing is added count as if something were, relative to the largest row.
-            size = added.norm(dim=1).clamp(min=1e-3 * epsilon * b.norm(dim=1).max()).clamp(min=1e-30)
-            # NaN shows nothing, infinity is an error
-            shares = (excess / size).nan_to_num(nan=0.0) / self.allowed.error
-            self.errors[key] = (shares.median() if self.allowed.median else shares.max()).double()
+            recorded = x.detach().clone() if self.before is None else x.detach()
+            self.tensors[key] = recorded
+            places, earlier = self._compared_rows(key, recorded)
+            if places is not None:
+                inputs = None
+                if added_to is not None and added_to.shape == recorded.shape:
+                    inputs = added_to[places]
+                self.errors[key] = _share_of_allowed(recorded[places], earlier, inputs, self.allowed)
 
     def _compared_rows(self, key: _CallKey, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the indices of compared rows in a tensor, and what they were in the pass before; None without any."""
+        """Return the indices of compared rows in a tensor, and what they were in the pass before.
+
+        Without a tensor to compare with, or rows that both have, the indices are None, and the second is of no meaning.
+        """
         before = self.before
         earlier = x if before is None else before.tensors.get(key, x)
         if before is None or earlier is x or x.shape[1:] != earlier.shape[1:]:
@@ -230,8 +223,9 @@ class _ObservedPass:
         return places, earlier[to_device(earlier_indices, x.device)]
 
     def find_module_at_fault(self) -> tuple[str, float] | None:
-        """Return the first module whose outputs differ while its inputs do not, or else the first difference; and its
-        error.
+        """Return the first module whose outputs differ while its inputs do not, and its error; None if nothing differs.
+
+        If there is no such module, it is the first one with a difference.
         """
         shares = torch.stack(list(self.errors.values())).tolist() if self.errors else []
         different = {key: share for key, share in zip(self.errors, shares, strict=True) if share > 1}
@@ -241,11 +235,32 @@ class _ObservedPass:
         return None if key is None else (key.module, different[key] * self.allowed.error)
 
 
+def _share_of_allowed(rows: Tensor, earlier: Tensor, inputs: Tensor | None, allowed: _AllowedDifference) -> Tensor:
+    """Return how far rows (R, …) are from what they were `earlier`, as a share of what is allowed, for the worst row.
+
+    With `allowed.median` it is the rows' median. What exceeds rounding is measured against what a module adds to a row:
+    `earlier` less a layer's `inputs`, or without inputs all of it. A row with a NaN, which shows nothing, has no error;
+    one with an infinite number has.
+    """
+    result, exact = (x.flatten(1).to(torch.promote_types(x.dtype, torch.float32)) for x in (rows, earlier))
+    added = exact if inputs is None else exact - inputs.flatten(1)
+    epsilon = torch.finfo(rows.dtype).eps
+    rounding = allowed.epsilons * max(epsilon, torch.finfo(allowed.dtype).eps)
+    excess = ((result - exact).abs() - rounding * exact.abs()).clamp(min=0).norm(dim=1)
+    # A layer may add next to nothing to a row: then a small share of the largest row's size is taken, never zero.
+    size = added.norm(dim=1).clamp(min=1e-3 * epsilon * exact.norm(dim=1).max()).clamp(min=1e-30)
+    shares = (excess / size).nan_to_num(nan=0.0) / allowed.error
+    return (shares.median() if allowed.median else shares.max()).double()
+
+
 # ---- the trial
 
 
 def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
-    """Raise ModelError on every rank, before a model's first step in a mode, if rows influence each other."""
+    """Raise ModelError on every rank, before a model's first step in a mode, if rows influence each other.
+
+    The mode is evaluation for a step without `backward`. All ranks call it; later calls in that mode do nothing.
+    """
     if not is_prepared(model) or backward in _tried_modes(model):
         return
     trial = _RowTrial(model, world)
@@ -253,12 +268,12 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
         _clean_up_after_trial(model),
         world.watch.name_collectives("trial of rows outside attention", world.home.ranks),
     ):
-        # a model in training keeps the modules that its user froze as they are
+        # A model in training, for a step that trains, is left alone: its user may have put modules into evaluation.
         if not (backward and model.training):
             model.train(backward)
         error = trial.run_and_find_error(every_module=False)
         if world.control.flag_on_any_rank(error is not None):
-            # by all ranks together; modules name the culprit closer than layers
+            # All ranks run the passes again, comparing all modules, which name the culprit closer than layers.
             raise_first_error(world, trial.run_and_find_error(every_module=True) or error)
     _tried_modes(model).add(backward)
 
@@ -297,9 +312,10 @@ def _clean_up_after_trial(model: nn.Module) -> Iterator[None]:
 class _RowTrial:
     """The passes of a model, or of each stage that is here, and what differs between them.
 
-    The third pass has fewer rows in another order, and shows what the second does (the same rows beside others), unless
-    products round coarsely: only then is the second made. A row is known by its number: `ids` and `later` (for depths)
-    are (2, numbers, …), the second for rows not compared beside others.
+    The first pass has all rows. The last has fewer, in another order and beside others. Where products round coarsely a
+    pass of all rows, in the same order beside others, is made between them; elsewhere the last shows what it would.
+    A row is known by its number: `ids` and `later` (for depths) are (2, numbers, …); the second are for rows that have
+    other tokens.
     """
 
     def __init__(self, model: Any, world: World) -> None:
@@ -344,16 +360,17 @@ class _RowTrial:
                 observed = self._run_stage(stage, model, rows, first_pass, every_module=every_module)
                 if (culprit := observed.find_module_at_fault()) is None:
                     continue
-                module = dict(model.named_modules()).get(culprit[0])
+                path, error = culprit
+                module = dict(model.named_modules()).get(path)  # None for what `_run_pass` observes by a text
                 kind = "" if module is None else type(module).__name__.removeprefix("FSDP")
-                name = f"{culprit[0]} ({kind})" if culprit[0] and kind else culprit[0] or kind
+                name = f"{path} ({kind})" if path and kind else path or kind
                 n = len(rows.numbers)
                 compared = "the same" if n == all_rows else f"{n} of them in another order"
                 differences.append(
                     f"{name}: in {mode} mode {all_rows} rows, without attention, and {compared} beside others differ "
-                    f"by {culprit[1]:.1e} of what it makes of them, where {observed.allowed.error:.0e} is allowed"
+                    f"by {error:.1e} of what it makes of them, where {observed.allowed.error:.0e} is allowed"
                 )
-            first_pass = observed = None  # frees the tensors that they keep, before the next stage runs
+            first_pass = observed = None  # frees the tensors that the passes keep, before the next stage runs
         if not differences:
             return None
         return ModelError(
@@ -418,8 +435,8 @@ class _RowTrial:
         def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
             return part(**arguments, row_loss=observe_hidden, **later)
 
-        x = ids if stage.first else self._make_hidden_states(stage, rows)
-        out = stage(x, stage_input=StageInput(rows.shard, ids, make_output))
+        inputs = ids if stage.first else self._make_hidden_states(stage, rows)
+        out = stage(inputs, stage_input=StageInput(rows.shard, ids, make_output))
         if not stage.last:
             # Embedded rows behind the hidden states are no result: split over tp 2, both together look like all rows.
             observed.observe("the hidden states after its last layer", out[0].chunk(1 + stage.with_embedding)[0])

@@ -71,8 +71,8 @@ def shrink_configuration(
     # DeepStack adds rows of images after each of the first two layers, and two pipeline stages need two layers each.
     deep = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
     usual = Sizes(true_heads=true_heads, experts=experts)
-    equal = replace(usual, grouped=False)
-    wide = replace(usual, narrow=False)
+    equal = replace(usual, grouped=False)  # as many key heads as query heads
+    wide = replace(usual, narrow=False)  # a hidden size as wide as the heads together
     both = replace(equal, narrow=False)
     # in turn until the class accepts them: some ask for other heads, widths or a padding id
     for sizes in (usual, wide, equal, both, replace(usual, pad=0), replace(usual, pad=1), replace(both, pad=0)):

@@ -6,7 +6,7 @@ knows stay.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,7 +129,7 @@ class _SmallAttributes:
             differs = self.head_dim is not None and self.heads * head_dim != self.hidden
             self.small_head_size = head_dim if sizes.true_heads else _SMALL_HEAD_SIZE
         full = _SMALL_HEADS * self.small_head_size
-        latent = values.get("kv_lora_rank") is not None
+        latent = values.get("kv_lora_rank") is not None  # latent attention, whose heads have sizes of their own
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
     def shrink_value(self, name: str, value: Any) -> Any:
@@ -139,20 +139,21 @@ class _SmallAttributes:
         passes.
         """
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
-            return [self.shrink_value(name, entry) for entry in value] if sized else value
+            has_sizes_of_layers = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
+            return [self.shrink_value(name, entry) for entry in value] if has_sizes_of_layers else value
         if name == "pad_token_id" and value is None:
             return self.sizes.pad
         if _TOKEN.search(name):
             fits = isinstance(value, int) and value < SMALL_VOCABULARY
             return value if fits or not value else 2  # None or an empty list: no such token
         if value is None:
+            # The class would derive these two from other sizes, whose ratios may differ in the copy.
             if name in _HEAD_SIZES and self.hidden and self.heads:
                 return self.small_head_size
             return _SMALL_HEADS if name in _KV_HEADS else None
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
-        # by Granite's default, 1, a softmax sees one key alone
+        # Granite's scale of scores: by its default, 1, scores are so large that a softmax takes one key alone
         if isinstance(value, float) and name == "attention_multiplier":
             return min(value, 1.5 / math.sqrt(self.small_head_size))
         if isinstance(value, bool) or not isinstance(value, int) or value == 0:
@@ -167,13 +168,13 @@ class _SmallAttributes:
         if name in _FIXED:
             return _FIXED[name]
         if name in _LENGTHS:
-            # which scales beyond few positions
+            # dynamic scaling begins beyond these positions, within trials
             dynamic = "dynamic" in rope_types(self.values.get("rope_parameters"))
             return SCALED_FROM if dynamic else POSITIONS
         if name in (*_EXPERTS, *PICKED, *EXPERT_GROUPS):
             return min(value, self.sizes.experts if name in _EXPERTS else 2)
-        if name in _KV_HEADS:  # one, or as many as query heads, where the configuration says so
-            # layers with a sliding window may have their own number of query heads
+        if name in _KV_HEADS:  # one, or as many as query heads, where the configuration says so; else half as many
+            # layers with a sliding window (swa_…) may have their own number of query heads
             queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
             full = 1 if value == 1 else _SMALL_HEADS
             if value in (1, queries) or not self.sizes.grouped:
@@ -191,6 +192,7 @@ class _SmallAttributes:
         hidden = self.hidden
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
+            # Mamba's heads have 16 features (`_FIXED`)
             **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), expand * small // 16),
             "mamba_d_ssm": expand * small,
             "linear_num_key_heads": 2,
@@ -209,6 +211,7 @@ class _SmallAttributes:
             if self.experts and "moe_intermediate_size" not in self.values:
                 return 32
             return small * 3 // 2
+        # up to 64 it counts something else, such as the pixels of a patch
         if not (hidden and value > 64 and re.search(r"(size|dim|width|channels)$", name)):
             return value
         if value % hidden == 0:
@@ -253,8 +256,9 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], head_size: in
         elif name == "original_max_position_embeddings" and isinstance(value, int):
             out[name] = SCALED_FROM
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
-            out[name] = [value[len(value) * i // pairs] for i in range(pairs)]
+            out[name] = [value[len(value) * i // pairs] for i in range(pairs)]  # evenly spaced
         elif name == "mrope_section" and isinstance(value, list):
+            # pairs of height and of width; frames get the others, at least one
             others = (pairs - max(1, pairs * value[0] // sum(value))) // (len(value) - 1)
             out[name] = [pairs - others * (len(value) - 1), *[others] * (len(value) - 1)]
     return out
@@ -329,10 +333,11 @@ class LayerChoice(NamedTuple):
 
 
 def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
-    """Choose the first layer of every kind, and further ones up to `least`.
+    """Choose the layers of a small copy: the first of every kind, then others from the first on, up to `least`.
 
-    A kind is what a configuration's values become for a layer alone. Of more than six kinds, layers are chosen that
-    show each value once; periods become two, and four layers show each kind twice.
+    A kind is what a configuration's values become for a layer alone. Of more than six kinds, those are left out that
+    show no value which an earlier kind does not. Where layers alternate by a period and these are fewer than four, the
+    copy has layers 0 to 3 instead: its periods are two, so that four layers show each kind twice.
     """
     count = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), 0)
     kinds = list[frozenset[str]]()
@@ -341,13 +346,23 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
         kinds.append(frozenset(f"{name}={choice.layer_value(name, value)}" for name, value in values.items()))
     layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
     if len(layers) > _MOST:
-        earlier = [frozenset[str]().union(*(kinds[i] for i in layers if i < layer)) for layer in layers]
-        layers = [layer for layer, shown in zip(layers, earlier, strict=True) if not shown.issuperset(kinds[layer])]
+        layers = _layers_with_new_values(layers, kinds)
     further_layers = [layer for layer in range(count) if layer not in layers]
     layers += further_layers[: max(0, least - len(layers))]
     if small_periods(values) and len(layers) < 4:
-        layers = list(range(min(4, count)))
+        return LayerChoice(count, tuple(range(min(4, count))))
     return LayerChoice(count, tuple(sorted(layers)))
+
+
+def _layers_with_new_values(layers: Sequence[int], kinds: Sequence[frozenset[str]]) -> list[int]:
+    """Return those of the layers whose kind has a value that the kind of none before has."""
+    chosen = list[int]()
+    shown = set[str]()
+    for layer in layers:
+        if not kinds[layer] <= shown:
+            chosen.append(layer)
+        shown |= kinds[layer]
+    return chosen
 
 
 def small_periods(values: Mapping[str, Any]) -> dict[str, int]:
@@ -398,6 +413,21 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
     text = next((values[name] for name in _TEXTS if values.get(name)), values)
     result = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
     width = text.get("hidden_size") if isinstance(text, Mapping) else None
+    result["vision_config"] = _small_tower(vision, width)
+    if isinstance(second_tower := values.get("high_res_vision_config"), dict):
+        result["high_res_vision_config"] = second_tower | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
+    if hasattr(base, "get_rope_index"):
+        result |= {name: _add_mrope_sections(result[name]) for name in _TEXTS if isinstance(result.get(name), dict)}
+    if isinstance(layers := values.get("vision_feature_layer"), list | tuple):
+        result["vision_feature_layer"] = [-1, -2][: len(layers)]  # a small tower has them, counted from its end
+    tokens = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
+    placeholders = [name for name in tokens if not name.startswith(_TOKENS_OF_TEXT)]
+    placeholders.sort(key=lambda name: (not name.startswith("image_token"), name))
+    return result | dict(zip(placeholders, range(SMALL_VOCABULARY - 1, 2, -1), strict=False))
+
+
+def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
+    """Return a tower's values, fitted to small images and to the `width` of the text model (None: unknown)."""
     tower = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
     tower |= {name: width for name in _OF_TEXT if name in vision and width}
     for name, side in (("image_size", SIDE), ("patch_size", PATCH)):
@@ -411,17 +441,7 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
         tower |= {"embed_dim": 64, "hidden_size": width}
     if vision.get("window_size"):  # of pixels where patches are merged, else of patches
         tower["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
-    result["vision_config"] = tower
-    if isinstance(second_tower := values.get("high_res_vision_config"), dict):
-        result["high_res_vision_config"] = second_tower | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
-    if hasattr(base, "get_rope_index"):
-        result |= {name: _add_mrope_sections(result[name]) for name in _TEXTS if isinstance(result.get(name), dict)}
-    if isinstance(layers := values.get("vision_feature_layer"), list | tuple):
-        result["vision_feature_layer"] = [-1, -2][: len(layers)]  # a small tower has them, counted from its end
-    tokens = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
-    placeholders = [name for name in tokens if not name.startswith(_TOKENS_OF_TEXT)]
-    placeholders.sort(key=lambda name: (not name.startswith("image_token"), name))
-    return result | dict(zip(placeholders, range(SMALL_VOCABULARY - 1, 2, -1), strict=False))
+    return tower
 
 
 def _add_mrope_sections(text: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What trials of small copies share: each runs once for a configuration, and compares by one measure."""
 
+import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
@@ -40,4 +41,4 @@ def parameter_gradients(loss: Tensor, parameters: Iterable[tuple[str, nn.Paramet
 def relative_error(result: Tensor, exact: Tensor, least: float = 1e-30) -> float:
     """Return the largest difference over the largest value, which is at least `least`; infinite instead of NaN."""
     error = float((result - exact).abs().max() / exact.abs().max().clamp(min=least))
-    return float("inf") if error != error else error
+    return math.inf if math.isnan(error) else error

@@ -196,7 +196,8 @@ def keep_quantised_weights(model: nn.Module) -> Iterator[None]:
             local_weight = local_tensor(getattr(module, name).detach())
             # A weight without memory is not gathered by FSDP2; an inner scope may find it gathered.
             if local_weight.untyped_storage().nbytes() and local_weight.data_ptr() not in _kept_at:
-                _kept_at[local_weight.data_ptr()], weight_at[local_weight.data_ptr()] = float8_weight, local_weight
+                _kept_at[local_weight.data_ptr()] = float8_weight
+                weight_at[local_weight.data_ptr()] = local_weight
     try:
         yield
     finally:
@@ -234,8 +235,8 @@ def multiply_in_float8(
 ) -> Tensor:
     """Multiply rows (S, K) with one matrix, or, sorted by expert, each with its expert's: (S, N).
 
-    The graph gets two nodes: `_Product` takes the output of `_WeightGradients` (`unread`, one number as its memory), so
-    that dy goes back to both.
+    The graph gets two nodes: `_Product` takes the output of `_WeightGradients`, so that dy goes back to both. No one
+    reads that output, `unread`: it has the shape (S, N) and the memory of one number.
     """
     gradients = None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
@@ -267,10 +268,10 @@ class _WeightGradients(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of weight and bias; dy (S, N) comes from `_Product`."""
         (x,) = ctx.saved_tensors
-        of_weight = (
-            _multiply_for_weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        )
-        return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        weight_gradient = _multiply_for_weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if needs_weight else None
+        bias_gradient = dy.sum(0) if needs_bias else None
+        return None, weight_gradient, bias_gradient, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -305,7 +306,7 @@ class _Product(torch.autograd.Function):
         """Return the gradient of the rows, and dy itself for `_WeightGradients`; RuntimeError for a weight that has
         changed.
         """
-        of_rows = None
+        row_gradients = None
         experts = ctx.experts
         if ctx.needs_input_grad[0]:
             weight = ctx.weight
@@ -318,8 +319,8 @@ class _Product(torch.autograd.Function):
             float8_weight = ctx.float8_weight
             transposed = experts is not None and experts.transposed  # whose rows are then the columns of W
             w = float8_weight.rows(weight) if transposed else float8_weight.columns(weight)
-            of_rows = _multiply_by_matrices(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
-        return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None, None
+            row_gradients = _multiply_by_matrices(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
+        return row_gradients, dy if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
 def _multiply_by_matrices(
@@ -334,11 +335,11 @@ def _multiply_by_matrices(
         return torch._scaled_grouped_mm(x.values, columns, x.scales, w.scales, offs=experts.ends, **sums).to(dtype)
     counts = list(experts.counts)
     pieces = zip(x.values.split(counts), x.scales.split(counts), w.values, w.scales, strict=True)
-    # cuBLAS has no product whose scales do not begin at a multiple of 16 bytes, as those of a piece may not.
+    # Scales of rows are copied: cuBLAS needs them to begin at a multiple of 16 bytes, as those of a piece may not.
     return torch.cat(
         [
-            multiply_scaled_rows(ScaledRows(rows, s.clone()), ScaledRows(matrix, m), dtype)
-            for rows, s, matrix, m in pieces
+            multiply_scaled_rows(ScaledRows(rows, scales.clone()), ScaledRows(matrix, matrix_scales), dtype)
+            for rows, scales, matrix, matrix_scales in pieces
         ]
     )
 
@@ -351,4 +352,4 @@ def _multiply_for_weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | N
     if experts.counts is None:  # one grouped product
         return torch._grouped_mm(left.t(), right, offs=experts.ends)  # pyright: ignore[reportAttributeAccessIssue]
     pieces = zip(left.split(list(experts.counts)), right.split(list(experts.counts)), strict=True)
-    return torch.stack([a.t() @ b for a, b in pieces])
+    return torch.stack([left_rows.t() @ right_rows for left_rows, right_rows in pieces])

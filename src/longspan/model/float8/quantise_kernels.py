@@ -62,10 +62,10 @@ def largest_of_columns_kernel(x, parts, rows, width, x_row, x_matrix, ROWS: tl.c
     for block in range(row_part, tl.cdiv(rows, ROWS), tl.num_programs(1)):
         row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < width)[None, :]
-        at = x + matrix * x_matrix + row[:, None] * x_row + column[None, :]
-        largest = tl.maximum(largest, tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32)))
-    at = parts + (matrix * tl.num_programs(1) + row_part) * width + column
-    tl.store(at, tl.max(largest, 0), mask=column < width)
+        block_at = x + matrix * x_matrix + row[:, None] * x_row + column[None, :]
+        largest = tl.maximum(largest, tl.abs(tl.load(block_at, mask=inside, other=0.0).to(tl.float32)))
+    part_at = parts + (matrix * tl.num_programs(1) + row_part) * width + column
+    tl.store(part_at, tl.max(largest, 0), mask=column < width)
 
 
 @triton.jit
@@ -80,10 +80,11 @@ def quantise_columns_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    at = x + matrix * x_matrix + row[:, None] * x_row + column[None, :]
-    number = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    block_at = x + matrix * x_matrix + row[:, None] * x_row + column[None, :]
+    number = tl.load(block_at, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(factors + matrix * width + column, mask=column < width, other=0.0)
     quantised = tl.trans((number * factor[None, :]).to(values.dtype.element_ty))
-    inside = (column < width)[:, None] & (row < rows)[None, :]
-    at = values + matrix * rows * width + column[:, None] * rows + row[None, :]
-    tl.store(at, quantised, mask=inside)
+    # the same block transposed: its columns are rows of `values`
+    inside_transposed = (column < width)[:, None] & (row < rows)[None, :]
+    transposed_at = values + matrix * rows * width + column[:, None] * rows + row[None, :]
+    tl.store(transposed_at, quantised, mask=inside_transposed)

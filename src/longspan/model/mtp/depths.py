@@ -56,7 +56,7 @@ def take_hidden_states(output: Any) -> Tensor:
 
 
 class MtpDepths(nn.Module):
-    """All depths of a model, its attribute `mtp`; the block of each, or its last layer, is like the model's last."""
+    """All depths of a model, in `layers`; the attribute `mtp` of the model."""
 
     holds_depths = True  # by which `mtp_depths` knows it
 
@@ -95,6 +95,7 @@ class LayerInputs:
     def layer_arguments(self) -> LayerCall:
         """Return the arguments of a depth's layer beside hidden states. ModelError if they depend on parameters."""
         args, kwargs = self.call or ((), {})
+        # without hidden states, which are first or a keyword
         call = args[1:], {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
         if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)):
             raise ModelError(
@@ -105,9 +106,10 @@ class LayerInputs:
         return call
 
     def compute_mtp_states(self, hidden: Tensor, future_ids: Tensor, shard: Any) -> tuple[Tensor, ...]:
-        """Compute the hidden states (T, D) of each depth, of the model's (1, T, D) and ids (depths, T) of later tokens.
+        """Compute each depth's hidden states (T, D), from the model's (1, T, D) and ids (depths, T) of later tokens.
 
-        A placeholder of images has the image's row, which the `shard` holds, as its embedding.
+        Each depth gets those of the one before. The embedding of an image's placeholder is the image's row, which the
+        `shard` holds.
         """
         embedding: Any = self._model.get_input_embeddings()
         states = list[Tensor]()
@@ -121,7 +123,7 @@ class LayerInputs:
 
 @contextmanager
 def record_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
-    """Record what a pass inside gives the last decoder layer, which depths copy."""
+    """Record with what arguments a pass inside calls the last decoder layer; depths are called with the same."""
     inputs = LayerInputs(model)
     last_layer = named_layer_list(model)[1][-1]
     handle = last_layer.register_forward_pre_hook(inputs.record_call, with_kwargs=True, prepend=True)
@@ -135,7 +137,10 @@ def record_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
 
 
 def unwrap_trained_mtp(model: nn.Module) -> nn.Module | None:
-    """Replace peft's wrapper of the depths by the one copy that it trains; returns the wrapper, or None without."""
+    """Replace peft's wrapper of the depths by the one copy that it trains, and return the wrapper.
+
+    Without a wrapper, or with several copies, nothing changes, and None is returned.
+    """
     wrapper: Any = model._modules.get(MTP)
     if wrapper is None or not has_trained_copy(wrapper):
         return None
@@ -151,7 +156,10 @@ def unwrap_trained_mtp(model: nn.Module) -> nn.Module | None:
 
 
 class MtpFeature(Feature):
-    """Depths of multi-token prediction: peft's wrapper gives way to the copy that it trains. Others act on layers."""
+    """Depths of multi-token prediction: peft's wrapper gives way to the copy that it trains.
+
+    What else depths need other features do, which act on their layers as on the model's.
+    """
 
     @contextmanager
     def checks_context(self, model: nn.Module) -> Iterator[None]:

@@ -44,7 +44,8 @@ def translate_published_name(key: str, layers: int, blocks: int = 1) -> str:
             return _depth_name(int(match[1]), match[2])
         depth, block = divmod(int(match[1]), blocks)
         inside = _replace_prefix(match[2], {"final_layernorm.": "post_norm."})
-        inside = inside if inside != match[2] else f"mtp_block.{block}.{inside}"
+        if inside == match[2]:  # not the norm behind the last block
+            inside = f"mtp_block.{block}.{inside}"
         return f"{MTP}.layers.{depth}.{inside}"
     bare = key.removeprefix(f"{MTP}.")
     inside = _replace_prefix(bare, _QWEN)
@@ -80,16 +81,20 @@ def count_depths(folder: Path, layers: int) -> int:
 
 
 def select_published_mtp_names(keys: Iterable[str], layers: int) -> set[str]:
-    """Select, of names in files of a model of so many layers, those of depths: of a layer with a depth's projection.
+    """Select the names of depths' weights from names in files of a model of so many layers.
+
+    They are those of each layer with a depth's projection (eh_proj), and those that begin with `mtp`.
 
     >>> sorted(select_published_mtp_names(["model.layers.2.eh_proj.weight", "model.layers.3.x"], layers=2))
     ['model.layers.2.eh_proj.weight']
     """
     names = {key: translate_published_name(key, layers) for key in keys}
-    depths = tuple(
+    depth_prefixes = tuple(
         name.removesuffix("eh_proj.weight") for name in names.values() if name.endswith("eh_proj.weight")
     )
-    return {key for key, name in names.items() if name.startswith(depths) or re.match(r"(model\.)?mtp", key)}
+    return {
+        key for key, name in names.items() if name.startswith(depth_prefixes) or re.match(r"(model\.)?mtp", key)
+    }
 
 
 def _depth_name(depth: int, inside: str) -> str:

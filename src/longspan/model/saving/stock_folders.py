@@ -93,9 +93,9 @@ def _save_weights(
     tokenizer: Any,
     file_dtype: torch.dtype | None,
 ) -> None:
-    """Write all weights; every rank gathers a unit of weights (a layer) after another.
+    """Write all weights: every rank gathers a unit of them (a decoder layer) after another, and the first writes it.
 
-    All learn at once if the first cannot write.
+    After each unit all ranks raise the error if the first could not write.
     """
 
     def begin_files() -> WeightWriter:
@@ -146,12 +146,12 @@ def _save_adapter(
         )
         modules += trained_modules
         state = encoder.module.state_dict()
-        of_adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}
-        states.append(of_adapter | entries_inside_modules(trained_modules, state))
+        adapter_entries = {name: x for name, x in state.items() if belongs_to_adapter(name)}
+        states.append(adapter_entries | entries_inside_modules(trained_modules, state))
     units = _gathered_units(model, states, world)
     tensors = {name: x.to(dtype=file_dtype) for unit in units for name, x in unit.items()}
     for stage in models_of_stages(model):
-        # of one copy that is trained at both ends peft reads both
+        # a copy that embedding and head share is gathered under one name, and peft reads it under both
         for name, first_name in tied_names(stage).items():
             if first_name in tensors and belongs_to_adapter(name):
                 tensors[name] = tensors[first_name].clone()
@@ -167,7 +167,11 @@ def _save_adapter(
 def _gathered_units(
     model: PreTrainedModel | PipelineModel, encoder_states: Sequence[Mapping[str, Tensor]], world: World
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield on the first rank weights of a layer after another, and nothing in them elsewhere; all ranks enter."""
+    """Yield the weights of a decoder layer after another by name, on the CPU of the first rank; elsewhere empty tables.
+
+    All ranks go through it together to the end, as each unit is gathered when it is asked for. With an adapter, only
+    what is trained comes. Weights of encoders come last.
+    """
     weights = WholeWeights(model, world, saved=True)
     of_language = ((name, weights.gather_tensor(name, first_only=True)) for name in weights.names)
     of_encoders = ((name, gather_whole(x)) for state in encoder_states for name, x in state.items())
@@ -233,17 +237,17 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
     parameters = model.named_parameters(remove_duplicate=False)
     tensors = entries_trained_with_adapter(model, dict((*parameters, *persistent_buffers(model))))
     with safe_open(file, framework="pt", device="cpu") as stored:
-        by_name: Mapping[str, Tensor] = {
+        expected: Mapping[str, Tensor] = {
             name_in_peft_files(name, adapter.name): tensor for name, tensor in tensors.items()
         }
-        if by_name.keys() != (names := set(stored.keys())):
-            lacks = sorted(by_name.keys() - names)
-            extra = sorted(names - by_name.keys())
+        if expected.keys() != (names := set(stored.keys())):
+            lacks = sorted(expected.keys() - names)
+            extra = sorted(names - expected.keys())
             raise ModelError(
                 f"{file} is of another adapter: it lacks {len(lacks)} of this one's tensors "
                 f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} others ({', '.join(extra[:2]) or 'none'})"
             )
-        for name, tensor in by_name.items():
+        for name, tensor in expected.items():
             values = stored.get_slice(name)
             if tuple(values.get_shape()) != tuple(tensor.shape):
                 raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
@@ -258,7 +262,8 @@ def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype
     """Make the whole stock model from which a model was prepared, with its depths, on the meta device."""
     dtype = dtype or next(model.parameters()).dtype
     empty = empty_model(stock_configuration(model.config), dtype, stock_class(model))
-    if depths := model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model)):
+    depths = model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
+    if depths:
         add_mtp(empty, depths)
     return empty
 

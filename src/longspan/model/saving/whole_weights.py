@@ -14,9 +14,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter, unwrap_peft_model
 from longspan.model.adapters.adapter import AdaptedWeight, adapted_weights, entries_trained_with_adapter
-from longspan.model.adapters.adapter_files import (
-    name_in_peft_files,
-)
+from longspan.model.adapters.adapter_files import name_in_peft_files
 from longspan.model.kinds import name_without_adapter
 from longspan.model.marks import adapter_of_prepared_model, find_language_model, packed_weights
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
@@ -71,15 +69,16 @@ class _WeightEntry(NamedTuple):
 
 
 class WholeWeights:
-    """Gathers the weights of a model one at a time; entered by all ranks in one order.
+    """Gathers the weights of a model one at a time; entered by all ranks in one order. `names` lists them.
 
-    With `saved`, of a model with an adapter only the adapter and what is trained beside it.
+    With `saved`, only the adapter and what is trained beside it of a model that has one.
     """
 
     def __init__(self, model: PreTrainedModel | PipelineModel, world: World, *, saved: bool = False) -> None:
-        """List the weights of all stages, by their names here; all ranks enter together.
+        """List the weights of all stages by the prepared model's names; all ranks enter together.
 
-        Of names that share a tensor the first is given out, noted as tied; of several stages, the first one's.
+        A tensor with several names is listed once, under the first, as tied; a weight that several stages have is
+        listed once too, for the first of them, which will send it.
         """
         self._world = world
         self._adapter = adapter_of_prepared_model(model)
@@ -98,7 +97,8 @@ class WholeWeights:
             for name, value in state.items():
                 if name not in tied and name not in self._local:
                     self._local[name] = value
-                    # a copy that is trained counts as tied if its original is, unless both ends have the one copy
+                    # A copy that is trained counts as tied if its original is: merged, it would change the other end.
+                    # If embedding and head share the copy, it would not.
                     original = re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
                     both_ends = original != name and name in tied.values()
                     is_tied = original in {*tied, *tied.values()} and not both_ends
@@ -107,15 +107,21 @@ class WholeWeights:
                         shape, dtype = packed.whole_shape(value), packed.dtype
                     entries.append(_WeightEntry(name, shape, dtype, position, is_tied, adapted.get(name)))
         if world.home.pp > 1:
-            local_entries = {position: entries} if (world.slot, world.coordinates.tp) == (0, 0) else None
-            join = dict[int, list[_WeightEntry]].__or__
-            by_stage = world.control.reduce_object(local_entries, join, "names of weights") or {}
-            entries = [entry for stage in range(world.home.pp) for entry in by_stage[stage]]
+            entries = self._gather_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
         self._entries = dict[str, _WeightEntry]()
-        for entry in entries:  # a weight that several stages have is sent by the first of them
+        for entry in entries:
             self._entries.setdefault(entry.name, entry)
         self.names = [*self._entries]
+
+    def _gather_entries(self, entries: list[_WeightEntry]) -> list[_WeightEntry]:
+        """Return the entries of all stages, in the order of stages, on every rank; all ranks enter with their own."""
+        world = self._world
+        is_reporter = (world.slot, world.coordinates.tp) == (0, 0)  # one rank of each stage, whose names all have
+        stage_entries = {world.coordinates.pp: entries} if is_reporter else None
+        join = dict[int, list[_WeightEntry]].__or__
+        by_stage = world.control.reduce_object(stage_entries, join, "names of weights") or {}
+        return [entry for stage in range(world.home.pp) for entry in by_stage[stage]]
 
     def iterate_base_and_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the base model's weights, and the adapter's under peft's names."""
@@ -132,14 +138,14 @@ class WholeWeights:
         return {name_without_adapter(name): name for name in names}
 
     def gather_merged(self, name: str, *, first_only: bool = False) -> Tensor:
-        """Gather a weight with the adapter added, as `gather_tensor`."""
+        """Gather a weight as `gather_tensor` does, with what the adapter adds to it, summed in float32 at least."""
         weight = self.gather_tensor(name, first_only=first_only)
         adapted = self._entries[name].adapted
-        if adapted is not None and (matrices := self._adapter_matrices(name)):
+        if adapted is not None and (names := self._adapter_matrices(name)):
             wide = torch.promote_types(weight.dtype, torch.float32)
-            a, b = (self.gather_tensor(matrix, first_only=first_only).to(wide) for matrix in matrices)
-            if weight.numel():  # it is empty on a rank that only sends
-                weight = (weight.to(wide) + adapted.added_matrix(a, b)).to(weight.dtype)
+            matrix_a, matrix_b = (self.gather_tensor(matrix, first_only=first_only).to(wide) for matrix in names)
+            if weight.numel():  # empty on a rank that got nothing
+                weight = (weight.to(wide) + adapted.added_matrix(matrix_a, matrix_b)).to(weight.dtype)
         return weight
 
     def check_mergeable(self) -> None:
@@ -166,13 +172,19 @@ class WholeWeights:
         return [name for name in names if name in self._entries]
 
     def gather_tensor(self, name: str, *, first_only: bool = False) -> Tensor:
-        """Gather a whole tensor on every rank, or the home's first alone; its stage sends it to the others."""
+        """Gather a whole tensor on the ranks of its stage, which send it to those of the other stages; all ranks enter.
+
+        With `first_only` it is sent to the home's first rank alone. Returns the whole tensor, on the device; on a rank
+        that neither has nor gets it, an empty one of shape (0,).
+        """
         entry = self._entries[name]
         world = self._world
-        position = self._world.coordinates.pp
-        receivers = [stage for stage in range(world.home.pp) if stage != entry.stage]
-        if first_only:
-            receivers = [0] if entry.stage and (world.slot, world.coordinates.tp) == (0, 0) else []
+        position = world.coordinates.pp
+        receivers = [  # stages that get it from this rank's place in `entry.stage`, at the same slot and tp
+            stage
+            for stage in range(world.home.pp)
+            if stage != entry.stage and (not first_only or (stage, world.slot, world.coordinates.tp) == (0, 0, 0))
+        ]
         sends = list[tuple[int, Tensor]]()
         receives = list[tuple[int, Tensor]]()
         with world.watch.name_collectives(f"gathering of {name}", world.home.ranks):

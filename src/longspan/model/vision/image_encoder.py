@@ -57,9 +57,10 @@ class ImageEncoder(nn.Module):
         return self.__dict__["_whole"]
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """Encode images, in one call of the tower.
+        """Encode images in one call of the tower: rows (n, D · (1 + deep layers)), end to end.
 
-        DataError if they do not fit each other, ModelError for rows of another number of deeper layers.
+        DataError if images do not fit each other, ModelError if the model gives rows for more or fewer deeper layers
+        than its configuration names.
         """
         rows = encode_images(self.base, inputs)
         if len(rows) != 1 + self.deep_layers:
@@ -71,7 +72,10 @@ class ImageEncoder(nn.Module):
 
 
 def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
-    """Encode images by a model's get_image_features: rows (n, D) end to end, and the same for each deeper layer."""
+    """Encode images by a model's get_image_features: rows (n, D) end to end, and the same for each deeper layer.
+
+    The model gets them in `encoding_order`; the rows are in the order of `inputs`.
+    """
     order = encoding_order(inputs)
     arguments = image_arguments(base, [inputs[i] for i in order], next(base.parameters()))
     out = base.get_image_features(**arguments, return_dict=True)
@@ -81,7 +85,8 @@ def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     parts = (rows, *(getattr(out, "deepstack_features", None) or ()))
     rows_of_layers = list[Tensor]()
     for layer_rows in parts:
-        if not isinstance(layer_rows, Tensor):  # one for each image, in the order of encoding; a tensor is in order
+        # a tensor for each image, in the order of encoding; models that give one of all images take `inputs` in order
+        if not isinstance(layer_rows, Tensor):
             in_order = layer_rows if order == sorted(order) else [layer_rows[i] for i in np.argsort(order)]
             layer_rows = torch.cat([*in_order])
         rows_of_layers.append(layer_rows.flatten(0, -2))
@@ -89,7 +94,7 @@ def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
 
 
 def split_off_image_encoder(model: PreTrainedModel) -> ImageEncoder:
-    """Take the encoder out of a vision-language model, in place: that is a language model then, without towers."""
+    """Take the encoder out of a vision-language model, in place, and return it; what stays is a language model."""
     base = base_model(model)
     text = text_model(model)
     towers = towers_beside_text_model(model)
@@ -100,7 +105,7 @@ def split_off_image_encoder(model: PreTrainedModel) -> ImageEncoder:
             del base._modules[name]
         elif any(module is text for module in child.modules()):
             del shell._modules[name]
-    # they belong to images too (a vector that ends a line of patches), and stay in the shell
+    # The base's own parameters belong to images too (a vector that ends a line of patches), and stay in the shell.
     base._parameters.clear()
     return ImageEncoder(shell, name_of_base)
 

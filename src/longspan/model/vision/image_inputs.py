@@ -89,8 +89,8 @@ def check_image_arguments_of_config(config: PreTrainedConfig, names: Collection[
 def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> dict[str, Any]:
     """Make the arguments of a model's `get_image_features`, and of its forward pass, for images, in the type of `like`.
 
-    Inputs are joined along the first dim, padded with zeros if sizes or a mask tell. Idefics gets all as one document.
-    DataError for images that do not fit each other, or the model.
+    Inputs are joined along the first dim, padded with zeros if there are sizes or a mask that tell what is padding.
+    Idefics gets all as one document. DataError for images that do not fit each other, or the model.
     """
     names = dict.fromkeys(name for image in inputs for name in image.fields)
     fields = {name: [image.fields[name] for image in inputs if name in image.fields] for name in names}
@@ -125,10 +125,14 @@ def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
     DataError where shapes differ.
     """
     if name == IN_DOCUMENT:
-        # An image alone is a document. All others form one of at least two: a single one would be cut into tiles.
+        # `parts` has for each image how many its document has. Images alone are documents; all others form one of at
+        # least two, since a single one would be cut into tiles.
         single_images = sum(int(count) == 1 for count in parts)
         further_images = len(parts) - single_images
-        return torch.tensor([1] * single_images + [max(2, further_images)] * (further_images > 0))
+        counts = [1] * single_images
+        if further_images:
+            counts.append(max(2, further_images))
+        return torch.tensor(counts)
     if pads and len({x.ndim for x in parts}) == 1:  # with zeros behind, as processors pad images of a call
         largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
         padding = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]

@@ -39,8 +39,8 @@ def compute_rope_positions(
     bare = model_class.__new__(model_class)  # the method reads the configuration and nothing else of the model
     object.__setattr__(bare, "config", config)
     arguments = {"mm_token_type_ids": torch.from_numpy(kinds)[None].int(), **media}
-    positions: Any = bare.get_rope_index(torch.from_numpy(ids)[None], **arguments)
-    return positions[0][:, 0].numpy()
+    result: Any = bare.get_rope_index(torch.from_numpy(ids)[None], **arguments)  # positions (3, 1, T), and offsets
+    return result[0][:, 0].numpy()
 
 
 def mark_placeholders(ids: Integers, placeholder: int, rows: Sequence[int], media: str) -> Integers:
@@ -48,8 +48,8 @@ def mark_placeholders(ids: Integers, placeholder: int, rows: Sequence[int], medi
 
     DataError if its runs do not have the lengths `rows`.
     """
-    kinds = (ids == placeholder).astype(np.int64)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], kinds, [0]])))  # start, end, start, end … of runs
+    marks = (ids == placeholder).astype(np.int64)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], marks, [0]])))  # start, end, start, end … of runs
     runs = (edges[1::2] - edges[::2]).tolist()
     if runs != list(rows):
         raise DataError(
@@ -57,7 +57,7 @@ def mark_placeholders(ids: Integers, placeholder: int, rows: Sequence[int], medi
             f"tokens, its {media} make {list(rows)[:8]} rows; positions are counted by run: put the placeholders of "
             "each between tokens of text, as the model's processor does"
         )
-    return kinds
+    return marks
 
 
 _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
@@ -87,7 +87,7 @@ class ImageTokens:
     def rows(self, grid: Grid | None) -> int:
         """Return the rows, and placeholders, of one image.
 
-        DataError where the configuration does not tell, or merge, them.
+        DataError if the configuration does not determine them, and for a grid that cannot be merged.
         """
         if self.fixed_rows is not None:
             return self.fixed_rows
@@ -111,7 +111,8 @@ class ImageTokens:
     def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
         """Compute the positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
-        DataError where `kinds` raises it, and if two images have no text between them.
+        DataError if a grid cannot be merged, or if runs of placeholders are not those of the grids, as where two images
+        have no text between them.
         """
         model = headless_model_class(self.config)
         if model is None or not hasattr(model, "get_rope_index") or not len(grids):

@@ -65,15 +65,7 @@ class VideoTokens:
                 f"placeholders of videos are token id {placeholder}, and {type(config).__name__} has {known_ids} ids "
                 "(vocab_size); set video_token_id in config.json to an id of the vocabulary, as the tokenizer has it"
             )
-        # Tried with two groups of two rows as one run: a model that wants text between groups makes too few positions.
-        side = images.merge
-        grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
-        apart = False
-        try:
-            compute_rope_positions(model, config, np.array([placeholder] * 4), np.array([VIDEO] * 4), **grids)
-        except RuntimeError:  # positions of the first group only, which do not fill four tokens
-            apart = True
-        return cls(images, placeholder, apart)
+        return cls(images, placeholder, _expects_text_between_groups(config, placeholder, images.merge))
 
     def rows(self, grid: Grid) -> list[int]:
         """Return the rows of each group of frames of a video.
@@ -102,18 +94,17 @@ class VideoTokens:
     def positions(
         self, ids: npt.NDArray[Any], grids: npt.NDArray[Any], videos: Sequence[Video]
     ) -> npt.NDArray[np.int64] | None:
-        """Compute the positions (3, T) of ids (T,), with grids (images, 3) of its images, and its videos.
+        """Compute the positions (3, T) of a document: ids (T,), grids (images, 3) of its images, and its videos.
 
-        None if plain.
+        None if they are plain. DataError if runs of placeholders are not those of the images and videos.
         """
         if not videos:
             return self.images.positions(ids, grids)
         ids = np.asarray(ids, dtype=np.int64)
         grids = np.asarray(grids, dtype=np.int64).reshape(-1, 3)
         rows = [counts if self.apart else [sum(counts)] for counts in (self.rows(video.grid) for video in videos)]
-        video_marks = mark_placeholders(
-            ids, self.placeholder, [n for counts in rows for n in counts], plural(len(videos), "video")
-        )
+        runs = [n for counts in rows for n in counts]
+        video_marks = mark_placeholders(ids, self.placeholder, runs, plural(len(videos), "video"))
         config = self.images.config
         model = headless_model_class(config)
         media = {_GRIDS: torch.tensor([video.grid for video in videos])}
@@ -124,3 +115,17 @@ class VideoTokens:
         return compute_rope_positions(
             model, config, ids, self.images.kinds(ids, grids) + VIDEO * video_marks, **media
         )
+
+
+def _expects_text_between_groups(config: PreTrainedConfig, placeholder: int, side: int) -> bool:
+    """Return whether a model wants text between the groups of frames of a video, by its own `get_rope_index`.
+
+    It is tried with a video of two groups of two rows, of `side`² patches each, whose placeholders are one run.
+    """
+    grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
+    model = headless_model_class(config)
+    try:
+        compute_rope_positions(model, config, np.array([placeholder] * 4), np.array([VIDEO] * 4), **grids)
+    except RuntimeError:  # it made positions of the first group only, which do not fill four tokens
+        return True
+    return False

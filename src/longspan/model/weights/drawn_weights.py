@@ -8,9 +8,7 @@ from inspect import signature
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, towers_beside_text_model
@@ -33,7 +31,7 @@ class DrawnWeights:
         self._seed = seed
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values) of these parts of parameters."""
+        """Yield (name, values) of those of these parts that are given or drawn here."""
         for name in self._values.keys() & parts.keys():
             yield name, self._values[name][parts[name].block].to(parts[name].dtype)
         for path, module, initialise in self._units:
@@ -55,9 +53,10 @@ class RandomWeights(DrawnWeights):
 
 
 def _units_to_draw(model: PreTrainedModel) -> Iterator[Unit]:
-    """Yield what is drawn whole: each decoder layer, since its modules may scale each other's weights.
+    """Yield what is drawn whole: decoder layers, towers, and each remaining module that has parameters of its own.
 
-    Each other tower, which has an initialisation of its own; each remaining module, without its children.
+    A layer's modules may scale each other's weights, and a tower has an initialisation of its own. The remaining
+    modules are copied without their children.
     """
     layers = decoder_layers(model)
     towers = {module for module in towers_beside_text_model(model) if isinstance(module, PreTrainedModel)}
@@ -84,9 +83,10 @@ def draw_copy(
         parameter.fill_(math.nan)
     for buffer in drawn.buffers():
         buffer.zero_()
-    # The CPU's generator is always forked; these are others, and the type is theirs: without any it has no effect.
+    # fork_rng forks the CPU's generator always, and those of `devices`, of the type `device_type`, beside it.
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        # 2**32 over the golden ratio spreads small seeds over all bits
         torch.manual_seed(zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32))
         drawn.apply(initialise)  # children before parents, as transformers does
     if _unset_parameters(drawn):  # parameters that the model's function leaves to their module's constructor
@@ -108,14 +108,17 @@ def _unset_parameters(module: nn.Module, *, recurse: bool = True) -> list[str]:
 
 
 def _fill_class_defaults(module: nn.Module) -> None:
-    """Give unset parameters of this module alone the values of a new module, if its class takes no arguments.
+    """Give unset parameters of this module alone the values of a new module, if its class needs no arguments.
 
-    Apertus' activations are such.
+    Apertus' activations are such. A class that takes a dtype gets float32.
     """
     unset = _unset_parameters(module, recurse=False)
-    arguments = signature(type(module)).parameters.values() if unset else ()
-    if not unset or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in arguments):
+    if not unset:
         return
-    new_module = type(module)(**({"dtype": torch.float32} if any(p.name == "dtype" for p in arguments) else {}))
+    arguments = signature(type(module)).parameters.values()
+    if any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in arguments):
+        return
+    takes_dtype = any(p.name == "dtype" for p in arguments)
+    new_module = type(module)(dtype=torch.float32) if takes_dtype else type(module)()
     for name in unset:
         module.get_parameter(name).copy_(new_module.get_parameter(name))

@@ -27,7 +27,7 @@ def empty_model(
         model = new_model(config, dtype, architecture)
     other_dtypes = dict[str, torch.dtype]()  # of parameters that the class keeps in another one than `dtype`
     if plan := model._get_dtype_plan(dtype):
-        # Each glob of the plan is a group of the pattern, and `globs` has the glob of a group's name.
+        # The plan's keys are globs of names. Each is a named group of the pattern, and `globs` has the glob of a group.
         pattern, globs, _ = build_glob_alternation(list(plan))
         matches = {name: pattern.search(name) for name in model.state_dict()}
         other_dtypes = {name: plan[globs[str(match.lastgroup)]] for name, match in matches.items() if match}
@@ -49,7 +49,7 @@ def new_model(
 def choose_image_text_class(config: PreTrainedConfig, images: bool = True) -> Any:
     """Return the image-text-to-text class to load a configuration with, or None to load its causal language model.
 
-    With `images` it must have one, ModelError otherwise; else only configurations without a causal model take it.
+    With `images` the configuration must have such a class (ModelError); else it is for those without a causal model.
     """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -66,9 +66,9 @@ def image_text_class_of_architectures(config: PreTrainedConfig) -> Any:
     """Return the image-text-to-text class of a configuration if its `architectures` name it; else None."""
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     image_class = mapping.get(type(config), None)
-    if getattr(image_class, "__name__", None) in (config.architectures or ()):
-        return image_class
-    return None
+    if image_class is None or image_class.__name__ not in (config.architectures or ()):
+        return None
+    return image_class
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

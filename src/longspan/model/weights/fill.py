@@ -79,7 +79,7 @@ class DeferredWeights:
         A parameter that several stages hold is read once.
         """
         tensors = defaultdict[str, list[Tensor]](list)
-        packed = dict[str, Any]()  # whose tensors are bytes
+        packed = dict[str, Any]()  # PackedWeights of frozen parameters in 4 or 8 bits, whose tensors are bytes
         for model in models:
             for parameter in model.parameters():
                 if parameter.is_meta:  # the same objects get undefined memory
@@ -98,13 +98,14 @@ class DeferredWeights:
         parts = {name: LocalPart.from_parameter(copies[0]) for name, copies in tensors.items()}
         # a rank may hold an empty block of a parameter, which no source need have
         missing = {name for name, part in parts.items() if all(side.stop > side.start for side in part.block)}
-        read = parts | {name: record.source_part(parts[name]) for name, record in packed.items()}
-        for name, part in self.source.read(read, device):
+        # a packed weight is read as numbers, or as packed rows, and packed here
+        parts_to_read = parts | {name: record.source_part(parts[name]) for name, record in packed.items()}
+        for name, values in self.source.read(parts_to_read, device):
             if (record := packed.get(name)) is not None:
-                part = record.pack_part(part.to(device), parts[name])
+                values = record.pack_part(values.to(device), parts[name])
             for copy in tensors[name]:
-                local_tensor(copy).copy_(part)
-            del part  # before the next is read
+                local_tensor(copy).copy_(values)
+            del values  # before the next is read
             missing.discard(name)
         assert not missing, f"the source of weights lacks {', '.join(sorted(missing)[:4])}, and was not checked"
 
@@ -142,7 +143,7 @@ def stored_formats(model: nn.Module) -> dict[str, Any]:
     """
     deferred = find_deferred_weights(model)
     source: Any = None if deferred is None else deferred.source
-    while hasattr(source, "base"):
+    while hasattr(source, "base"):  # JoinedWeights: what was added is not of the folder
         source = source.base
     return source.packed_formats() if hasattr(source, "packed_formats") else {}
 

@@ -55,8 +55,9 @@ class _ParameterRecipe:
         return {f"{parts[0]}{target}{parts[2]}" for target in targets}
 
     def stacks_experts(self, count: int) -> bool:
-        """Return whether each of `count` experts can be converted by itself: a tensor for each in every pattern, dim 0
-        stays.
+        """Return whether each of `count` experts can be converted by itself.
+
+        They can if every pattern has one tensor for each, and operations stack these along dim 0 and leave it then.
         """
         operations = self.converter.operations
         stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
@@ -70,9 +71,7 @@ class _ParameterRecipe:
         return stacks and by_expert and has_one_target and all(len(keys) == count for keys in self.sources.values())
 
     def keeps_rows(self, count: int) -> bool:
-        """Return whether the parameter's rows are rows of the tensors, in another order or place; `count` are its
-        experts.
-        """
+        """Return whether every row of the parameter, which has `count` experts or rows, is a row of a file tensor."""
         if self.converter is None:
             return True
         joins_rows = all(isinstance(o, Concatenate) and o.dim == 1 for o in self.converter.operations[1:])
@@ -94,9 +93,10 @@ class FolderWeights:
         rename: Callable[[str], str] = lambda key: key,
         join: _Join | None = None,
     ) -> None:
-        """Read the headers of the files; `unread` maps what the model does not take to its name.
+        """Read the headers of the files; `unread` maps tensors that the model does not take to the names they would
+        have.
 
-        ModelError for others.
+        ModelError for bad files, tensors that are quantized or of another shape, and two tensors for one parameter.
         """
         self._folder = folder
         self._files = weight_files(folder, quantized=join is not None)
@@ -126,7 +126,7 @@ class FolderWeights:
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of each part that the files have, on the CPU.
 
-        ModelError for other shapes, and bad files.
+        While it is iterated, ModelError for bad files and for shapes that only a conversion shows to be others.
         """
         with ExitStack() as stack:
             slices = self._open_slices(stack)
@@ -227,12 +227,12 @@ class FolderWeights:
     def _convert_part(
         self, name: str, recipe: _ParameterRecipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parts of the parameters that one conversion makes.
+        """Yield the parts of the parameters that one conversion makes; `name` is the first of them.
 
-        Several are made even if `parts` lacks the first: in float32, as types are known later.
+        A conversion of several runs even if `parts` lacks the first: in float32, and each is cast to its own type.
         """
-        converter = deepcopy(recipe.converter)
-        part = parts.get(name)  # a copy: it collects the tensors to convert
+        converter = deepcopy(recipe.converter)  # a copy, as it collects the tensors that it will convert
+        part = parts.get(name)
         if part is None and len(converter.target_patterns) == 1:
             return
         if part is not None and recipe.stacks_experts(self._shapes[name][0]):
@@ -253,7 +253,8 @@ class FolderWeights:
 
         An expert is converted in the files' dtype, and cast as it is stacked.
         """
-        converter, (experts, *block) = deepcopy(recipe.converter), part.block
+        converter = deepcopy(recipe.converter)
+        experts, *block = part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
         for index in range(experts.start, experts.stop) if stacked.numel() else ():
             for pattern, keys in recipe.sources.items():
@@ -261,7 +262,7 @@ class FolderWeights:
                 packed = _is_packed(tensor, part)
                 converter.add_tensor(name, keys[index], pattern, tensor.read if packed else _make_reader(tensor))
             (expert,) = converter.convert(name, model=None, config=self._config).values()
-            if part.dtype.is_floating_point:
+            if part.dtype.is_floating_point:  # packed rows have shapes of their own
                 self._check_shape(name, (self._shapes[name][0], *expert.shape[1:]))
             stacked[index - experts.start] = expert[(0, *block)]
             del expert  # before the next is read

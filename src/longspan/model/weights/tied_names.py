@@ -9,6 +9,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     >>> tied_names(load_model(preset="qwen3-tiny", vocab_size=64))
     {'lm_head.weight': 'model.embed_tokens.weight'}
     """
-    first = dict[int, str]()
+    first = dict[int, str]()  # names by the parameters' ids, filled as they come
     names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     return {name: first_name for name, first_name in names.items() if name != first_name}

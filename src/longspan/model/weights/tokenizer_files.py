@@ -57,7 +57,9 @@ def tokenizer_folder(tokenizer: str, model: str) -> Path | None:
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy the files of tokenizer, chat templates and image processor; those that the source lacks are removed."""
+    """Copy the files of tokenizer, chat templates and image processor; from the target, remove those that the source
+    lacks.
+    """
     for name in (*TOKENIZER_FILES, *PROCESSOR_FILES):
         replace_with_copy(source / name, target / name)
 

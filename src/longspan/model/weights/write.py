@@ -43,8 +43,9 @@ def make_partial_folder(folder: Path) -> Path:
 def replace_files(partial: Path, folder: Path, replaced: str) -> None:
     """Move finished files from `partial` to `folder`, and remove what was there under their names or like `replaced`.
 
-    An old tokenizer goes if there is a new one. The old configuration goes first and the new one comes last: an
-    interrupted move leaves no model, and loses nothing (`FOLDER.replaced-…`, `partial`).
+    `replaced` is a pattern of whole names. An old tokenizer goes if there is a new one. The old configuration goes
+    first and the new one comes last: an interrupted move leaves no model, and loses nothing (old files are in
+    `FOLDER.replaced-…`, new ones in `partial`).
     """
     if not folder.exists():
         partial.rename(folder.resolve())

@@ -49,7 +49,7 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
     whether a model with towers sees images: it is refused here if it could run neither way. Raises a LongspanError with
     the first reason of a feature, or of its layers, and with that beside images where it is another.
     """
-    from longspan.model.adapters.new_adapter import lines_about_adapter
+    from longspan.model.adapters.new_adapter import adapter_notes
 
     ways = [True] if encoder_is_given(config) else [False, True]
     if not ways[0] and type(configuration) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -60,7 +60,7 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
             with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the run loads the model
                 model = load_run_model(config, configuration, images=images)
                 _add_adapter_and_freeze(config, model, images=images)
-            lines = [*lines_about_adapter(model)] if config.lora.rank else []
+            lines = [*adapter_notes(model)] if config.lora.rank else []
             _check_comm_types_fit_layers(config, model)
             options = _prepare_options(config, world, model, None, training=True)
             with ExitStack() as forms:
