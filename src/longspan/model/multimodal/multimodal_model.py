@@ -22,7 +22,7 @@ from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.adapters.adapter import Adapter
-from longspan.model.execution import model_execution
+from longspan.model.execution import Execution, model_execution
 from longspan.model.layers import decoder_layers
 from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -78,7 +78,11 @@ class MultimodalModel(nn.Module):
     def __init__(
         self, encoders: Mapping[str, Encoder], language_model: PreTrainedModel | PipelineModel, world: World
     ) -> None:
-        """Join them, and check that they fit: rows of one image see each other if its encoder says so."""
+        """Join encoders and language model, and check that they fit; all ranks enter.
+
+        The language model is changed: its embedding, and with DeepStack its first layers, get hooks for rows of items,
+        and its `call_rules` the modalities whose rows see each other.
+        """
         from longspan.model.multimodal.prepare_encoder import check_encoder_prepared
 
         super().__init__()
@@ -119,7 +123,7 @@ class MultimodalModel(nn.Module):
         hook_item_rows(language_model, tuple(encoders.values()))
 
     @property
-    def execution(self) -> Any:
+    def execution(self) -> Execution:
         """The kernels and dtypes with which the language model computes."""
         return model_execution(self.language_model)
 

@@ -60,7 +60,7 @@ WIDTHS += ("hidden_size", "hidden_dim", "d_model")
 class SplitModule:
     """A module whose own linears are split, with their `styles` by name.
 
-    `several` attentions or MLPs in it: each linear sums the gradient of its own input.
+    With `several` attentions or MLPs in it, each linear sums the gradient of its own input; else the module does.
     """
 
     name: str
@@ -114,13 +114,13 @@ def find_split_parts(
         return []
     styles = _recognise_styles(module) | callers_styles
     _refuse_unknown_linears(module, blocks, styles)
-    parts = dict[str, dict[str, str]]()
+    linears_by_owner = dict[str, dict[str, str]]()
     for name, style in styles.items():
         if style != REPLICATED:
-            owner, _, child = name.rpartition(".")
-            parts.setdefault(owner, {})[child] = style
+            owner_name, _, child = name.rpartition(".")
+            linears_by_owner.setdefault(owner_name, {})[child] = style
     split_parts = list[SplitModule]()
-    for name, linears in parts.items():
+    for name, linears in linears_by_owner.items():
         # A block's input also goes around its linears (the residual), where its gradient is already whole, and a list
         # is not called: both count as several attentions or MLPs.
         owner = module.get_submodule(name)
@@ -217,9 +217,10 @@ def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], 
 
 
 def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
-    """Yield (what it is, size) of all that tp must divide in a part. ModelError for heads that cannot be counted.
+    """Yield (what it is, size) of all that tp must divide in a part.
 
-    Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys.
+    Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys. As
+    they are read, raises ModelError for heads that cannot be counted, and for a fused linear of other outputs.
     """
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
@@ -272,7 +273,9 @@ def split_encoder(
                 sum_input_gradients(linear, world)
         if not part.several:
             for child in part.module.modules():  # such as a norm of heads: its gradients are of this rank's heads
-                for name, _ in child.named_parameters(recurse=False) if id(child) not in split_module_ids else ():
+                if id(child) in split_module_ids:
+                    continue
+                for name, _ in child.named_parameters(recurse=False):
                     sum_partial_gradients(child, world.key, name)
             sum_input_gradients(part.module, world)
         counts: dict[str, Any] = dict.fromkeys(part.local_attributes, lambda count: count // tp)
