@@ -25,8 +25,8 @@ Tensors = Mapping[str, Any]
 class StoredWeight:
     """A weight that several tensors of a folder's files make: packed rows by `read`, numbers where it is indexed.
 
-    `shape` (…, rows, columns) is that of the packed rows, `codes` and `scales` read them of a part of dim 0, (…, rows,
-    bytes) and (…, rows, scales).
+    `shape` (…, rows, columns) is that of the numbers in packed rows. `codes` and `scales` are functions that read those
+    of a slice of dim 0: (…, rows, bytes) and (…, rows, scales).
     """
 
     name: str
@@ -68,8 +68,10 @@ class StoredWeight:
         packed = self.read(None if first is ... else first)
         with torch._C.DisableTorchFunction():
             values = torch.empty((*packed.shape[:-1], self.shape[-1]), dtype=torch.float32, device=packed.device)
-        for matrix, into in zip(packed, values, strict=True) if packed.ndim > 2 else [(packed, values)]:
-            self.format.unpack(matrix, into)
+        # one matrix, or one for each expert
+        matrices = zip(packed, values, strict=True) if packed.ndim > 2 else [(packed, values)]
+        for packed_matrix, matrix in matrices:
+            self.format.unpack(packed_matrix, matrix)
         return (values.mT if self.format.transposed else values)[(slice(None), *others)]
 
 
@@ -142,6 +144,7 @@ def stored_float8_weight(
     *others, rows, columns = shape = tensor_shape(codes)
     scales = _checked_tensor(scales_name, tensors, "F32", "BF16", "F16", "F8_E8M0", "U8")
     grid = tensor_shape(scales) if tensor_shape(scales) not in ((), (1,)) else (1, 1)
+    # the shapes of scales that are expected, each with the rows and columns (0: all) that share one
     grids: dict[tuple[int, ...], tuple[int, int]] = {
         (*others, -(-rows // (m or rows)), -(-columns // (n or columns))): (m or rows, n) for m, n in blocks
     }
@@ -257,11 +260,12 @@ def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
         raise ModelError(
             f"{name} of {rows} × {columns} in {kind} is not read: {reason}; load the folder without it"
         )
-    table = f"{name}.quant_map"
-    if table in tensors and not torch.allclose(tensors[table][...].cpu(), values, atol=1e-3):
-        raise ModelError(f"{table} has other values than {kind}: {tensors[table][...].tolist()[:4]}…")
+    table_name = f"{name}.quant_map"
+    if table_name in tensors and not torch.allclose(tensors[table_name][...].cpu(), values, atol=1e-3):
+        raise ModelError(f"{table_name} has other values than {kind}: {tensors[table_name][...].tolist()[:4]}…")
     codes = tensors[name]
-    unit = codes[:1].element_size()  # codes may lie in bfloat16, say (bnb_4bit_quant_storage)
+    # Codes lie one after another in elements of `unit` bytes: of bfloat16, say (bnb_4bit_quant_storage).
+    unit = codes[:1].element_size()
     size = math.prod(tensor_shape(codes)) * unit
     if size * 2 != rows * columns:
         raise ModelError(
@@ -272,7 +276,7 @@ def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
 
     def read_codes(part: slice) -> Tensor:
         start, stop, _ = part.indices(rows)
-        units = columns // 2 // unit
+        units = columns // 2 // unit  # of a row
         return codes[start * units : stop * units].view(torch.uint8).view(stop - start, columns // 2)
 
     def read_scales(part: slice) -> Tensor:
