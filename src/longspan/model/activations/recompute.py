@@ -323,10 +323,11 @@ class RecomputationFeature(Feature):
                 )
 
     def convert(self, model: PreTrainedModel, execution: Execution) -> None:
-        """Make the store in which layers keep tensors on the host, if any do. ModelError for no room.
+        """Make the store in which layers keep tensors on the host, if any do.
 
-        Where heads are exchanged, backward of a selective layer sends the output or its products with dout, by the
-        kernel: with other kernels ranks would wait for messages of another size. ModelError on all ranks for these.
+        ModelError where the host has no room for it; and, on all ranks, where selective layers have other kernels of
+        attention on some ranks. Where heads are exchanged, the kernel decides whether backward of such a layer sends
+        the output or its products with dout: ranks would wait for messages of another size.
         """
         world = self.world
         if world.home.slots > 1 and any(word.startswith("selective") for word in self._policies):
