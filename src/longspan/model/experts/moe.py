@@ -122,8 +122,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     )
     if len(rows) == count:
         return _mix_experts_in_tiles(experts, hidden_states, chosen, weights, shard, channel)
-    real_tensors = [tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights)]
-    mixed = _mix_experts_in_tiles(experts, *real_tensors, shard, channel)
+    x, real_chosen, real_weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
+    mixed = _mix_experts_in_tiles(experts, x, real_chosen, real_weights, shard, channel)
     return _PlaceRows.apply(mixed, rows, count)  # pyright: ignore[reportReturnType]
 
 
@@ -265,8 +265,8 @@ class ExpertFeature(Feature):
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Deal experts over `ep` and shard them, before the layers around them; all ranks enter, and make meshes.
 
-        Nothing is done with unsharded parameters, and where ep and tp are 1: experts are then sharded with their
-        layers.
+        Nothing is done where parameters are not sharded, nor where ep and tp are 1: experts are sharded with their
+        layers then.
         """
         world = self.world
         home = world.home

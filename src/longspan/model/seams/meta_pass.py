@@ -238,7 +238,7 @@ def checked_attend_calls(
     """Check that the kernel `name` (None: any) can do the recorded calls on this device.
 
     Returns each different call once, with its layer's dropout. AttentionError for an unknown kernel, and for a call
-    that it, or with None any kernel, cannot do.
+    that it cannot do, or with None no kernel can.
     """
     if name is not None:
         find_kernel(name)  # raises for an unknown name, also if no calls were recorded
