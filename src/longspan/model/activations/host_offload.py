@@ -64,9 +64,9 @@ class HostOffload:
 
 
 class ParkedLayer:
-    """The tensors that one call of a layer keeps on the host: called with a tensor, it copies it there.
+    """The tensors that one call of a layer keeps on the host; a call with a tensor copies it there.
 
-    Fetching one of them brings all back, and begins on those of the layer before.
+    To fetch one of them brings all back, and begins to bring back those of the layer before.
     """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:

@@ -211,7 +211,10 @@ class _SegmentCall:
         return self._record_nothing() if recording is None else recording.replay_outputs()
 
     def _record_nothing(self) -> AbstractContextManager[None]:
-        """A recording all the same, so that autograd saves the same tensors in the pass and in its recomputation."""
+        """Return a context in which no output of attention is recorded, though autograd saves what it saves under one.
+
+        It must save the same tensors in the pass and in its recomputation, which may replay a recording.
+        """
         if not self._keeps_attention:
             return nullcontext()
         return _EmptyRecording(keep_exchanged=self._keeps_exchanged).record_outputs()

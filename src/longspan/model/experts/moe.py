@@ -130,7 +130,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 class _PlaceRows(torch.autograd.Function):
     """Puts rows back to their places among `count`, of which the others are zeros.
 
-    It saves no tensor: to recompute one, only slots with padding would run experts' collectives once more, and wait.
+    It must save no tensor for backward: where layers are recomputed, slots with padding, and these alone, would run the
+    experts' collectives once more to have it, and wait.
     """
 
     @staticmethod

@@ -75,7 +75,7 @@ def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) ->
 
 
 def choose_formats(model: PreTrainedModel, frozen: str) -> dict[str, PackedFormat]:
-    """Return the formats of the weights that are packed by this value of `frozen`, by name; before `prepare`.
+    """Return the formats of the weights that this value of `frozen` packs, by name, for a model not yet prepared.
 
     Raises ModelError for an unknown value.
     """

@@ -107,7 +107,7 @@ VALUES = {
 class FourBit(PackedFormat):
     """A row of C numbers is C / 2 bytes of codes, the earlier number in the upper half, then its blocks' scales.
 
-    A product is rounded to `dtype`, and then to the weight's.
+    The product of a code and its scale is rounded to `dtype`, and then to the weight's dtype.
     """
 
     rows: PackedRows

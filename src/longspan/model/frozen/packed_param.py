@@ -158,7 +158,7 @@ class PackedParam(FSDPParam):
         self.param_dtype = None
 
     def init_unsharded_param(self) -> None:
-        """Write the weight from the gathered bytes, which are then freed; its memory is freed with the gather."""
+        """Write the weight from the gathered bytes, and free these; FSDP2 frees the weight as it frees any other."""
         (gathered,) = self.all_gather_outputs
         record = self.packed_weight
         if not hasattr(self, "_unsharded_param"):

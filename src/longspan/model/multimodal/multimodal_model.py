@@ -167,7 +167,7 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
 def refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
     """Raise ModelError for a parameter that two modules share: each would sum its gradient over its own slots.
 
-    `modules` are by what they are, in words.
+    `modules` are by their names in messages.
     """
     users: dict[int, str] = {}
     for name, module in modules.items():
@@ -209,7 +209,7 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
 
 
 def _add_deep_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
-    """Stand behind decoder layer `index`: add the rows of items for it to what it returned, if it ran with a shard."""
+    """Add the rows of items for decoder layer `index` to what it returned, if it ran with a shard: a forward hook."""
     shard = running_layer().shard
     if not isinstance(shard, SequenceShard):
         return out
@@ -230,12 +230,12 @@ class _SpliceHook:
     def _take_lookahead(
         self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Stand before the embedding: keep how far ahead it is called, and take that keyword from its arguments."""
+        """Keep how far ahead the embedding is called, and take that keyword from its arguments: a forward pre-hook."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
     def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
-        """Stand behind the embedding: put rows of items into its output (1, T, D)."""
+        """Put rows of items into the embedding's output (1, T, D): a forward hook."""
         shard = running_layer().shard
         if not isinstance(shard, SequenceShard):
             return embeddings

@@ -108,7 +108,10 @@ class SplitModule:
 def find_split_parts(
     module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str]
 ) -> list[SplitModule]:
-    """Find the parts of an encoder that are split over tp ranks, in its order; at tp 1 a plan is only checked."""
+    """Find the parts of an encoder that are split over tp ranks, in its order; with tp 1 none, and `plan` is checked.
+
+    ModelError for a plan that does not fit, for linears that are not known, and for sizes that tp does not divide.
+    """
     callers_styles = _read_caller_styles(module, plan)
     if tp == 1:
         return []
@@ -153,7 +156,7 @@ def _recognise_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """Find the linears in a module by name; an adapted one is the linear inside, and none of its adapter's."""
+    """Find the linears in a module by name: of an adapted one the linear inside, and no matrix of its adapter."""
     adapted = tuple(f"{name}." for name in peft_modules(module))
     modules = {n: unadapted_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
@@ -287,7 +290,7 @@ def split_encoder(
 def _hook_refusal_of_dropout(module: nn.Module) -> None:
     """Hook an encoder, so that a forward pass in training raises ModelError if a module in it draws at random.
 
-    What draws is told by an attribute called "drop…", or that of torch's dropout, with a rate above 0.
+    A module draws if it has a rate above 0 in an attribute with "drop" in its name, or in `p` of torch's dropout.
     """
     rates = [
         f"{name} ({type(child).__name__}, {attribute} {rate:g})"
@@ -313,9 +316,9 @@ def _hook_refusal_of_dropout(module: nn.Module) -> None:
 def _trial_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of the blocks around split parts, or the parts, that are tried: one of each kind.
+    """Yield (name, module) of what is tried: the block around each split part, or a part outside of blocks itself.
 
-    A kind is a class with the names and shapes of its parameters.
+    Of each kind, a class with the names and shapes of its parameters, the first one is tried.
     """
     kinds = set[Any]()
     for part in parts:

@@ -79,7 +79,7 @@ def take_encoder_apart(
     """Take a model's tower and projector from it while its language model is prepared inside.
 
     Yields the function that prepares them too, under the home `encoder`, and joins both. After an error the model is
-    put together again. Raises ModelError for a model without them, and for what they cannot have.
+    put together again. Raises ModelError for a model without them, and for a home or an adapter that does not fit them.
     """
     settings = encoder
     if isinstance(encoder, Layout):

@@ -133,7 +133,7 @@ class PipelineModel(nn.Module):
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """Yield the modules by their names in the whole model, then stages and others: FSDP2 looks here."""
+        """Yield the modules by their names in the whole model, then those without one, for FSDP2, such as stages."""
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         for name, module in self._unnamed.items():

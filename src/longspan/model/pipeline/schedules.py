@@ -32,10 +32,10 @@ from longspan.model.weights.gradients import add_gradient
 
 
 class PendingWeights(NamedTuple):
-    """What weights' gradients are computed from later, once; `output` keeps the graph alive.
+    """What `compute_weight_gradients` needs, which takes it once; `output` keeps the graph alive.
 
-    `groups` are weights by the nodes where their paths meet those of the input; `gradients` reached each node, one for
-    each of its outputs.
+    `groups` are weights by the nodes where their paths meet those of the input; `gradients` are those that reached each
+    of these nodes, one for each of its outputs.
     """
 
     output: GradientEdge
@@ -81,9 +81,10 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
 
 
 def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
-    """Add the gradients of these weights to their `.grad`, from those that reached nodes: one for each output.
+    """Add the gradients of these weights to their `.grad`; `gradients` reached each node, one for each of its outputs.
 
-    As `torch.autograd.grad`, which in torch 2.11 reads the shapes of nodes that autograd.Functions lack.
+    It calls the engine as `torch.autograd.grad` does, since that, in torch 2.11, reads shapes of nodes that those of
+    autograd.Functions lack.
     """
     edges = {
         GradientEdge(node, i): gradient

@@ -28,14 +28,14 @@ from longspan.model.weights.local_tensors import local_tensor
 
 
 class SharedParameter(NamedTuple):
-    """A parameter that several stages have: its names in the whole model, in the model's order, and their indices."""
+    """A parameter of several stages: its names in the whole model, in the model's order, and the stages' indices."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
 
 
 def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tuple[SharedParameter, ...]:
-    """Return the parameters of a whole model that several of its `stages`, all of them, have, in the model's order."""
+    """Return the parameters that several stages have, in the model's order; `stages` are all of the whole model's."""
     names = defaultdict[int, list[str]](list)
     holders = defaultdict[int, list[int]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -146,8 +146,8 @@ class StageCopies:
 def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
     """Replace a parameter's gradient by the sum over the pipeline ranks `holders`, which enter together.
 
-    Each holder adds one slice of all in the order of positions, for equal bits, and sends the sum back. A holder
-    without a gradient gets one.
+    Each holder adds up one slice of all holders' gradients, in the order of positions, and sends the sum to the others,
+    so that all get equal bits. A holder without a gradient gets one.
     """
     pipeline = world.channels.pipeline
     if parameter.grad is None:  # of a stage that made no use of it in this step
@@ -178,9 +178,10 @@ class TakenEmbedding:
 
 
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
-    """Return the position or keyword at which layers get the embedding unchanged; None if there is not one for all.
+    """Return the position or keyword at which layers get the embedding unchanged.
 
-    `layers` is the name of the list of layers, `calls` are those of `trace_parts`.
+    None if no part reads it, a part that is no layer does, or layers get it in different arguments. `layers` is the
+    name of the list of layers, `calls` are those of `trace_parts`.
     """
     readers = [call for call in calls if call.reads_more]
     only_layers_read = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
@@ -189,7 +190,7 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
 
 
 def _pass_embedding(argument: int | str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Stand before a layer that reads the embedding in `argument`, a position or keyword.
+    """Give a layer the embedding that it reads in `argument`, a position or keyword: a forward pre-hook.
 
     On the first stage the embedding is kept in the `TakenEmbedding`; on others it is put in place of the argument.
     """
@@ -329,7 +330,8 @@ def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
 def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> None:
     """Raise ModelError where a stage's layers need more of earlier layers than their hidden states, as Gemma 4's do.
 
-    All run on the meta device, then each stage alone; where all together do not run, no stage is tried.
+    All layers run together on the meta device, then those of each stage; where all together do not run, nothing is
+    refused.
     """
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
 

@@ -161,9 +161,9 @@ AttentionInterface.register(IMPLEMENTATION, sharded_attention)
 
 
 def _first_head_index(module: nn.Module, heads: int, shard: SequenceShard) -> int:
-    """Return the index of this rank's first query head among all of the layer's, by which dropout's masks go.
+    """Return the index of this rank's first query head among all of the layer's, which decides dropout's masks.
 
-    ModelError where the `heads` that are here are not an equal part of the configuration's.
+    ModelError where the `heads` of this rank are neither all of the configuration's nor an equal part of them.
     """
     world = world_of(shard.world_key)
     tp = world.home.tp

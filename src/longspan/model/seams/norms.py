@@ -150,7 +150,7 @@ def run_norm_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def split_long_norms(model: nn.Module) -> None:
-    """Let layer norms and RMS norms take any number of rows, unless `fuse_norms` set their forward, which does so."""
+    """Let layer norms and RMS norms take any number of rows; those that `fuse_norms` set a forward of do so already."""
     for norm in model.modules():
         if type(norm).__name__.endswith(("LayerNorm", "RMSNorm")) and "forward" not in vars(norm):
             norm.forward = partial(_forward_in_pieces, norm.forward)
@@ -227,7 +227,7 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
 
 
 def _run_triton_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Run a norm by the Triton kernel, or by its class's own code where that takes not these tensors."""
+    """Run a norm by the Triton kernel, or by its class's own code where the kernel cannot take these tensors."""
     weight = norm.weight
     eps = _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None

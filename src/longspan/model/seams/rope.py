@@ -99,7 +99,10 @@ def replace_rotary_forwards(model: nn.Module) -> None:
 
 
 def length_dependent_types(rotary: nn.Module) -> dict[str | None, str]:
-    """Return the rope types of a rotary module that choose frequencies by a length, by type of layer or for None."""
+    """Return the rope types of a rotary module that choose frequencies by a length, by type of layer.
+
+    The key is None where all layers share one rope type.
+    """
     kind = getattr(rotary, "rope_type", None)
     kinds = kind.items() if isinstance(kind, dict) else [(None, kind)]
     return {layer_type: name for layer_type, name in kinds if isinstance(name, str) and depends_on_length(name)}

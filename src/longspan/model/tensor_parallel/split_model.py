@@ -170,7 +170,8 @@ def _split_head_and_embedding(
 def reasons_against_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
     """Yield why an adapter would not be exact under tensor parallelism.
 
-    Each adapted linear needs a style; adapters of the embedding and of the head stay whole.
+    Each adapted linear needs a style that is known, a mixer around it, or a place outside of split blocks. Adapters of
+    the embedding and of the head stay whole.
     """
     adapter = find_adapter(model)
     if adapter is None:

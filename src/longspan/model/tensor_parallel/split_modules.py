@@ -56,7 +56,7 @@ def return_none(x: Tensor) -> None:
 class ReplacedAttributes:
     """A context in which a module's attributes have these values, put back at its end.
 
-    They hide parameters of the same names. A class, as generators take the host longer.
+    They hide parameters of the same names. It is a class, as a context from a generator takes the host longer.
     """
 
     __slots__ = ("_attributes", "_old_values", "_values")
@@ -145,7 +145,7 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
 
 
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
-    """Make the function that sums a linear's outputs over tp, and then adds its bias, as it is when called.
+    """Make the function that sums a linear's outputs over tp, and then adds the bias that the linear has by then.
 
     With `sequence_parallel` each rank gets its rows of the sum only, and the bias's gradient is summed over tp. `key`
     is the world's.

@@ -122,10 +122,10 @@ def _copy_without_values(unit: nn.Module) -> nn.Module:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Return a call's outputs, and gradients of inputs and parameters, by words for messages.
+    """Return a call's outputs, and gradients of inputs and parameters, by their names in messages.
 
-    Gradients of outputs are cosines, all different. Inputs that need gradients, and the first, are replaced by copies,
-    so that backward does not enter the caller's graph.
+    Backward begins with cosines, all different, as gradients of the outputs. Inputs that need gradients, and the first,
+    are replaced by copies, so that it does not enter the caller's graph.
     """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}

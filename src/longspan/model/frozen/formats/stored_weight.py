@@ -99,7 +99,7 @@ _NAMES = {
 
 
 def _checked_tensor(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int, ...] | None = None) -> Any:
-    """Return a tensor of these dtypes (none: any) and this shape; ModelError for another."""
+    """Return a tensor, by name; ModelError if it has none of these dtypes (none: any), or another shape (None: any)."""
     tensor = tensors[name]
     dtype = tensor_dtype(tensor)
     wrong = f"{dtype} in the files, and {' or '.join(dtypes)}" if dtypes and dtype not in dtypes else ""
@@ -117,7 +117,7 @@ def _checked_tensor(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int,
 class Float8(PackedFormat):
     """A row of C numbers is C codes, then the float32 scales of its blocks.
 
-    A product is rounded to `dtype`, and then to the weight's.
+    The product of a code and its scale is rounded to `dtype`, and then to the weight's dtype.
     """
 
     rows: PackedRows
@@ -243,9 +243,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
-    """Return a weight of codes that lie in a row, in a dtype of any size, its scales, and its state as JSON.
+    """Return a weight in nf4 or fp4 from its tensors: codes, scales, and a state as JSON.
 
-    Raises ModelError for a kind that is not read, and for damaged codes or states.
+    Codes lie end to end in a tensor whose dtype has any size. Raises ModelError for a kind that is not read, and for
+    damaged codes or states.
     """
     (state_name,) = (key for key in tensors if key.startswith(f"{name}{_STATE}"))
     try:
@@ -286,10 +287,10 @@ def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
 
 
 def _whole_scales(name: str, tensors: Tensors, state: Mapping[str, Any]) -> Tensor:
-    """Return the scales of all blocks in float32; quantised ones are codes of values, with a maximum for each nested
-    block.
+    """Return the scales of all blocks in float32.
 
-    Raises ModelError for tensors that are missing.
+    Those that are quantised again are codes of values in a table, times the maximum of their nested block, plus an
+    offset. Raises ModelError for tensors that are missing.
     """
     scales = tensors[f"{name}.absmax"][...]
     if "nested_offset" not in state:
