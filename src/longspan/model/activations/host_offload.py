@@ -1,8 +1,8 @@
 """Activations of decoder layers that wait in the host's memory between forward and backward, a layer at a time.
 
-They lie in a `HostArena`. A layer's tensors leave the device when the second layer after it
-begins, and come back when backward reaches the layer after it. Memory of the device is taken and freed on the stream
-that computes, which waits for the copies by events. On a CPU the same code copies at once.
+They lie in a `HostArena`. A layer's tensors leave the device when the second layer after it begins, and come back when
+backward reaches the layer after it. Memory of the device is taken and freed on the stream that computes, which waits
+for the copies by events. On a CPU the same code copies at once.
 """
 
 import weakref
@@ -64,9 +64,9 @@ class HostOffload:
 
 
 class ParkedLayer:
-    """The tensors that one call of a layer keeps on the host: called with a tensor, it copies it there.
+    """The tensors that one call of a layer keeps on the host; a call with a tensor copies it there.
 
-    Fetching one of them brings all back, and begins on those of the layer before.
+    To fetch one of them brings all back, and begins to bring back those of the layer before.
     """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
@@ -96,7 +96,8 @@ class ParkedLayer:
                 on_host.copy_(x, non_blocking=True)
             self._copied = copies.record_event()
             # The copy may be under way: x stays until the layer's tensors are freed. On a CPU it is done.
-            self._on_device[index], self._versions[index] = x, x._version
+            self._on_device[index] = x
+            self._versions[index] = x._version
         return partial(self.fetch_tensor, index)
 
     def fetch_tensor(self, index: int, *, ahead: bool = True) -> Tensor:

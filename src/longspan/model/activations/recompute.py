@@ -211,7 +211,10 @@ class _SegmentCall:
         return self._record_nothing() if recording is None else recording.replay_outputs()
 
     def _record_nothing(self) -> AbstractContextManager[None]:
-        """A recording all the same, so that autograd saves the same tensors in the pass and in its recomputation."""
+        """Return a context in which no output of attention is recorded, though autograd saves what it saves under one.
+
+        It must save the same tensors in the pass and in its recomputation, which may replay a recording.
+        """
         if not self._keeps_attention:
             return nullcontext()
         return _EmptyRecording(keep_exchanged=self._keeps_exchanged).record_outputs()
@@ -323,10 +326,11 @@ class RecomputationFeature(Feature):
                 )
 
     def convert(self, model: PreTrainedModel, execution: Execution) -> None:
-        """Make the store in which layers keep tensors on the host, if any do. ModelError for no room.
+        """Make the store in which layers keep tensors on the host, if any do.
 
-        Where heads are exchanged, backward of a selective layer sends the output or its products with dout, by the
-        kernel: with other kernels ranks would wait for messages of another size. ModelError on all ranks for these.
+        ModelError where the host has no room for it; and, on all ranks, where selective layers have other kernels of
+        attention on some ranks. Where heads are exchanged, the kernel decides whether backward of such a layer sends
+        the output or its products with dout: ranks would wait for messages of another size.
         """
         world = self.world
         if world.home.slots > 1 and any(word.startswith("selective") for word in self._policies):

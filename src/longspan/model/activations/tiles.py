@@ -213,7 +213,7 @@ class TiledForward:
 
 
 def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
-    """Find the outermost MLPs of a decoder layer by name: of dense layers, and of experts that every row visits."""
+    """Find the outermost MLPs of a decoder layer by name: those of dense layers, and shared experts."""
     mlps: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
         is_nested = any(name.startswith(f"{outer}.") for outer in mlps)

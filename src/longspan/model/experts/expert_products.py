@@ -134,10 +134,10 @@ _Adapter = tuple[Tensor, Tensor, float]
 
 
 def _find_expert_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
-    """Return what peft adds to this parameter of local experts, in the rows' dtype; None if it adapts it not, or is
-    left out.
+    """Return peft's adapter of this parameter of local experts, in the rows' dtype; None without one, and while peft's
+    adapters are disabled.
 
-    Rows of A are sorted by expert, columns of B by rank, then by expert.
+    In peft's two matrices for all experts, rows of A are sorted by expert, columns of B by rank, then by expert.
     """
     wrapper = vars(experts).get(EXPERT_ADAPTERS, {}).get(name)
     if wrapper is None or wrapper.disable_adapters:

@@ -91,7 +91,8 @@ def _record_routing(
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute transformers' experts function: rows (T, D), their experts and weights (T, k) to sums (T, D).
 
-    Padding rows become zeros; ModelError outside a layer with a shard, and for another number of rows than the shard's.
+    All members of an ep group enter. Padding rows become zeros. ModelError outside a layer with a shard, and for
+    another number of rows than the shard's, or a tensor-parallel rank's part of them.
     """
     shard = running_layer().shard
     if shard is None:
@@ -104,6 +105,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     local = shard.local_rows
     tp = world.home.tp
     count = len(hidden_states)
+    # `rows` are the real ones among those of this call, without padding
     if tp > 1 and count == -(-local // tp):  # a tensor-parallel rank's part of the rows
         start = world.coordinates.tp * count
         rows = shard.find_real_rows(start, start + count)
@@ -114,21 +116,22 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
             f"{type(experts).__name__} got {count} rows; the shard holds {local}, each of tp {tp} ranks works on "
             f"all of them or {-(-local // tp)}"
         )
-    first_slot = world.slot // world.home.ep * world.home.ep
+    first_slot = world.slot // world.home.ep * world.home.ep  # of this slot's ep group
     channel = (
         world.channels.find_channel(range(first_slot, first_slot + world.home.ep)) if world.home.ep > 1 else None
     )
     if len(rows) == count:
         return _mix_experts_in_tiles(experts, hidden_states, chosen, weights, shard, channel)
-    x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
-    mixed = _mix_experts_in_tiles(experts, x, chosen, weights, shard, channel)
+    x, real_chosen, real_weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
+    mixed = _mix_experts_in_tiles(experts, x, real_chosen, real_weights, shard, channel)
     return _PlaceRows.apply(mixed, rows, count)  # pyright: ignore[reportReturnType]
 
 
 class _PlaceRows(torch.autograd.Function):
     """Puts rows back to their places among `count`, of which the others are zeros.
 
-    It saves no tensor: to recompute one, only slots with padding would run experts' collectives once more, and wait.
+    It must save no tensor for backward: where layers are recomputed, slots with padding, and these alone, would run the
+    experts' collectives once more to have it, and wait.
     """
 
     @staticmethod
@@ -167,7 +170,10 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 def mix_experts(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None = None
 ) -> Tensor:
-    """Compute the weighted sums (R, D) of the experts' outputs for each row of x (R, D); members of a channel share."""
+    """Compute the weighted sums (R, D) of the experts' outputs for each row of x (R, D), by `chosen`, `weights` (R, k).
+
+    With a channel experts are dealt out over its members, which all enter; without one they are all here.
+    """
     count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
     top_k = chosen.shape[1]  # pyright: ignore[reportArgumentType]
     sorted_experts, order = chosen.flatten().sort(stable=True)  # (R k,)
@@ -258,7 +264,11 @@ class ExpertFeature(Feature):
         connect_experts(model)
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Deal experts over `ep` and shard them, before the layers around them; all ranks enter, and make meshes."""
+        """Deal experts over `ep` and shard them, before the layers around them; all ranks enter, and make meshes.
+
+        Nothing is done where parameters are not sharded, nor where ep and tp are 1: experts are sharded with their
+        layers then.
+        """
         world = self.world
         home = world.home
         sharding = self.options.sharding(world)
@@ -270,14 +280,15 @@ class ExpertFeature(Feature):
         policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
         for experts in expert_modules(model).values():
             count = int(experts.num_experts) // home.ep  # pyright: ignore[reportArgumentType]
-            first = world.slot % home.ep * count
-            vars(experts)[LOCAL_EXPERTS] = slice(first, first + count)
-            for name, parameter in list(experts.named_parameters(recurse=False)) if home.ep > 1 else ():
-                part = parameter.detach().chunk(home.ep)[world.slot % home.ep]
-                split = DTensor.from_local(
-                    copy_to_device(part, world.device), world.meshes.ep, [Shard(0)], run_check=False
-                )
-                experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+            member = world.slot % home.ep  # of this rank in its ep group
+            vars(experts)[LOCAL_EXPERTS] = slice(member * count, (member + 1) * count)
+            if home.ep > 1:
+                for name, parameter in list(experts.named_parameters(recurse=False)):
+                    part = parameter.detach().chunk(home.ep)[member]
+                    split = DTensor.from_local(
+                        copy_to_device(part, world.device), world.meshes.ep, [Shard(0)], run_check=False
+                    )
+                    experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
             fully_shard(
                 experts,
                 mesh=mesh,

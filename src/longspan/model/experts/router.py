@@ -75,7 +75,7 @@ class RouterSums:
             squares = wide.logsumexp(-1).square()
             chosen_experts = softmax.topk(chosen.shape[1], dim=-1).indices
             visits = torch.ones_like(chosen_experts, dtype=torch.float64)
-            if counts is not None:
+            if counts is not None:  # everything of a row counts so often
                 visits *= counts[:, None]
                 softmax = softmax * counts[:, None]
                 squares = squares * counts
@@ -110,7 +110,10 @@ class RouterStatistics:
         return micro_batches[-1]
 
     def compute_load_fractions(self) -> None:
-        """Compute F from all micro-batches of the step, before any backward pass; all slots call it together."""
+        """Compute F from all micro-batches of the step, before any backward pass; all ranks call it together.
+
+        Without a coefficient of balance nothing is sent. What was counted ahead is dropped.
+        """
         if self.coefficients.balance:
             local = _sum_over_micro_batches([*self.counted_ahead, *self.micro_batches], self.experts)[
                 : self.experts
@@ -121,7 +124,10 @@ class RouterStatistics:
         self.counted_ahead.clear()
 
     def sums(self) -> list[float] | Tensor:
-        """Return this rank's loads, sums of probabilities (E each) and sum of z, to be summed over slots."""
+        """Return this rank's loads, sums of probabilities (E each) and sum of z, (2 E + 1,), to be summed over slots.
+
+        A list of zeros where this stage has no routers.
+        """
         return _sum_over_micro_batches(self.micro_batches, self.experts)
 
     def losses(self, sums: Sequence[float]) -> RouterLosses:

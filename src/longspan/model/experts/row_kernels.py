@@ -38,10 +38,10 @@ def sum_visits_kernel(
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=("order", "weights", "of_weights"))
+@triton.jit(do_not_specialize_on_alignment=("order", "weights", "weight_gradients"))
 def visit_gradients_kernel(
-    of_outputs,
-    of_weights,
+    output_gradients,
+    weight_gradients,
     dout,
     outputs,
     weights,
@@ -53,8 +53,8 @@ def visit_gradients_kernel(
 ):
     """Compute the gradients of `sum_visits_kernel`: of the rows of `outputs`, and of the weights.
 
-    One program handles row p of `outputs`: with n = order[p] and r = n // TOP_K it stores of_outputs[p] = weights[n]
-    dout[r] and of_weights[n] = <outputs[p], dout[r]>, COLUMNS columns at a time.
+    One program handles row p of `outputs`: with n = order[p] and r = n // TOP_K it stores output_gradients[p] =
+    weights[n] dout[r] and weight_gradients[n] = <outputs[p], dout[r]>, COLUMNS columns at a time.
     """
     place = tl.program_id(0).to(tl.int64)
     number = tl.load(order + place).to(tl.int64)
@@ -67,10 +67,12 @@ def visit_gradients_kernel(
         dout_block = tl.load(dout + row * width + column, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(outputs + place * output_row + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(
-            of_outputs + place * width + column, (dout_block * weight).to(of_outputs.dtype.element_ty), mask=inside
+            output_gradients + place * width + column,
+            (dout_block * weight).to(output_gradients.dtype.element_ty),
+            mask=inside,
         )
         product += dout_block * x
-    tl.store(of_weights + number, tl.sum(product, 0).to(of_weights.dtype.element_ty))
+    tl.store(weight_gradients + number, tl.sum(product, 0).to(weight_gradients.dtype.element_ty))
 
 
 @triton.jit

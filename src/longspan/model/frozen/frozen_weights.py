@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError, plural
 from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, name_without_adapter, peft_modules
 from longspan.model.adapters.adapter import find_adapter
+from longspan.model.execution import Execution
 from longspan.model.features import Call, Feature
 from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_codes
 from longspan.model.frozen.packed_format import NF4, PackedFormat
@@ -74,7 +75,7 @@ def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) ->
 
 
 def choose_formats(model: PreTrainedModel, frozen: str) -> dict[str, PackedFormat]:
-    """Return the formats of the weights that are packed by this value of `frozen`, by name; before `prepare`.
+    """Return the formats of the weights that this value of `frozen` packs, by name, for a model not yet prepared.
 
     Raises ModelError for an unknown value.
     """
@@ -117,7 +118,7 @@ class FrozenFeature(Feature):
             )
 
     @torch.no_grad()
-    def convert(self, model: PreTrainedModel, execution: Any) -> None:
+    def convert(self, model: PreTrainedModel, execution: Execution) -> None:
         """Make weights whole whose codes are not kept, and describe those that will be packed."""
         for name, module in model.named_modules():
             if OWN_CODES in vars(module) and f"{name}.weight" not in self._formats:  # a router, say, or the head
@@ -141,10 +142,10 @@ class FrozenFeature(Feature):
         for entries in sharing.values():
             name, module, attribute = entries[0]
             parameter: Any = getattr(module, attribute)
-            side = -2 if self._formats[name].transposed else -1
-            columns = getattr(parameter, "_local_tensor", parameter).shape[side]
+            column_dim = -2 if self._formats[name].transposed else -1
+            columns = getattr(parameter, "_local_tensor", parameter).shape[column_dim]
             read_dtype = None if self.options.frozen == "stored" else parameter.dtype
-            record = PackedWeight(self._formats[name], columns, parameter.shape[side], dtype, read_dtype)
+            record = PackedWeight(self._formats[name], columns, parameter.shape[column_dim], dtype, read_dtype)
             codes = vars(module).pop(OWN_CODES, None)
             pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device, codes)
 
@@ -179,9 +180,9 @@ class FrozenFeature(Feature):
         yield from self._shape_reasons(model)
 
     def _shape_reasons(self, model: PreTrainedModel) -> Iterator[str]:
-        """Yield the first weight whose rows no format of it fits, in this rank's part.
+        """Yield why the first weight that does not fit its format does not, and how many more there are.
 
-        Row-wise styles cut the columns of a weight: the part of a rank is packed by itself.
+        Row-wise styles cut the columns of a weight: a rank's part of its rows is packed by itself, and must fit.
         """
         tp = self.world.home.tp
         cut = set[str]()
@@ -196,6 +197,7 @@ class FrozenFeature(Feature):
                 reasons[name] = f"tp {tp} would cut matrices that the folder holds transposed; use ep, or tp 1"
             elif reason := packed.rows.reason_against(columns, parts):
                 reasons[name] = reason
-        for name, reason in [*reasons.items()][:1]:
+        if reasons:
+            name, reason = next(iter(reasons.items()))
             others = f", as {len(reasons) - 1} more" if len(reasons) > 1 else ""
             yield f"{name_without_adapter(name)}: {reason}{others}"

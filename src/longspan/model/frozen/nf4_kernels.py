@@ -16,6 +16,7 @@ def unpack_kernel(packed, scales, values, out, columns, row_bytes, BLOCK: tl.con
     at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     inside = at < columns // 2
     pair = tl.load(packed + row * row_bytes + at, mask=inside, other=0).to(tl.int32)
+    # in float32 numbers: the codes before take columns / 2 bytes
     first_scale = row * (row_bytes // 4) + columns // 8
     scale = tl.load(scales + first_scale + at // (BLOCK // 2), mask=inside, other=0.0)
     upper = tl.load(values + (pair >> 4)) * scale

@@ -45,15 +45,20 @@ class PackedFormat(ABC):
     def name(self) -> str:
         return self.rows.name
 
-    def cut(self, packed: Tensor, whole: int, first: int, columns: int) -> Tensor:
-        """Return of rows of `whole` numbers, uint8 (…, bytes), so many columns from `first` on, with their scales."""
+    def cut(self, packed: Tensor, whole_columns: int, first: int, columns: int) -> Tensor:
+        """Return packed rows of `columns` numbers, from column `first` on, of packed rows uint8 (…, bytes) of all.
+
+        Scales of blocks are cut too; `first` begins a block. A scale of the whole row stays as it is.
+        """
+        if columns == whole_columns:
+            return packed
         rows = self.rows
         codes = packed[..., int(first * rows.number_bytes) : int((first + columns) * rows.number_bytes)]
-        scales = packed[..., int(whole * rows.number_bytes) :]
+        scales = packed[..., int(whole_columns * rows.number_bytes) :]
         if rows.block:
             start = first // rows.block * rows.scale_bytes
-            scales = scales[..., start : start - (-columns // rows.block) * rows.scale_bytes]
-        return packed if columns == whole else torch.cat((codes, scales), -1)
+            scales = scales[..., start : start - (-columns // rows.block) * rows.scale_bytes]  # rounded up
+        return torch.cat((codes, scales), -1)
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return a weight (rows, columns), of any float dtype, as uint8 (rows, bytes).
@@ -102,7 +107,7 @@ VALUES = {
 class FourBit(PackedFormat):
     """A row of C numbers is C / 2 bytes of codes, the earlier number in the upper half, then its blocks' scales.
 
-    A product is rounded to `dtype`, and then to the weight's.
+    The product of a code and its scale is rounded to `dtype`, and then to the weight's dtype.
     """
 
     rows: PackedRows

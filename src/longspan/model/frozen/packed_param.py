@@ -84,7 +84,10 @@ class PackedWeight:
         return values
 
     def source_part(self, part: LocalPart) -> LocalPart:
-        """Return what `pack_part` makes the bytes of `part` from: whole rows of codes, or their columns as numbers."""
+        """Return which part of the weight's source `pack_part` makes the bytes of `part` from.
+
+        Where the source has the bytes, it is whole rows of these; else this rank's columns as numbers.
+        """
         *rows, held_bytes = part.block
         if self.read_dtype is None:
             return LocalPart((*rows, slice(0, self.format.rows.row_bytes(self.whole_columns))), torch.uint8)
@@ -92,7 +95,10 @@ class PackedWeight:
         return LocalPart((*rows, slice(first, first + self.columns)), self.read_dtype)
 
     def _first_column(self, held_bytes: slice) -> int:
-        """Return the first column of `held_bytes`, a slice of a row's bytes; tensor parallelism may have cut rows."""
+        """Return the first column of the tensor-parallel part of a row that has `held_bytes`, a slice of its bytes.
+
+        A row of all ranks' bytes has their parts side by side, each of `columns` numbers.
+        """
         return held_bytes.start // self.row_bytes * self.columns
 
     def pack_part(self, values: Tensor, part: LocalPart) -> Tensor:
@@ -101,10 +107,9 @@ class PackedWeight:
         if self.read_dtype is not None:
             packed = self.format.pack(values.flatten(0, -2)).unflatten(0, values.shape[:-1])
         else:
-            first = self._first_column(held_bytes)
-            packed = self.format.cut(values, self.whole_columns, first, self.columns)
-        first = held_bytes.start % self.row_bytes
-        return packed[..., first : first + held_bytes.stop - held_bytes.start]
+            packed = self.format.cut(values, self.whole_columns, self._first_column(held_bytes), self.columns)
+        first_byte = held_bytes.start % self.row_bytes  # in the part
+        return packed[..., first_byte : first_byte + held_bytes.stop - held_bytes.start]
 
 
 def pack_parameter(
@@ -153,7 +158,7 @@ class PackedParam(FSDPParam):
         self.param_dtype = None
 
     def init_unsharded_param(self) -> None:
-        """Write the weight from the gathered bytes, which are then freed; its memory is freed with the gather."""
+        """Write the weight from the gathered bytes, and free these; FSDP2 frees the weight as it frees any other."""
         (gathered,) = self.all_gather_outputs
         record = self.packed_weight
         if not hasattr(self, "_unsharded_param"):
@@ -177,7 +182,7 @@ class PackedParam(FSDPParam):
 
 
 def unpack_when_gathered(model: nn.Module) -> None:
-    """Have FSDP2 make weights of the packed parameters that it has sharded."""
+    """Make FSDP2's objects of packed parameters, which it has sharded already, `PackedParam`s: these make weights."""
     for group in fsdp_param_groups(fsdp_modules(model)):
         for parameter in group.fsdp_params:
             place = parameter._module_info

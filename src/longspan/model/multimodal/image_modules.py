@@ -46,7 +46,7 @@ def refuse_model_without_images(model: nn.Module) -> None:
 
 
 def video_tokens(config: PreTrainedConfig) -> VideoTokens:
-    """Return what a model of this configuration takes for videos, whose groups of frames are items as images are.
+    """Return the tokens by which a model of this configuration takes videos; groups of frames are items, as images are.
 
     Once for each configuration a small copy of the model is given videos, whole and as items. Raises ModelError where
     the two differ, and for a model without videos.
@@ -64,9 +64,10 @@ def video_tokens(config: PreTrainedConfig) -> VideoTokens:
 
 
 def freeze_image_modules(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
-    """Choose what of a whole vision-language model's tower and projector is trained, and freeze the other parameters.
+    """Choose what of a whole vision-language model's tower and projector is trained, and freeze the rest of them.
 
-    A projector is known by its name; adapters stay. ModelError for "projector" where no parameter is one's.
+    Parameters of adapters and of the language model stay as they are. A projector is known by its name. ModelError for
+    "projector" where no parameter is one's.
     """
     refuse_model_without_images(model)
     base = base_model(model)
@@ -76,7 +77,7 @@ def freeze_image_modules(model: PreTrainedModel, trained: Literal["all", "projec
         f"{child}.{p}": x for child, module in children.items() for p, x in module.named_parameters()
     }
     image_parameters = {name: x for name, x in image_parameters.items() if not belongs_to_adapter(name)}
-    # rows between those of images: trained with the projector
+    # the base model's own parameters are rows between those of images: trained with the projector
     separators = dict(base.named_parameters(recurse=False))
     projector = {name for name in image_parameters if is_in_projector(name.rpartition(".")[0])} | {*separators}
     image_parameters |= separators

@@ -22,7 +22,7 @@ from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.adapters.adapter import Adapter
-from longspan.model.execution import model_execution
+from longspan.model.execution import Execution, model_execution
 from longspan.model.layers import decoder_layers
 from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -78,7 +78,11 @@ class MultimodalModel(nn.Module):
     def __init__(
         self, encoders: Mapping[str, Encoder], language_model: PreTrainedModel | PipelineModel, world: World
     ) -> None:
-        """Join them, and check that they fit: rows of one image see each other if its encoder says so."""
+        """Join encoders and language model, and check that they fit; all ranks enter.
+
+        The language model is changed: its embedding, and with DeepStack its first layers, get hooks for rows of items,
+        and its `call_rules` the modalities whose rows see each other.
+        """
         from longspan.model.multimodal.prepare_encoder import check_encoder_prepared
 
         super().__init__()
@@ -119,7 +123,7 @@ class MultimodalModel(nn.Module):
         hook_item_rows(language_model, tuple(encoders.values()))
 
     @property
-    def execution(self) -> Any:
+    def execution(self) -> Execution:
         """The kernels and dtypes with which the language model computes."""
         return model_execution(self.language_model)
 
@@ -163,7 +167,7 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
 def refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
     """Raise ModelError for a parameter that two modules share: each would sum its gradient over its own slots.
 
-    `modules` are by what they are, in words.
+    `modules` are by their names in messages.
     """
     users: dict[int, str] = {}
     for name, module in modules.items():
@@ -205,7 +209,7 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
 
 
 def _add_deep_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
-    """Stand behind decoder layer `index`: add the rows of items for it to what it returned, if it ran with a shard."""
+    """Add the rows of items for decoder layer `index` to what it returned, if it ran with a shard: a forward hook."""
     shard = running_layer().shard
     if not isinstance(shard, SequenceShard):
         return out
@@ -226,12 +230,12 @@ class _SpliceHook:
     def _take_lookahead(
         self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Stand before the embedding: keep how far ahead it is called, and take that keyword from its arguments."""
+        """Keep how far ahead the embedding is called, and take that keyword from its arguments: a forward pre-hook."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
     def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
-        """Stand behind the embedding: put rows of items into its output (1, T, D)."""
+        """Put rows of items into the embedding's output (1, T, D): a forward hook."""
         shard = running_layer().shard
         if not isinstance(shard, SequenceShard):
             return embeddings

@@ -60,7 +60,7 @@ WIDTHS += ("hidden_size", "hidden_dim", "d_model")
 class SplitModule:
     """A module whose own linears are split, with their `styles` by name.
 
-    `several` attentions or MLPs in it: each linear sums the gradient of its own input.
+    With `several` attentions or MLPs in it, each linear sums the gradient of its own input; else the module does.
     """
 
     name: str
@@ -108,19 +108,22 @@ class SplitModule:
 def find_split_parts(
     module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str]
 ) -> list[SplitModule]:
-    """Find the parts of an encoder that are split over tp ranks, in its order; at tp 1 a plan is only checked."""
+    """Find the parts of an encoder that are split over tp ranks, in its order; with tp 1 none, and `plan` is checked.
+
+    ModelError for a plan that does not fit, for linears that are not known, and for sizes that tp does not divide.
+    """
     callers_styles = _read_caller_styles(module, plan)
     if tp == 1:
         return []
     styles = _recognise_styles(module) | callers_styles
     _refuse_unknown_linears(module, blocks, styles)
-    parts = dict[str, dict[str, str]]()
+    linears_by_owner = dict[str, dict[str, str]]()
     for name, style in styles.items():
         if style != REPLICATED:
-            owner, _, child = name.rpartition(".")
-            parts.setdefault(owner, {})[child] = style
+            owner_name, _, child = name.rpartition(".")
+            linears_by_owner.setdefault(owner_name, {})[child] = style
     split_parts = list[SplitModule]()
-    for name, linears in parts.items():
+    for name, linears in linears_by_owner.items():
         # A block's input also goes around its linears (the residual), where its gradient is already whole, and a list
         # is not called: both count as several attentions or MLPs.
         owner = module.get_submodule(name)
@@ -153,7 +156,7 @@ def _recognise_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """Find the linears in a module by name; an adapted one is the linear inside, and none of its adapter's."""
+    """Find the linears in a module by name: of an adapted one the linear inside, and no matrix of its adapter."""
     adapted = tuple(f"{name}." for name in peft_modules(module))
     modules = {n: unadapted_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
@@ -217,9 +220,10 @@ def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], 
 
 
 def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
-    """Yield (what it is, size) of all that tp must divide in a part. ModelError for heads that cannot be counted.
+    """Yield (what it is, size) of all that tp must divide in a part.
 
-    Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys.
+    Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys. As
+    they are read, raises ModelError for heads that cannot be counted, and for a fused linear of other outputs.
     """
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
@@ -272,7 +276,9 @@ def split_encoder(
                 sum_input_gradients(linear, world)
         if not part.several:
             for child in part.module.modules():  # such as a norm of heads: its gradients are of this rank's heads
-                for name, _ in child.named_parameters(recurse=False) if id(child) not in split_module_ids else ():
+                if id(child) in split_module_ids:
+                    continue
+                for name, _ in child.named_parameters(recurse=False):
                     sum_partial_gradients(child, world.key, name)
             sum_input_gradients(part.module, world)
         counts: dict[str, Any] = dict.fromkeys(part.local_attributes, lambda count: count // tp)
@@ -284,7 +290,7 @@ def split_encoder(
 def _hook_refusal_of_dropout(module: nn.Module) -> None:
     """Hook an encoder, so that a forward pass in training raises ModelError if a module in it draws at random.
 
-    What draws is told by an attribute called "drop…", or that of torch's dropout, with a rate above 0.
+    A module draws if it has a rate above 0 in an attribute with "drop" in its name, or in `p` of torch's dropout.
     """
     rates = [
         f"{name} ({type(child).__name__}, {attribute} {rate:g})"
@@ -310,9 +316,9 @@ def _hook_refusal_of_dropout(module: nn.Module) -> None:
 def _trial_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of the blocks around split parts, or the parts, that are tried: one of each kind.
+    """Yield (name, module) of what is tried: the block around each split part, or a part outside of blocks itself.
 
-    A kind is a class with the names and shapes of its parameters.
+    Of each kind, a class with the names and shapes of its parameters, the first one is tried.
     """
     kinds = set[Any]()
     for part in parts:

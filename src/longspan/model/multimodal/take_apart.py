@@ -58,8 +58,8 @@ def split_off_image_encoder_or_undo(model: nn.Module) -> Iterator[ImageEncoder]:
 class EncoderHome:
     """Where the tower and projector of a vision-language model run, and how images are dealt out to it.
 
-    `home` is over the language model's ranks. The others are those of `Encoder` and of `prepare_encoder`; without a
-    `cost`, images are priced by the model's vision configuration.
+    `home` is over the language model's ranks. The other fields mean what they do in `Encoder` and `prepare_encoder`;
+    without a `cost`, images are priced by the model's vision configuration.
     """
 
     home: Layout
@@ -79,13 +79,14 @@ def take_encoder_apart(
     """Take a model's tower and projector from it while its language model is prepared inside.
 
     Yields the function that prepares them too, under the home `encoder`, and joins both. After an error the model is
-    put together again. Raises ModelError for a model without them, and for what they cannot have.
+    put together again. Raises ModelError for a model without them, and for a home or an adapter that does not fit them.
     """
+    settings = encoder
     if isinstance(encoder, Layout):
-        encoder = EncoderHome(
+        settings = EncoderHome(
             home=encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype
         )
-    elif not isinstance(encoder, EncoderHome):
+    if not isinstance(settings, EncoderHome):
         raise ModelError(
             f"encoder is a {type(encoder).__name__}; give a Layout over the language model's ranks, or "
             "EncoderHome(home=…) with settings"
@@ -94,14 +95,14 @@ def take_encoder_apart(
     weights = find_deferred_weights(whole)
     adapter = find_adapter(whole)
     name_parameters(whole)
-    check_encoder_home(IMAGE, encoder.home, world)
+    check_encoder_home(IMAGE, settings.home, world)
     with split_off_image_encoder_or_undo(whole) as image_encoder:
         if adapter is not None:
-            check_encoder_adapter(image_encoder, adapter, encoder.home.tp)
+            check_encoder_adapter(image_encoder, adapter, settings.home.tp)
 
         def join(language_model: Any) -> MultimodalModel:
             language_model.adapter = adapter  # also if only the encoder has one
-            prepared = _prepare_and_join_encoder(image_encoder, language_model, world, encoder, weights)
+            prepared = _prepare_and_join_encoder(image_encoder, language_model, world, settings, weights)
             redirect_peft_model(model, prepared)
             return prepared
 

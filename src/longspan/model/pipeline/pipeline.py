@@ -36,7 +36,7 @@ from longspan.plan.memory.model_numbers import stage_layers
 
 def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:
     """Give `into` the modules of a rank's stages as children, by their names in the whole model."""
-    for name, module in copies.first_names.items():
+    for name, module in copies.modules_of_other_stages.items():
         *outer_names, last = name.split(".")
         node = into
         for name_part in outer_names:
@@ -123,18 +123,17 @@ class PipelineModel(nn.Module):
         self.depths: int = len(mtp_depths(model))  # of multi-token prediction, which is on the last stage
         self._schedules: dict[tuple[int, bool], tuple[Callable[[], None], list[ScheduledStage]]] = {}
         add_named_modules(self, [stage.model for stage in self.stages], self.copies)
-        self._unnamed = {
-            f"stages.{stage.index}{'.' * bool(name)}{name}": module
-            for stage in self.stages
-            for around in [{stage, stage.model, *_modules_around_layers(stage.model)}]
-            for name, module in stage.named_modules()
-            if module in around
-        }
+        self._unnamed = dict[str, nn.Module]()
+        for stage in self.stages:
+            around_layers = {stage, stage.model, *_modules_around_layers(stage.model)}
+            for name, module in stage.named_modules():
+                if module in around_layers:
+                    self._unnamed[f"stages.{stage.index}.{name}".rstrip(".")] = module
 
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """Yield the modules by their names in the whole model, then stages and others: FSDP2 looks here."""
+        """Yield the modules by their names in the whole model, then those without one, for FSDP2, such as stages."""
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         for name, module in self._unnamed.items():
@@ -157,25 +156,14 @@ class PipelineModel(nn.Module):
     def run_micro_batches(self, inputs: Sequence[StageInput], *, backward: bool) -> None:
         """Run one step: every micro-batch through every stage, and back with `backward`, which adds to `.grad`.
 
-        All ranks enter with as many inputs. CommError names a rank that does not answer; ModelError for a shard without
-        spans.
+        All ranks enter with as many inputs, to whose keywords the model's kernel is added. CommError names a rank that
+        does not answer; ModelError for a shard that the model cannot take (`CallRules.check_shard`).
         """
         for stage_input in inputs:
             call_rules(self).check_shard(stage_input.shard)
         world = world_of(self._world_key)
         with self.copies.sum_copied_gradients(world) if backward else nullcontext():
-            key = (len(inputs), backward)
-            if key not in self._schedules:  # kept for the next step like it
-                # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
-                hidden = self.config.get_text_config().hidden_size
-                parts = call_rules(self).row_multiple
-                new_stages = [
-                    ScheduledStage(stage, world, hidden_size=hidden, dtype=self.dtype, row_parts=parts)
-                    for stage in self.stages
-                ]
-                new_step = make_schedule(self.pipeline_settings, new_stages, len(inputs), backward=backward)
-                self._schedules[key] = new_step, new_stages
-            step, stages = self._schedules[key]
+            step, stages = self._find_or_make_schedule(len(inputs), backward=backward)
             for stage_input in inputs:
                 stage_input.keywords = call_rules(self).add_kernel_argument(stage_input.keywords)
             for stage in stages:
@@ -192,6 +180,24 @@ class PipelineModel(nn.Module):
                     stage.drop_step_state()
         if not backward:
             reshard(self)
+
+    def _find_or_make_schedule(
+        self, micro_batches: int, *, backward: bool
+    ) -> tuple[Callable[[], None], list[ScheduledStage]]:
+        """Return the step of a schedule, and its stages, which later steps of as many micro-batches take again."""
+        key = (micro_batches, backward)
+        if key not in self._schedules:
+            world = world_of(self._world_key)
+            hidden = self.config.get_text_config().hidden_size
+            # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
+            parts = call_rules(self).row_multiple
+            stages = [
+                ScheduledStage(stage, world, hidden_size=hidden, dtype=self.dtype, row_parts=parts)
+                for stage in self.stages
+            ]
+            step = make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward)
+            self._schedules[key] = step, stages
+        return self._schedules[key]
 
     @torch.no_grad()
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
@@ -210,14 +216,14 @@ class PipelineModel(nn.Module):
             logits.append(model(**arguments).logits)
             return logits[0].new_zeros((), dtype=torch.float64)
 
-        # which a stage sets itself
+        # each stage sets `use_cache` itself
         keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}
         self.run_micro_batches([StageInput(shard, input_ids, make_output, keywords)], backward=False)
         pipeline = world_of(self._world_key).channels.pipeline
         last = self.pipeline_settings.pp - 1
         sends = list[tuple[int, Tensor]]()
         receives = list[tuple[int, Tensor]]()
-        if pipeline.index == last:  # which sends them to the others
+        if pipeline.index == last:
             all_logits = logits[0].to(self.dtype).contiguous()
             sends = [(place, all_logits) for place in range(pipeline.degree) if place != last]
         else:
@@ -238,10 +244,11 @@ class PipelineFeature(Feature):
         )
 
     def cut(self, model: PreTrainedModel) -> Sequence[tuple[nn.Module, PreTrainedModel]]:
-        """Cut a model into this rank's stages; all other parameters are freed.
+        """Cut a model into this rank's stages, and free all other parameters; () for a home without a pipeline.
 
-        A stage is a copy without the forward that takes `row_loss`, which is set anew where the head is. ModelError or
-        PlanError, before any change, where stages would not be exact, or have too few layers.
+        Returns (stage, its model) of each. That model is a copy without the forward that takes `row_loss`: it is set
+        anew on the last stage, where the head is. ModelError or PlanError, before any change, where stages would not be
+        exact, or have too few layers.
         """
         if self._settings.pp == 1:
             return ()
@@ -274,6 +281,7 @@ def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
             step()
         except RuntimeError as error:
             failure = error.__cause__
+            # torch may put several errors around one another, each of which only names the stage that failed.
             while failure is not None and failure.__cause__ is not None and "stage" in str(failure).lower():
                 failure = failure.__cause__
             if failure is None or is_backend_error(failure):

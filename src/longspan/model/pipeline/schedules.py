@@ -32,10 +32,10 @@ from longspan.model.weights.gradients import add_gradient
 
 
 class PendingWeights(NamedTuple):
-    """What weights' gradients are computed from later, once; `output` keeps the graph alive.
+    """What `compute_weight_gradients` needs, which takes it once; `output` keeps the graph alive.
 
-    `groups` are weights by the nodes where their paths meet those of the input; `gradients` reached each node, one for
-    each of its outputs.
+    `groups` are weights by the nodes where their paths meet those of the input; `gradients` are those that reached each
+    of these nodes, one for each of its outputs.
     """
 
     output: GradientEdge
@@ -81,9 +81,10 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
 
 
 def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
-    """Add the gradients of these weights to their `.grad`, from those that reached nodes: one for each output.
+    """Add the gradients of these weights to their `.grad`; `gradients` reached each node, one for each of its outputs.
 
-    As `torch.autograd.grad`, which in torch 2.11 reads the shapes of nodes that autograd.Functions lack.
+    It calls the engine as `torch.autograd.grad` does, since that, in torch 2.11, reads shapes of nodes that those of
+    autograd.Functions lack.
     """
     edges = {
         GradientEdge(node, i): gradient
@@ -107,8 +108,10 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
         add_gradient(weight, gradient)
 
 
-def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
-    """Group the weights that `output` depends on by the nodes where their paths first meet those of the input `x`.
+def _group_weights(
+    output: Node, input_node: Node, weights: Iterable[Tensor]
+) -> dict[frozenset[Node], list[Tensor]]:
+    """Group the weights that `output` depends on by the nodes where their paths first meet those of the input.
 
     All nodes on a path from the input depend on it; the search from a weight stops at the first of them.
     """
@@ -124,7 +127,7 @@ def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[fro
                 users[below] = []
                 to_visit.append(below)
             users[below].append(node)
-    input_users = _dependent_nodes(x, users)
+    input_users = _dependent_nodes(input_node, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}
     for weight in weights:
         if weight.requires_grad and (node := get_gradient_edge(weight).node) in users:
@@ -186,12 +189,12 @@ class PipelineSettings:
 class ScheduledStage(PipelineStage):
     """A stage in one schedule: receives hidden states (1, T, D), T by micro-batch, and sends its own on.
 
-    Set `inputs` before each step. Each of `row_parts` tensor-parallel ranks has a part of the rows; embedded rows
-    follow behind.
+    Set `inputs` before each step. Each of `row_parts` tensor-parallel ranks has a part of the rows. Where layers read
+    the embedding too, its rows follow behind the hidden states.
     """
 
     def __init__(self, stage: Stage, world: World, *, hidden_size: int, dtype: torch.dtype, row_parts: int) -> None:
-        """Templates of one row, on the meta device, tell torch's stage what it reads and returns."""
+        """Tell torch's stage, by templates of one row on the meta device, what it reads and returns."""
         row = torch.empty(1, 1, hidden_size, dtype=dtype, device="meta", requires_grad=True)
         ids = torch.empty(1, 1, dtype=torch.long, device="meta")
         loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
@@ -212,7 +215,7 @@ class ScheduledStage(PipelineStage):
         self._stage = stage
         self._leaves: tuple[Tensor, ...] = ()  # rows of its images, which get gradients as parameters do
         self._freed = torch.empty(0, dtype=dtype, device=world.device)  # stands for a buffer that is freed
-        # torch 2.15, before
+        # its name in torch 2.15, and before
         name = "_forward_chunk_states" if hasattr(self, "_forward_chunk_states") else "fwd_cache"
         self._forward_states = vars(self)[name]  # what a forward pass leaves for its backward pass
 
@@ -345,10 +348,11 @@ def make_schedule(
 ) -> Callable[[], None]:
     """Make the schedule of one step over `micro_batches`; call it once the stages have their inputs.
 
-    Evaluation has no loss function, so that torch runs no backward passes, and runs all forward passes first, as 1F1B
-    does with fewer micro-batches than stages. The loss is a sum over targets: gradients are not scaled.
+    Evaluation has no loss function, so that torch runs no backward passes. The loss is a sum over targets: gradients
+    are not scaled.
     """
     interleaved = pipeline_settings.virtual_stages > 1
+    # All forward passes first: in evaluation, and where 1F1B would have fewer micro-batches than stages.
     kind = ScheduleGPipe
     if not backward:
         kind = ScheduleLoopedBFS if interleaved else ScheduleGPipe
@@ -361,5 +365,5 @@ def make_schedule(
     settings: dict[str, Any] = {"loss_fn": (lambda output, _: output) if backward else None, "scale_grads": False}
     stages_here: Any = stages[0] if kind in (Schedule1F1B, ScheduleGPipe) else list(stages)  # these take no list
     schedule = kind(stages_here, micro_batches, **settings)
-    # torch splits the targets over micro-batches, and no loss reads them
+    # torch splits the targets, one dummy for each micro-batch; no loss reads them
     return partial(schedule.step, target=torch.arange(micro_batches), return_outputs=False)

@@ -28,14 +28,14 @@ from longspan.model.weights.local_tensors import local_tensor
 
 
 class SharedParameter(NamedTuple):
-    """A parameter that several stages have: its names in the whole model, in the model's order, and their indices."""
+    """A parameter of several stages: its names in the whole model, in the model's order, and the stages' indices."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
 
 
 def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tuple[SharedParameter, ...]:
-    """Return the parameters of a whole model that several of its `stages`, all of them, have, in the model's order."""
+    """Return the parameters that several stages have, in the model's order; `stages` are all of the whole model's."""
     names = defaultdict[int, list[str]](list)
     holders = defaultdict[int, list[int]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -49,29 +49,32 @@ def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tu
 def refuse_parameter_copies(
     model: PreTrainedModel, stages: Sequence[nn.Module], shared: Sequence[SharedParameter], pp: int
 ) -> None:
-    """Raise ModelError where one rank would have two copies of a parameter, or a module shares some of its parameters.
+    """Raise ModelError where one rank would have two copies of a parameter, or a module shares only some of its
+    parameters with one of another stage.
 
-    A shared module is registered whole, under its first name in the whole model.
+    A module that holds a copy is registered whole, under the module's first name in the whole model: all of its
+    parameters must be copies from there. `shared` are what several of all the `stages` have.
     """
-    name = type(model).__name__
+    class_name = type(model).__name__
     for entry in shared:
         if len({stage % pp for stage in entry.stages}) < len(entry.stages):
             raise ModelError(
-                f"{name}: {entry.names[0]} is on the pipeline stages {', '.join(map(str, entry.stages))} of "
+                f"{class_name}: {entry.names[0]} is on the pipeline stages {', '.join(map(str, entry.stages))} of "
                 f"{len(stages)}, of which a rank of pp {pp} has several; use virtual_stages 1 (vpp = 1)"
             )
-    first_name = {name: entry.names[0] for entry in shared for name in entry.names}
+    first_names = {name: entry.names[0] for entry in shared for name in entry.names}
     for stage in stages:
         names_here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-        for later_name in sorted(n for n in names_here & first_name.keys() if first_name[n] not in names_here):
+        # Copies that this stage has under a later name alone; the module around each is one of another stage's.
+        for later_name in sorted(n for n in names_here & first_names.keys() if first_names[n] not in names_here):
             path = later_name.rpartition(".")[0]
-            origin = first_name[later_name].rpartition(".")[0]
-            names = [
+            first_path = first_names[later_name].rpartition(".")[0]
+            names_in_module = [
                 inner_name for inner_name, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)
             ]
-            if separate := [n for n in names if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
+            if separate := [n for n in names_in_module if first_names.get(f"{path}.{n}") != f"{first_path}.{n}"]:
                 raise ModelError(
-                    f"{name}: {later_name} is {first_name[later_name]} of another pipeline stage, and "
+                    f"{class_name}: {later_name} is {first_names[later_name]} of another pipeline stage, and "
                     f"{path}.{separate[0]} is a parameter of its own; share whole modules, give each stage its own, or "
                     "use pp 1"
                 )
@@ -94,14 +97,15 @@ class StageCopies:
     def __init__(
         self, shared: Sequence[SharedParameter], models: Mapping[int, PreTrainedModel], pp: int, position: int
     ) -> None:
-        """`models` are the stages here, of pipeline position `position`; stage s is at position s % `pp`.
+        """Find this rank's copies: `models` are its stages, by index; stage s is at pipeline position s % `pp`.
 
         The gradient norm counts a parameter where the first of its stages is.
         """
         self._holders = [sorted(stage % pp for stage in entry.stages) for entry in shared]  # pipeline ranks
         self._counted_here = [entry.stages[0] % pp == position for entry in shared]
         self._places: list[_ParameterPlace | None] = []  # of each parameter, None if no stage here has it
-        self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
+        # modules here with copies of another stage's parameters, by the name of that stage's module
+        self.modules_of_other_stages: dict[str, nn.Module] = {}
         for entry in shared:
             model = next((model for index, model in models.items() if index in entry.stages), None)
             if model is None:
@@ -111,7 +115,7 @@ class StageCopies:
             path, _, attribute = next(name for name in entry.names if name in names_here).rpartition(".")
             self._places.append(_ParameterPlace(model.get_submodule(path), attribute))
             if entry.names[0] not in names_here:
-                self.first_names[entry.names[0].rpartition(".")[0]] = model.get_submodule(path)
+                self.modules_of_other_stages[entry.names[0].rpartition(".")[0]] = model.get_submodule(path)
 
     @property
     def parameters_counted_elsewhere(self) -> set[nn.Parameter]:
@@ -123,7 +127,8 @@ class StageCopies:
     def sum_copied_gradients(self, world: World) -> Iterator[None]:
         """Sum over all copies, at the end, what backward passes inside added to gradients; all ranks enter.
 
-        They first count who has a gradient: if any has one all holders exchange, and if none has it stays so.
+        They first count who has a gradient of each parameter: if any has one, all holders exchange theirs; if none
+        has, it stays without.
         """
         copies = [place.parameter for place in self._places if place is not None]
         with set_earlier_gradients_aside([copy for copy in copies if copy.requires_grad]):
@@ -141,8 +146,8 @@ class StageCopies:
 def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
     """Replace a parameter's gradient by the sum over the pipeline ranks `holders`, which enter together.
 
-    Each holder adds one slice of all in the order of positions, for equal bits, and sends the sum back. A holder
-    without a gradient gets one.
+    Each holder adds up one slice of all holders' gradients, in the order of positions, and sends the sum to the others,
+    so that all get equal bits. A holder without a gradient gets one.
     """
     pipeline = world.channels.pipeline
     if parameter.grad is None:  # of a stage that made no use of it in this step
@@ -173,9 +178,10 @@ class TakenEmbedding:
 
 
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
-    """Return the position or keyword at which layers get the embedding unchanged; None if there is not one for all.
+    """Return the position or keyword at which layers get the embedding unchanged.
 
-    `layers` is the name of the list of layers, `calls` are those of `trace_parts`.
+    None if no part reads it, a part that is no layer does, or layers get it in different arguments. `layers` is the
+    name of the list of layers, `calls` are those of `trace_parts`.
     """
     readers = [call for call in calls if call.reads_more]
     only_layers_read = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
@@ -184,7 +190,7 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
 
 
 def _pass_embedding(argument: int | str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Stand before a layer that reads the embedding in `argument`, a position or keyword.
+    """Give a layer the embedding that it reads in `argument`, a position or keyword: a forward pre-hook.
 
     On the first stage the embedding is kept in the `TakenEmbedding`; on others it is put in place of the argument.
     """
@@ -283,8 +289,10 @@ class Stage(nn.Module):
 def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
     """Raise ModelError where stages, one after another, would not compute what the base model does.
 
-    By stand-ins: each part is called once, in order, on what the part before returned, or the embedding too, unchanged;
-    and states come out as they went in. Scaling of the embedding comes before the first part.
+    The base model's forward runs with stand-ins for its parts. It must call each part once, in order, with what the
+    part before returned; layers may also get the embedding, unchanged. It must return what the last part returned. What
+    it does to the embedding before the first part, such as scaling, stays on the first stage. No forward may be set on
+    an instance around the layers.
     """
     path = text_model_name(model).split(".")
     wrapper_names = [".".join(path[: i + 1]) for i in range(len(path))]
@@ -322,7 +330,8 @@ def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
 def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> None:
     """Raise ModelError where a stage's layers need more of earlier layers than their hidden states, as Gemma 4's do.
 
-    All run on the meta device, then each stage alone; where all together do not run, no stage is tried.
+    All layers run together on the meta device, then those of each stage; where all together do not run, nothing is
+    refused.
     """
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
 
@@ -367,9 +376,11 @@ def cut_stages_of_position(
     refuse_parameter_copies(model, models, shared, pp)
     local_indices = range(position, len(models), pp)
     stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in local_indices)
-    for layer in [getattr(decoder_model(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
-        if argument is not None:
-            layer.register_forward_pre_hook(partial(_pass_embedding, argument), with_kwargs=True)
+    if argument is not None:
+        for stage in stages:
+            all_layers = getattr(decoder_model(stage.model), parts.layers)
+            for i in stage.layers:
+                all_layers[i].register_forward_pre_hook(partial(_pass_embedding, argument), with_kwargs=True)
     ids_here = {id(parameter) for stage in stages for parameter in stage.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in ids_here:

@@ -1,6 +1,6 @@
 """Attention of transformers' models over a sharded sequence: the function that stands for "longspan" in its interface.
 
-The shard owns masking. Llama 4's chunks are `attend`'s.
+Which rows see which is the shard's, never a mask tensor of the model's; Llama 4's chunks are an argument of `attend`.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ from longspan.model.seams.trial_shards import Probe, RecordedCall, SeparateRows,
 
 
 def number_layers(model: PreTrainedModel) -> None:
-    """Give every module whose `layer_idx` is -1 (Zamba 2) the index of its decoder layer, or of the last for depths.
+    """Set `layer_idx`, in every module that has it as -1 (Zamba 2), to the index of the decoder layer around it.
 
-    Calls of attention are told apart by it.
+    `attend` tells the calls of layers apart by it. Blocks of multi-token prediction copy the last layer, index too.
     """
     layers = [*decoder_layers(model).values()]
-    depths = [(len(layers) - 1, block) for block in mtp_blocks(model).values()]  # which copy the last layer
-    for index, layer in (*enumerate(layers), *depths):
+    numbered_blocks = [(len(layers) - 1, block) for block in mtp_blocks(model).values()]
+    for index, layer in (*enumerate(layers), *numbered_blocks):
         modules: list[Any] = [*layer.modules()]
         for module in modules:
             if getattr(module, "layer_idx", None) == -1:
@@ -55,12 +55,18 @@ def defer_query_scaling(model: nn.Module) -> None:
 
 
 def scales_queries_by_row(module: nn.Module) -> bool:
-    """Return whether this attention module scales queries by row numbers that it counts within a call (Llama 4)."""
+    """Return whether this attention module scales queries by row numbers that it counts within a call.
+
+    Llama 4's do, in layers without rope.
+    """
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def make_layers_causal(model: nn.Module) -> None:
-    """Set `is_causal`, which transformers sets False in models with prefixes; the shard has their spans."""
+    """Set `is_causal` of all modules of the text model to True.
+
+    transformers sets it to False in models with bidirectional prefixes; here the shard has the spans of these.
+    """
     config: Any = model.config
     for module in model.modules():
         if getattr(module, "config", None) is config.get_text_config() and hasattr(module, "is_causal"):
@@ -91,36 +97,37 @@ def sharded_attention(
 ) -> tuple[Tensor, None]:
     """Stand in for transformers' attention function: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
-    `indices` (1, T, k) are keys that an indexer chose; no column stands for every key, and a mask without columns for
-    none. Keys that are narrower than queries are latents (`latents.py`), of one head. A probe notes the call and gets
-    an empty output, rows of SeparateRows attend to themselves alone. ModelError without a shard, with a mask, or with
-    more than one batch row.
+    `indices` (1, T, k) are the keys that an indexer chose for each row; with k = 0 each row sees every key that its
+    mask allows. Keys narrower than queries are those of latents (`latents.py`), of one head. For a `Probe` the call is
+    recorded, and the output has no values; for `SeparateRows` each row attends to itself alone. Raises ModelError
+    without a shard, for more than one batch row, and for a mask, unless it has no columns, as `indexers.py` gives it.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if shard is None:  # its layer keeps keyword arguments to itself
+    if shard is None:  # the decoder layer does not hand its keyword arguments on to attention
         running = running_layer()
         shard = running.shard
         attention_kernel = attention_kernel or running.attention_kernel
     if isinstance(shard, Probe):
         sizes = (query.shape[-1], value.shape[-1])
-        ignored = {"position_ids", "cache_position"}
+        ignored = {"position_ids", "cache_position"}  # the shard has the positions
         unknown = tuple(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ignored)
         limits = {"window": sliding_window, "chunk": chunk_size(module), "indexed": indices is not None}
         shard.calls.append(RecordedCall(module, causal, softcap, unknown, *sizes, **limits))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     name = type(module).__name__
-    rows = require_one_row_shard(name, shard, query.shape[0], query.shape[2])
+    checked_shard = require_one_row_shard(name, shard, query.shape[0], query.shape[2])
     if attention_mask is not None and attention_mask.shape[-1]:
         raise ModelError(
             f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"
         )
     if getattr(module, _SCALES_BY_POSITION, False):  # by Llama 4's formula
         llama4: Any = module
-        steps = torch.floor((rows.position_ids.float() + 1.0) / llama4.floor_scale)
+        steps = torch.floor((checked_shard.position_ids.float() + 1.0) / llama4.floor_scale)
         scales = torch.log1p(steps) * llama4.attn_scale + 1.0
         query = (query * scales[:, None]).to(query.dtype)
-    if isinstance(rows, SeparateRows):
+    if isinstance(checked_shard, SeparateRows):
         return attend_separately(query, key, value, scaling), None
+    # By the head size of the model, before queries are folded to the size of latents.
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     latents = key.shape[-1] < query.shape[-1]
     if latents:
@@ -129,7 +136,7 @@ def sharded_attention(
         query = fold_queries(module, query)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     out = attend(
-        *(q, k, v, rows),
+        *(q, k, v, checked_shard),
         causal=causal,
         window=sliding_window,
         chunk=chunk_size(module),
@@ -139,7 +146,7 @@ def sharded_attention(
         softcap=softcap,
         scale=scaling,
         dropout=dropout,
-        first_head=_first_head_index(module, q.shape[1], rows) if dropout else 0,
+        first_head=_first_head_index(module, q.shape[1], checked_shard) if dropout else 0,
         layer=getattr(module, "layer_idx", None),
         kernel=attention_kernel,
     )
@@ -154,9 +161,9 @@ AttentionInterface.register(IMPLEMENTATION, sharded_attention)
 
 
 def _first_head_index(module: nn.Module, heads: int, shard: SequenceShard) -> int:
-    """Return the index of this rank's first query head among all of the layer's, by which dropout's masks go.
+    """Return the index of this rank's first query head among all of the layer's, which decides dropout's masks.
 
-    ModelError where the `heads` that are here are not an equal part of the configuration's.
+    ModelError where the `heads` of this rank are neither all of the configuration's nor an equal part of them.
     """
     world = world_of(shard.world_key)
     tp = world.home.tp

@@ -29,10 +29,11 @@ class PositionTable(NamedTuple):
 class CallRules:
     """The kernel of a model's layers, and conditions on its rows.
 
-    Without a kernel each call takes the first that can. Draws are in words, outside attention. Rows see each other in
-    items of modalities `in_spans`, or in a `prefix` of at most `prefix_window` rows; the shard must say where. What is
-    `separate`, or so in training, is exact for separate documents alone, not for those that share prefixes. Rotary
-    frequencies of a document's rows depend on its length by `length_limits`.
+    Without an `attention_kernel` each call takes the first that can compute it. `random_draws` and
+    `draws_in_evaluation` say in words what is drawn outside attention. Rows see each other in both directions inside
+    items of the modalities `in_spans`, or inside a `prefix` of at most `prefix_window` rows; the shard must say where
+    these are. `separate`, and `separate_in_training`, name what is exact for separate documents alone, not for those
+    that share prefixes. `length_limits`: the lengths of documents at which rotary frequencies change.
     """
 
     architecture: str
@@ -54,15 +55,18 @@ class CallRules:
         return {**kernel, **arguments}
 
     def separate_features(self, *, training: bool) -> tuple[str, ...]:
-        """Return what the model computes that is not exact where documents share prefixes.
+        """Return, in words, what the model computes that is not exact where documents share prefixes.
 
-        Documents that do must have the same frequencies by `length_limits`.
+        Rotary frequencies that depend on the length are not among these: `check_shared_prefixes` compares documents.
         """
         spans = ["a bidirectional prefix"] if self.prefix else [f"spans of {name}" for name in self.in_spans]
         return (*self.separate, *spans, *(self.separate_in_training if training else ()))
 
     def check_shared_prefixes(self, micro_batches: Iterable[MicroBatch], *, training: bool) -> None:
-        """Raise ModelError if the model computes something that is not exact where documents share prefixes."""
+        """Raise ModelError where these micro-batches, whose documents share prefixes, would not be exact.
+
+        The model has `separate_features`, or a document continues one with other rotary frequencies than its own.
+        """
         if features := self.separate_features(training=training):
             raise ModelError(
                 f"{self.architecture} has {', '.join(features)}, exact for separate documents alone, and documents of "
@@ -70,13 +74,16 @@ class CallRules:
             )
         for group in (group for batch in micro_batches for group in batch.groups):
             for index, parent in enumerate(group.parents or ()):
-                rows = [group.longest_paths[i] for i in (index, max(parent, 0))]
-                if parent >= 0 and len({length_class(self.length_limits, n) for n in rows}) > 1:
+                if parent < 0:  # it continues no document
+                    continue
+                rows = group.longest_paths[index]
+                parent_rows = group.longest_paths[parent]
+                if length_class(self.length_limits, rows) != length_class(self.length_limits, parent_rows):
                     raise ModelError(
-                        f"document {group.documents[index]} of {plural(rows[0], 'row')} continues one that others of "
-                        f"up to {rows[1]} continue, and {self.architecture} has other rotary frequencies for these; "
-                        "call share_prefixes(documents, length_limits=model.call_rules.length_limits), or plan the "
-                        "documents before it"
+                        f"document {group.documents[index]} of {plural(rows, 'row')} continues one that others of "
+                        f"up to {parent_rows} continue, and {self.architecture} has other rotary frequencies for "
+                        "these; call share_prefixes(documents, length_limits=model.call_rules.length_limits), or plan "
+                        "the documents before it"
                     )
 
     def check_shard(self, shard: SequenceShard) -> None:
@@ -99,7 +106,11 @@ class CallRules:
 
 
 def find_position_table(model: PreTrainedModel) -> PositionTable | None:
-    """Find the table around the decoder layers with `max_position_embeddings` rows (`offset` ones are none)."""
+    """Find a table of positions: an embedding or a float buffer of the text model, outside its decoder layers, with
+    `max_position_embeddings` rows; None without one.
+
+    The first `offset` rows of an embedding, as OPT's, stand for no position.
+    """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int):
         return None
@@ -120,6 +131,7 @@ def refuse_documents_beyond_positions(
     table: PositionTable, micro_batches: Iterable[MicroBatch], padding_rows: int = 0
 ) -> None:
     """Raise ModelError if a document, or rows of padding, go beyond a model's table of positions."""
+    # (the document in words, how many positions it takes: with its padding, unless documents share prefixes)
     rows_of_documents = [
         (f"document {document} takes {rows} rows" + ("" if rows == length else f" ({length} tokens, padded)"), rows)
         for micro_batch in micro_batches

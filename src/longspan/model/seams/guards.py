@@ -14,7 +14,10 @@ SAVES = "longspan.save_model(model, folder, world)"  # on all ranks; a Trainer h
 
 
 def guard_prepared_model(prepared: nn.Module, name: str, saves: str = SAVES) -> None:
-    """Have a prepared model, and its base model, refuse to be saved, wrapped or generated from; `saves` saves it."""
+    """Have a prepared model, and every model inside it, refuse to be saved by transformers, wrapped or generated from.
+
+    `name` is the model's in messages, `saves` the call that saves it.
+    """
     reasons = {
         method: f"{name}.{method} would write what this rank holds of a prepared model; call {saves} on all ranks, "
         "which writes a folder that transformers loads"
@@ -28,7 +31,7 @@ def guard_prepared_model(prepared: nn.Module, name: str, saves: str = SAVES) -> 
     for module in (prepared, *modules):
         target: Any = module
         for method, reason in reasons.items():
-            if method != "generate" or hasattr(target, method):
+            if method != "generate" or hasattr(target, method):  # not every module can generate
                 setattr(target, method, partial(refuse_call, reason))
         # DistributedDataParallel fails as it reads this
         target._ddp_params_and_buffers_to_ignore = _RefusesDDP(name)

@@ -33,8 +33,9 @@ from longspan.plain_text import items_text
 def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **more: Any) -> Any:
     """Run the model's forward on two rows, on the meta device; an argument of `more` that is None is left out.
 
-    With `gradients` whatever depends on parameters requires one. A forward that reads values gets zeros, and every
-    element is nonzero: one of the paths through the model. Attributes and random states are restored.
+    With `gradients` parameters require them, else nothing does. Where a forward reads values it gets zeros, and
+    `torch.nonzero` counts every element: the pass takes one of the paths through the model. Attributes of modules and
+    random states are restored.
     """
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
@@ -77,7 +78,10 @@ def restore_attributes_after(model: nn.Module) -> Iterator[None]:
     finally:
         for container, content in saved:  # the containers themselves, as other objects may refer to them
             container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(content)
+            if isinstance(container, list | deque):
+                container.extend(content)
+            else:
+                container.update(content)
 
 
 _READS: dict[Any, Callable[..., Any]] = {
@@ -124,11 +128,13 @@ class MetaRecord:
 def record_calls_and_draws(model: PreTrainedModel, class_draws: tuple[str, ...] = ()) -> MetaRecord:
     """Record a model's calls of attention and its random draws, by a pass on the meta device in training mode.
 
-    Of models that draw, a pass in evaluation mode shows both. ModelError names decoder layers that are not exact, or a
-    model that does not run there. `class_draws` are a small copy's; dropout of adapters is left out.
+    A model that draws is passed in evaluation mode too: its calls are of that pass. `class_draws` are what a small copy
+    of the model was seen to draw, for one that draws nothing here. Dropout of adapters is left out. ModelError names
+    decoder layers that are not exact, or a model that does not run on the meta device.
     """
     keys = model.config.get_text_config().to_dict()
     rates = {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
+    # With a rate of layerdrop, layers may be left out in training: the pass in evaluation is judged alone.
     calls, training_draws = _record_pass(model, training=True, judged=not rates)
     left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
     draws = (*training_draws, *left_out) or class_draws
@@ -141,11 +147,11 @@ def record_calls_and_draws(model: PreTrainedModel, class_draws: tuple[str, ...] 
 def _record_pass(
     model: PreTrainedModel, *, training: bool, judged: bool
 ) -> tuple[tuple[RecordedCall, ...], tuple[str, ...]]:
-    """Run the model once on the meta device, in training or evaluation mode; return its calls of attention and its
-    draws.
+    """Run the model once on the meta device, in training or evaluation mode; return its calls of attention and, in
+    words, its draws.
 
-    Unless it is `judged`, as a pass that leaves out layers at random, its errors are dropped and its calls are not
-    checked. Raises ModelError for a model that does not run there.
+    ModelError, if the pass is `judged`, for a model that does not run there or whose calls are not exact. A pass that
+    is not judged, as it leaves out layers at random, drops errors and checks nothing.
     """
     probe = Probe()
     names = _NoteCallNames()
@@ -192,8 +198,9 @@ class _NoteCallNames(TorchFunctionMode):
 class _CountDraws(TorchDispatchMode):
     """Counts in `calls` operators that read a generator's seed, by torch's own mark, and return more than one number.
 
-    A scalar decides whether a layer is left out, drawn whatever the rate is: `record_calls_and_draws` reads rates.
-    `names`, entered outside of this, says under which name the model called the operator.
+    A single number decides whether a layer is left out, and is drawn whatever the rate: it is not counted, since
+    `record_calls_and_draws` reads these rates. `names`, entered outside of this, says under which name the model called
+    the operator.
     """
 
     def __init__(self, names: _NoteCallNames, calls: Counter[str]) -> None:
@@ -228,9 +235,10 @@ def checked_attend_calls(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[AttendCall, ...]:
-    """Check that the kernel `name` (None: any) can do the recorded calls on this device; return these, each once.
+    """Check that the kernel `name` (None: any) can do the recorded calls on this device.
 
-    AttentionError for an unknown kernel, and for one that cannot do a layer's call.
+    Returns each different call once, with its layer's dropout. AttentionError for an unknown kernel, and for a call
+    that it cannot do, or with None no kernel can.
     """
     if name is not None:
         find_kernel(name)  # raises for an unknown name, also if no calls were recorded
@@ -258,16 +266,20 @@ def checked_attend_calls(
 
 
 def attention_dropout(module: nn.Module) -> float:
-    """Return the rate at which a module drops weights of attention: a number or a module, by transformers' names."""
+    """Return the rate at which a module drops weights of attention, 0.0 if it does not.
+
+    Under transformers' names it is a number or a dropout module; a module called `dropout` may drop something else.
+    """
     named = [getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout")]
     rates = [getattr(module, "dropout", 0.0), *(getattr(rate, "p", rate) for rate in named)]
     return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
-    """Raise ModelError for decoder layers with no module whose `id` is in `reached`, and for attention modules without.
+    """Raise ModelError for decoder layers in which nothing reaches attention, and for attention modules that do not.
 
-    Of a layer in which nothing reaches attention, the first module with "att" in its class's name is named.
+    `reached` has the `id` of every module that called attention, or is a mixer. The error names attention modules in
+    which no module is reached, and of a layer without any reached module the first with "att" in its class's name.
     """
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []

@@ -27,8 +27,10 @@ from longspan.ssm.kernels.interface import state_dtype
 
 
 def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Give an instance its class's forward, in which these names stand for these functions; names that it lacks are
-    left.
+    """Give a mixer its class's forward, in which these names stand for these functions.
+
+    The forward is a copy with other globals: the class and its module stay as they are. Names that it does not use are
+    left out.
     """
     forward = class_forward(mixer)
     names = {
@@ -41,7 +43,7 @@ def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., An
 
 
 def use_torch_operations(model: nn.Module) -> None:
-    """Let mixers call transformers' own operations, inside its wrappers that choose an installed kernel."""
+    """Let mixers call transformers' own operations in torch, not the wrappers around them that choose a kernel."""
     for mixer in find_mixers(model).values():
         called = {name: class_forward(mixer).__globals__[name] for name in called_functions(class_forward(mixer))}
         replace_functions(mixer, {name: inspect.unwrap(function) for name, function in called.items()})
@@ -61,13 +63,13 @@ FindOps = Callable[[int, int], MixerOps]  # of the batch and the rows of a call
 
 
 def _convolve_alone(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """Convolve rows (T, C) of which each is its document's only one: the last weight of a channel alone counts."""
+    """Convolve rows (T, C), each the only row of its document: of a channel's weights only the last one counts."""
     y = x * weight[:, -1] + (0 if bias is None else bias)
     return F.silu(y) if silu else y
 
 
 def _scan_alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """Scan rows of which each is its document's only one: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) to (T, H, V).
+    """Scan rows, each the only row of its document: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) to (T, H, V).
 
     It is no model's formula, but depends on every input, so that a trial sees a change of any.
     """
@@ -85,7 +87,7 @@ _SHAPES_ALONE = MixerOps(
 def _ops_of_running_layer(name: str, batch: int, rows: int) -> MixerOps:
     """Return the operations of the shard that the running layer was called with; `name` is the mixer's, for messages.
 
-    A probe gets results of the right shape alone.
+    Those for a probe return empty tensors of the right shapes. ModelError without a shard of these rows.
     """
     shard = running_layer().shard
     if isinstance(shard, Probe):
@@ -175,7 +177,8 @@ def _run_mamba2(
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
     ops = find_ops(len(x), x.shape[1])
     wide_dtype = state_dtype(x.dtype)
-    v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))  # as linear attention: x are values, B keys, C queries
+    # As linear attention: x are values, B keys and C queries. `step` is dt, then with its bias, softplus and limits.
+    v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
     step = step.to(wide_dtype) if dt_bias is None else step.to(wide_dtype) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
     # A kernel that computes on half precision gets the values as the model has them, else in the state's type.
@@ -198,13 +201,13 @@ class MixerFeature(Feature):
 
 
 def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:
-    """Give an instance its class's forward with the functions of this module over these operations.
+    """Give a mixer its class's forward, in which functions of this module over these operations stand for kernels.
 
-    Their further arguments, about packing, chunk sizes and states to return, are ignored.
+    Arguments about packing, chunk sizes and states to return are ignored.
     """
     functions: dict[str, Callable[..., Any]] = {
         CONVOLUTION: partial(_run_convolution, find_ops),
-        **dict.fromkeys(SCANS[:2], partial(_run_delta_rule, find_ops)),
+        **dict.fromkeys(SCANS[:2], partial(_run_delta_rule, find_ops)),  # the last one is Mamba 2's
         SCANS[2]: partial(_run_mamba2, find_ops),
         "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # declines, so that the mixer calls the others
     }

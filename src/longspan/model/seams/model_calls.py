@@ -55,8 +55,8 @@ PARTS_OF_POSITIONS = (3, 4)  # M-RoPE: time, height and width; of four, the posi
 def complete_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
     """Refuse what would not be exact, on the host, before any collective; return the call as the model takes it.
 
-    A forward pre-hook of a prepared model: positional ids become a keyword, inputs get a batch dim, and the model's
-    kernel is added. Calls with a `Probe` are not checked.
+    A forward pre-hook of a prepared model: positional ids become a keyword, None arguments go, inputs get a batch dim,
+    the model's kernel and `use_cache=False` are added. Raises ModelError. Calls with a `Probe` are not checked.
     """
     architecture = architecture_name(model)
     call_text = f"{architecture}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

@@ -26,11 +26,11 @@ def norm_rows_kernel(
     GATE_LAST: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Norm rows of `width` features a group, and store 1 / √(mean of squares + eps) of each in `inverse`.
+    """Norm `rows` rows of `width` features per group, and store 1 / √(mean of squares + eps) of each in `inverse`.
 
-    One program does ROWS rows of one of the GROUPS groups. A gate, its sigmoid or SiLU, multiplies features before the
-    norm (GATE_FIRST) or after it (GATE_LAST). The weight is added to OFFSET, which is 1 where a model keeps its weight
-    around 0. `x_row` and `gate_row` are strides; `out` and `inverse` are contiguous.
+    One program does ROWS rows of one of the GROUPS groups, in a block of COLUMNS columns. A gate, its sigmoid or SiLU,
+    multiplies features before the norm (GATE_FIRST) or after it (GATE_LAST). The weight is added to OFFSET, which is 1
+    where a model keeps its weight around 0. `x_row` and `gate_row` are strides; `out` and `inverse` are contiguous.
     """
     group = tl.program_id(1)
     column = tl.arange(0, COLUMNS)
@@ -92,7 +92,7 @@ def norm_rows_backward_kernel(
     valid = column < width
     feature = group * width + column
     factor = OFFSET + tl.load(weight + feature, mask=valid, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([ROWS, COLUMNS], tl.float32)
+    weight_gradients = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         real = row < rows
@@ -116,14 +116,14 @@ def norm_rows_backward_kernel(
                 y *= gate_factor
         normal = y * scale[:, None]
         if GATE_LAST:
-            of_gate = dy * normal * factor[None, :] * slope
-            tl.store(dgate + into, of_gate.to(dgate.dtype.element_ty), mask=inside)
+            gate_gradient = dy * normal * factor[None, :] * slope
+            tl.store(dgate + into, gate_gradient.to(dgate.dtype.element_ty), mask=inside)
             dy *= gate_factor
-        of_weight += dy * normal
+        weight_gradients += dy * normal
         dy *= factor[None, :]
         dy = scale[:, None] * (dy - normal * (tl.sum(dy * normal, 1) / width)[:, None])
         if GATE_FIRST:
             tl.store(dgate + into, (dy * raw * slope).to(dgate.dtype.element_ty), mask=inside)
             dy *= gate_factor
         tl.store(dx + into, dy.to(dx.dtype.element_ty), mask=inside)
-    tl.store(parts + tl.program_id(0) * GROUPS * width + feature, tl.sum(of_weight, 0), mask=valid)
+    tl.store(parts + tl.program_id(0) * GROUPS * width + feature, tl.sum(weight_gradients, 0), mask=valid)

@@ -31,9 +31,10 @@ _PROGRAMS = 512  # at most in backward, each with its own sum of the weight's gr
 
 @dataclass(frozen=True)
 class NormFormula:
-    """`offset` is added to weights (1 in Gemma's norms); the mean is over each of `groups` groups of features.
+    """A norm: x / √(mean x² + eps) · (`offset` + weight); `offset` is 1 in Gemma's norms.
 
-    `gate`, through its `activation`, stands before the norm, after it, or nowhere ("").
+    The mean is over each of `groups` groups of features. A gate, through its `activation`, multiplies features before
+    the norm ("first"), after it ("last"), or is none ("").
     """
 
     offset: float = 0.0
@@ -71,7 +72,7 @@ class _FusedNorm(torch.autograd.Function):
         rows = _flatten_rows(x)
         gates = None if gate is None else _flatten_rows(gate)
         out = rows.new_empty(rows.shape)
-        inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
+        inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # 1 / root
         width, blocks, constants = _launch_sizes(rows, formula)
         import_triton_kernels(_KERNELS).norm_rows_kernel[blocks, formula.groups](
             *(rows, gates, weight, out, inverse, len(rows), width, rows.stride(0), _row_stride(gates), eps),
@@ -86,7 +87,8 @@ class _FusedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of x, the weight and the gate; the weight's is summed over the programs' parts."""
-        (x, weight, gate, inverse), formula = ctx.saved_tensors, ctx.formula
+        x, weight, gate, inverse = ctx.saved_tensors
+        formula = ctx.formula
         rows = _flatten_rows(x)
         gates = None if gate is None else _flatten_rows(gate)
         dout = _flatten_rows(gradients[0])
@@ -148,7 +150,7 @@ def run_norm_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def split_long_norms(model: nn.Module) -> None:
-    """Let layer norms and RMS norms take any number of rows, unless `fuse_norms` set their forward, which does so."""
+    """Let layer norms and RMS norms take any number of rows; those that `fuse_norms` set a forward of do so already."""
     for norm in model.modules():
         if type(norm).__name__.endswith(("LayerNorm", "RMSNorm")) and "forward" not in vars(norm):
             norm.forward = partial(_forward_in_pieces, norm.forward)
@@ -162,7 +164,7 @@ def _forward_in_pieces(norm: Callable[..., Tensor], x: Tensor, *others: object, 
 
 
 class NormFeature(Feature):
-    """Norms as one kernel, and on GPUs, whose kernels count in 32 bits, any number of rows."""
+    """Norms as one kernel, and on GPUs, whose kernels count elements in 32 bits, long inputs in pieces."""
 
     def __init__(self, call: Call) -> None:
         """Refuse a word for `fused_norms` that is not known."""
@@ -225,7 +227,7 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
 
 
 def _run_triton_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Run a norm by the Triton kernel, or by its class's own code where that takes not these tensors."""
+    """Run a norm by the Triton kernel, or by its class's own code where the kernel cannot take these tensors."""
     weight = norm.weight
     eps = _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
@@ -244,10 +246,12 @@ def _find_eps(norm: nn.Module) -> float | None:
 
 
 def count_groups(norm: nn.Module) -> int:
-    """Count the groups of features over which a norm takes means."""
+    """Count the groups of features over which a norm takes means: by the size of one, or their number; else 1."""
     size = getattr(norm, "group_size", None)
+    if isinstance(size, int):
+        return norm.weight.numel() // size  # pyright: ignore
     groups = getattr(norm, "n_groups", None)
-    return norm.weight.numel() // size if isinstance(size, int) else groups if isinstance(groups, int) else 1  # pyright: ignore
+    return groups if isinstance(groups, int) else 1
 
 
 def _norm_kind(norm: nn.Module) -> Hashable:

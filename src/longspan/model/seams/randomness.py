@@ -20,25 +20,11 @@ _NOT_HERE = ("att", "summary", "classifier", "layerdrop")
 def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
     """Raise ModelError if training, or evaluating, this prepared model would draw numbers that depend on the layout."""
     rules = call_rules(model)
-    evaluation_draws = rules.draws_in_evaluation
-    if draws := ", ".join(rules.random_draws if training else evaluation_draws):
-        config = getattr(model, "config", None)
-        when, allowed_text = (
-            (" and in evaluation", "") if evaluation_draws else ("", ", and evaluation draws nothing")
-        )
-        values = {} if config is None else config.get_text_config().to_dict()
-        words = ("drop", "jitter", "noise")
-        names = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
-        # Every key of "layerdrop", last, even one that names attention, since whole layers are left out by it.
-        names += [key for key in values if "layerdrop" in key and key not in names]
-        keys = ", ".join(f"{key} ({values[key]:g})" for key in names if _is_positive(values[key]))
-        if keys and not any(f"{function} " in draws for function in _SAMPLE):
-            remedy = f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
-        elif score_columns(model):  # transformers' 0.1 of a token classifier
-            remedy = "before the model is built, set classifier_dropout to 0.0 in its configuration (config.json)"
-        else:
-            remedy = "it does so by its code, and no key of its configuration is known to end that"
-            remedy += "" if evaluation_draws else ": it can be evaluated alone"
+    in_evaluation = bool(rules.draws_in_evaluation)
+    if draws := ", ".join(rules.random_draws if training else rules.draws_in_evaluation):
+        when = " and in evaluation" if in_evaluation else ""
+        remedy = _remedy_text(model, draws, in_evaluation=in_evaluation)
+        allowed_text = "" if in_evaluation else ", and evaluation draws nothing"
         raise ModelError(
             f"{rules.architecture} draws at random outside attention in training{when}: {draws}. Each rank would draw "
             f"for its own rows, so that the loss would depend on the layout; {remedy}. Attention "
@@ -46,8 +32,28 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
         )
 
 
+def _remedy_text(model: nn.Module, draws: str, *, in_evaluation: bool) -> str:
+    """Say what ends a model's `draws`, which are functions in words: keys of its configuration, if any are known."""
+    config = getattr(model, "config", None)
+    values = {} if config is None else config.get_text_config().to_dict()
+    words = ("drop", "jitter", "noise")
+    names = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
+    # Every key of "layerdrop", last, even one that names attention, since whole layers are left out by it.
+    names += [key for key in values if "layerdrop" in key and key not in names]
+    keys = ", ".join(f"{key} ({values[key]:g})" for key in names if _is_positive(values[key]))
+    if keys and not any(f"{function} " in draws for function in _SAMPLE):
+        return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
+    if score_columns(model):  # transformers' 0.1 of a token classifier
+        return "before the model is built, set classifier_dropout to 0.0 in its configuration (config.json)"
+    allowed_text = "" if in_evaluation else ": it can be evaluated alone"
+    return f"it does so by its code, and no key of its configuration is known to end that{allowed_text}"
+
+
 def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
-    """Raise ModelError if training drops attention weights, or inputs of an adapter; `losses` need two equal passes."""
+    """Raise ModelError if training drops attention weights, or inputs of an adapter.
+
+    `losses` names, in words, the losses that need two forward passes with equal results.
+    """
     config = getattr(model, "config", None)
     adapter = adapter_of_prepared_model(model)
     values = {} if config is None else config.get_text_config().to_dict()

@@ -51,11 +51,11 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
             f"{name} has no rotary positions that {kind!r} could scale, and knows documents of any length; leave "
             "model.rope_scaling empty"
         )
-    config = deepcopy(config)
     limit = position_limit(config)
-    parameters = getattr(config, "rope_parameters", None)
-    is_whole = isinstance(parameters, dict) and not any(isinstance(x, dict) for x in parameters.values())
-    if limit is None or parameters is None or not is_whole:
+    scaled_config = deepcopy(config)
+    parameters = getattr(scaled_config, "rope_parameters", None)
+    is_one_set = isinstance(parameters, dict) and not any(isinstance(x, dict) for x in parameters.values())
+    if limit is None or parameters is None or not is_one_set:
         raise ModelError(
             f"{name} cannot be scaled by rope {kind!r}: its configuration has no max_position_embeddings and one "
             "rope_parameters for all layers; train on shorter documents (data.max_document_tokens)"
@@ -66,17 +66,17 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
             f"one, {kind!r}, cannot be put on it; leave model.rope_scaling empty, or edit its rope_parameters"
         )
     # without "type", the older name of "rope_type"
-    scaled = {key: value for key, value in parameters.items() if key != "type"} | {
+    scaled_parameters = {key: value for key, value in parameters.items() if key != "type"} | {
         "rope_type": kind,
         "factor": float(factor),
     }
     if kind == "yarn":
-        scaled["original_max_position_embeddings"] = limit
+        scaled_parameters["original_max_position_embeddings"] = limit
         # for linear, readers multiply by the factor themselves
-        config.max_position_embeddings = int(limit * factor)
-    config.rope_parameters = scaled
-    config.validate_rope()
-    return config
+        scaled_config.max_position_embeddings = int(limit * factor)
+    scaled_config.rope_parameters = scaled_parameters
+    scaled_config.validate_rope()
+    return scaled_config
 
 
 def rope_types(rope: Any) -> set[str]:
@@ -99,7 +99,10 @@ def replace_rotary_forwards(model: nn.Module) -> None:
 
 
 def length_dependent_types(rotary: nn.Module) -> dict[str | None, str]:
-    """Return the rope types of a rotary module that choose frequencies by a length, by type of layer or for None."""
+    """Return the rope types of a rotary module that choose frequencies by a length, by type of layer.
+
+    The key is None where all layers share one rope type.
+    """
     kind = getattr(rotary, "rope_type", None)
     kinds = kind.items() if isinstance(kind, dict) else [(None, kind)]
     return {layer_type: name for layer_type, name in kinds if isinstance(name, str) and depends_on_length(name)}
@@ -158,20 +161,21 @@ def _rows_by_length(
     limit = _limit_of_rope_type(rotary, kind, layer_type)
     for shard_part in shard.parts:
         segments = shard_part.segments()
-        # of a prefix those that continue it, which are of the same ones (`CallRules.check_shared_prefixes`)
-        lengths = np.asarray(shard_part.group.longest_paths, dtype=np.int64)[segments.document]
-        lengths = limit.representative_lengths(lengths)
+        # A prefix counts as long as the longest document that continues it: all of these have the same frequencies, as
+        # `CallRules.check_shared_prefixes` has seen to.
+        longest = np.asarray(shard_part.group.longest_paths, dtype=np.int64)[segments.document]
+        lengths = limit.representative_lengths(longest)
         first = shard_part.start + segments.offset
         for length in np.unique(lengths).tolist():
             is_length = lengths == length
             rows.setdefault(length, []).append(
                 expand_runs(first[is_length], (first + segments.stop - segments.start)[is_length])
             )
-    return {length: np.concatenate(of_length) for length, of_length in rows.items()}
+    return {length: np.concatenate(runs) for length, runs in rows.items()}
 
 
 def length_limits(module: nn.Module) -> set[LengthLimit]:
-    """Return by which lengths of documents a rotary module chooses frequencies; of other modules nothing."""
+    """Return by which lengths of documents a rotary module chooses frequencies; an empty set for other modules."""
     return {
         _limit_of_rope_type(module, kind, layer_type) for layer_type, kind in length_dependent_types(module).items()
     }
@@ -180,7 +184,7 @@ def length_limits(module: nn.Module) -> set[LengthLimit]:
 def _limit_of_rope_type(rotary: nn.Module, kind: str, layer_type: str | None) -> LengthLimit:
     """Return by which lengths a rope of this kind chooses frequencies.
 
-    longrope has two sets, on both sides of a limit; dynamic one for each length beyond the trained.
+    "longrope" has two sets: one up to a limit, one beyond it. "dynamic" has one for each length beyond the trained one.
     """
     owner: Any = rotary
     if kind == "longrope":

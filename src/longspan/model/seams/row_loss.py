@@ -76,9 +76,10 @@ class OutputHead:
 def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
     """Let the model's forward take `row_loss=`; a call without it runs as before.
 
-    With `future_ids=` (depths, T) depths run too, and the function gets the states (T, D) of each. ModelError if logits
-    depend on more than hidden states and output embedding, or the forward does more before its base model, unless this
-    is a stage of a model that was `tried`.
+    With `future_ids=` (depths, T) depths of multi-token prediction run too, and the function gets the states (T, D) of
+    each. ModelError for parameters beside base model, output embedding and depths. A trial on the meta device raises
+    ModelError too, where logits depend on more than hidden states and output embedding, or the forward does more around
+    its base model; stages of a model that was `tried` have none.
     """
     modules = base_model(model), find_output_embedding(model), *mtp_depths(model)
     placed = {id(p) for module in modules for p in module.parameters()}
@@ -133,7 +134,7 @@ def _try_row_loss(model: PreTrainedModel) -> None:
     must call longspan's attention. `_refuse_other_forward` is part of that pass.
     """
 
-    def record_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
+    def compute_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
         """Return logits of the deepest states, which are cut off from the layers: their gradient comes from these
         alone.
         """
@@ -145,7 +146,7 @@ def _try_row_loss(model: PreTrainedModel) -> None:
     ids = torch.zeros(len(depths), 2, dtype=torch.long, device="meta")
     deeper: dict[str, Any] = {"future_ids": ids} if depths else {}
     try:
-        output = run_on_meta(model, probe, gradients=True, row_loss=record_logits, **deeper)
+        output = run_on_meta(model, probe, gradients=True, row_loss=compute_logits, **deeper)
     except ModelError:
         raise
     except Exception as error:
@@ -217,8 +218,9 @@ def _refuse_other_forward(
 ) -> None:
     """Raise ModelError if a causal model's forward does more around its base model than make logits of its states.
 
-    The forward runs again on some rows of `hidden` (1, T, D), which the base model made of these arguments, with a
-    stand-in that notes calls of the base model: there must be one, with its arguments.
+    `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again with some rows of it in
+    place of the base model's output. It must call the base model once, with its own arguments, read no values of these
+    itself, and make logits of the hidden states and the output embedding alone.
     """
     calls = list[ModelCall]()
     reads = dict[str, str]()
@@ -229,23 +231,14 @@ def _refuse_other_forward(
             watched.input_name = name
             watched.reads = reads
     rows = hidden[:, :_ROWS].detach().requires_grad_()
-    leaves = set[int]()  # in the graph of the logits
+    leaves = set[int]()
     failed = None
     try:
         with torch.enable_grad():
             logits = forward(_ModelAfterBase(model, rows, calls), **inputs).logits
-        nodes = [logits.grad_fn]
-        visited = set[Any]()
-        while nodes:
-            node: Any = nodes.pop()
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
-            nodes += [below for below, _ in node.next_functions]
+        leaves = _leaves_of_graph(logits)
     except Exception as error:  # what the forward does by itself is the clearer reason, if there is any
         failed = error
-        leaves.clear()
     leaves -= {id(rows), *map(id, find_output_embedding(model).parameters())}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in leaves]
     reasons = [f"reads {n} itself ({by}), which it may only hand on to its base model" for n, by in reads.items()]
@@ -264,11 +257,27 @@ def _refuse_other_forward(
         )
 
 
+def _leaves_of_graph(x: Tensor) -> set[int]:
+    """Return the `id` of every tensor that gets a gradient from `x`."""
+    leaves = set[int]()
+    nodes = [x.grad_fn]
+    visited = set[Any]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        nodes += [below for below, _ in node.next_functions]
+    return leaves
+
+
 def _reasons_against_base_call(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
     """Yield how the noted calls of the base model differ from the one that a step makes with the model's `inputs`."""
     if len(calls) != 1:
         yield f"calls its base model {plural(len(calls), 'time')}, not once"
-    for base, args, kwargs in calls[:1]:
+    for base, args, kwargs in calls[:1]:  # of several calls the first is compared
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
         base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
         expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
@@ -282,7 +291,8 @@ def _reasons_against_base_call(calls: Sequence[ModelCall], inputs: Mapping[str, 
                 differs = value is not None or name not in _MADE_AGAIN
             else:
                 differs = bool(value or expected[name]) and bool(value != expected[name])
-            other += [name] if differs else []
+            if differs:
+                other.append(name)
         if other:
             yield f"gives its base model {', '.join(other)} of its own making"
         row_inputs = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]

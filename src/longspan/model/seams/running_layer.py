@@ -19,9 +19,9 @@ from longspan.model.layers import (
 
 
 class RunningLayer(NamedTuple):
-    """What the running layer was called with, and, in `outer`, what runs around it.
+    """The running layer and what it was called with; `outer` is the same of the layer or model around it.
 
-    `layer` is None in recomputation, where a forward runs without its module.
+    `layer` is None in recomputation, where a forward runs without its module's hooks.
     """
 
     layer: nn.Module | None = None
@@ -42,7 +42,7 @@ def running_layer() -> RunningLayer:
 
 def hook_layer_arguments(model: PreTrainedModel) -> None:
     """Let attention in decoder layers look up what its layer, or a model around it, was called with, from here on."""
-    # A pipeline stage calls the model inside alone.
+    # The decoder model too: a pipeline stage calls it without the model around it.
     for layer in dict.fromkeys((model, decoder_model(model), *layers_and_mtp_blocks(model).values())):
         layer.register_forward_pre_hook(_enter_layer, with_kwargs=True)
         layer.register_forward_hook(_leave_layer, always_call=True)
@@ -59,27 +59,27 @@ def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
     layer's own hooks run inside its checkpoint, too late for this.
     """
     for part in module.modules() if isinstance(module, PreTrainedModel) else (module,):
-        run: Any = vars(part).get("_gradient_checkpointing_func")
-        function = getattr(run, "func", run)
+        checkpoint_layer: Any = vars(part).get("_gradient_checkpointing_func")
+        function = getattr(checkpoint_layer, "func", checkpoint_layer)  # inside a `partial` of its options
         # a re-entrant one gives no gradients to tensors among keyword arguments (Gemma 3n)
         if function is checkpoint:
-            run = partial(run, use_reentrant=False)
-        if run is not None and function is not _checkpoint_inside_layer:
-            vars(part)["_gradient_checkpointing_func"] = partial(_checkpoint_inside_layer, run)
+            checkpoint_layer = partial(checkpoint_layer, use_reentrant=False)
+        if checkpoint_layer is not None and function is not _checkpoint_inside_layer:
+            vars(part)["_gradient_checkpointing_func"] = partial(_checkpoint_inside_layer, checkpoint_layer)
 
 
 def _checkpoint_inside_layer(
-    function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any
+    checkpoint_layer: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     """Checkpoint `run`, a layer's forward, which will find its running layer also when it is recomputed."""
-    return function(forward_with_running_layer(run), *args, **options)
+    return checkpoint_layer(forward_with_running_layer(run), *args, **options)
 
 
 def forward_with_running_layer(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's forward that sets the running layer at every call, as a recomputation needs it.
 
-    `run` is a `partial` of the layer's keyword arguments. Without a shard among them those of the layer around it are
-    set, and outside of one nothing is wrapped.
+    `run` is a `partial` with the layer's keyword arguments. Where these have no shard, what runs now is set; where
+    nothing with a shard runs, `run` is returned as it is.
     """
     arguments = _layer_from_keywords(getattr(run, "keywords", {}))
     if arguments.shard is None:
@@ -97,7 +97,7 @@ def forward_with_running_layer(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layer_from_keywords(keywords: Mapping[str, Any]) -> RunningLayer:
-    """Return the running layer that keyword arguments describe; those of the layer around it if they have no shard."""
+    """Return the running layer that keyword arguments describe; without a shard among them, that which runs now."""
     if keywords.get("shard") is None:  # the model does not hand keyword arguments on to its layers
         return _running.get()._replace(layer=None, outer=None)
     return RunningLayer(None, keywords["shard"], keywords.get("attention_kernel"), keywords.get("router"))

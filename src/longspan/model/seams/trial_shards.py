@@ -40,7 +40,7 @@ class SeparateRows(SequenceShard):
 
     @classmethod
     def from_shard(cls, shard: SequenceShard) -> "SeparateRows":
-        """Make a shard with the rows, positions and documents of another, whose rows do not meet, in spans neither."""
+        """Make a shard with the rows, positions and documents of another, whose rows do not meet, not even in spans."""
         rows = object.__new__(cls)
         rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__} | {"spans": ()})
         return rows

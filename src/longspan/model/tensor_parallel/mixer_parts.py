@@ -1,7 +1,8 @@
 """Which rows of a parameter a tensor-parallel rank has, and how the parameters of a mixer divide, by kind of mixer.
 
-A rank has consecutive heads of a mixer: runs of rows, as of [gate | x | B | C | dt]. Each group of a rank serves
-equally many heads: it is repeated where they do not divide so (0, 0, 1).
+A rank has consecutive heads of a mixer, and of each thing that its parameters hold, as [gate | x | B | C | dt], the
+rows of these heads. Heads share B and C in groups. Each group that a rank holds must serve equally many heads: where
+its three heads are of groups 0, 0 and 1, it holds group 0 twice.
 """
 
 import math
@@ -31,8 +32,8 @@ class EvenRows:
 class GroupRows:
     """Rows of groups of heads, `width` for each group: a rank has the rows of its heads' groups, in their order.
 
-    `heads` are all heads, of which each of the `groups` serves equally many; tp divides them. A group whose heads are
-    on several ranks is on each of these.
+    `heads` is the number of all heads, of which each of the `groups` serves equally many; tp divides it. A group whose
+    heads are on several ranks is on each of these.
     """
 
     groups: int
@@ -123,12 +124,11 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
     parts = kind(mixer, tp)
     part_names = (*parts.rows, *parts.whole, parts.output)
     for parameter, tensor in mixer.named_parameters():
-        part = next((p for p in part_names if parameter == p or parameter.startswith(f"{p}.")), None)
-        rows = parts.rows.get(part or "")
+        part = next((p for p in part_names if parameter == p or parameter.startswith(f"{p}.")), "")
+        rows = parts.rows.get(part)
         # an adapter's first matrix stays whole, whatever its number of rows
-        if part is None or (
-            rows is not None and rows.size not in tensor.shape and not is_first_adapter_matrix(parameter)
-        ):
+        fits = rows is None or rows.size in tensor.shape or is_first_adapter_matrix(parameter)
+        if not part or not fits:
             raise ModelError(
                 f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
                 "known how it divides over tensor-parallel ranks; use tp 1"
@@ -185,7 +185,7 @@ def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
     """Divide a Mamba 2, which projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
     inner = EvenRows(mixer.intermediate_size)
     heads = EvenRows(mixer.num_heads)
-    # of B, and as many of C
+    # of B, and as many rows of C
     states = GroupRows(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
     projected = FusedRows((inner, inner, states, states, heads))
     groups = heads.size // tp // states.heads_together(tp)  # of a rank, repeated ones included

@@ -37,16 +37,17 @@ _HEAD = {"lm_head": GATHERED[0]}
 def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of every module and parameter that has one, by its name in the model, with `*` for layers.
 
-    Styles of the configuration, then of the class, replace ours; depths are split as layers. ModelError without a plan.
+    Of styles for one name, the class's counts before the configuration's, and that before longspan's row of the family.
+    Depths of multi-token prediction are split as layers. ModelError without a plan.
     """
     config = model.config.get_text_config()
-    theirs = getattr(config, "base_model_tp_plan", None)
-    ours = find_family(config.model_type).tensor_parallel
-    if not theirs and ours is None:
+    stock_plan = getattr(config, "base_model_tp_plan", None)
+    family_plan = find_family(config.model_type).tensor_parallel
+    if not stock_plan and family_plan is None:
         raise ModelError(
             f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of its configuration); use tp 1"
         )
-    base = {**(ours or {}), **(theirs or {})}
+    base = {**(family_plan or {}), **(stock_plan or {})}
     prefix = text_model_name(model)
     inside_layers = {
         name_in_layer: style for name, style in base.items() if (name_in_layer := name.partition(".*.")[2])
@@ -56,7 +57,7 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
         | {f"{MTP}.layers.*.mtp_block.{name_in_layer}": style for name_in_layer, style in inside_layers.items()}
         # a block of several layers numbers them
         | {f"{MTP}.layers.*.mtp_block.*.{name_in_layer}": style for name_in_layer, style in inside_layers.items()}
-        | ({} if ours is None else _HEAD)  # a family that transformers does not cover may not name its head
+        | ({} if family_plan is None else _HEAD)  # a family that transformers does not cover may not name its head
         | dict(getattr(type(model), "_tp_plan", None) or {})
     )
 
@@ -142,9 +143,9 @@ def check_divided_sizes(sizes: Mapping[str, int], tp: int, model: str) -> None:
 def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:
     """Return the sizes that tp must divide, by what they are; all layers share one entry, as their sizes are alike.
 
-    ModelError for a style of a parameter, or of a module that is no linear, which cannot be split. A column-wise linear
-    splits its outputs, a packed one half of them, others inputs; attention's divide where heads do, except whole inputs
-    (SPLIT_INPUT).
+    Of a linear it is the width that is split: outputs if its style is column-wise, half of them if packed, else inputs.
+    Linears of attention divide where heads do, unless their inputs are whole (SPLIT_INPUT). ModelError for styles that
+    cannot be followed: a module's style on a parameter, and a linear's on a module that is none.
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in styled_modules:

@@ -1,6 +1,6 @@
 """Sequence parallelism: norms and residuals between split blocks hold 1 / tp of a slot's rows.
 
-Rows are gathered before blocks that need all, and summed in parts behind them.
+Rows are gathered before blocks that need all; behind them each rank has its rows of the output.
 """
 
 from functools import partial
@@ -21,8 +21,8 @@ from longspan.model.tensor_parallel.split_modules import ROWS, sum_partial_gradi
 def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], world: World) -> None:
     """Let norms and residuals of a split model work on 1 / tp of a slot's rows, from the embedding to the last norm.
 
-    Gradients of norms are summed over tp. The last norm gathers all rows of its output; depths take their part of these
-    again.
+    Gradients of norms, and of linears outside split blocks, are summed over tp. The last norm gathers all rows of its
+    output; depths of multi-token prediction split these again, and gather the rows of their own last norm.
     """
     key = world.key
     for depth in mtp_depths(model):
@@ -52,8 +52,8 @@ def single_and_full_row_modules(
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the children of a decoder layer that work on single rows, and those that must be given all rows.
 
-    `name` is the layer's in the model. ModelError for a child that is neither, nor a split block. The latter are blocks
-    of experts and unsplit attention; split blocks gather rows themselves.
+    Norms work on single rows; blocks of experts, and attention that is not split, need all. Split blocks, which gather
+    rows themselves, are in neither list. `name` is the layer's in the model. ModelError for any other child.
     """
     single_row_modules, full_row_modules = list[nn.Module](), list[nn.Module]()
     blocks = split_block_names(styled_modules)

@@ -31,9 +31,9 @@ Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each
 
 
 def split_norm(norm: Any, world: World) -> None:
-    """Replace a norm's forward: it takes means of this rank's features by group, over the ranks that share a group.
+    """Replace a norm's forward by one for this rank's features: means of a group are over all ranks that share it.
 
-    When it runs, a wrapper around the mixer has replaced the norm's weight by this rank's part.
+    When it runs, a wrapper around the mixer has put this rank's part in place of the norm's weight.
     """
     groups = count_groups(norm)
     key = world.key
@@ -45,7 +45,7 @@ def split_norm(norm: Any, world: World) -> None:
         features = total // tp
         first = world.coordinates.tp * features
         groups_here = range(first // size, (first + features - 1) // size + 1)
-        # of this rank's features in each of these groups
+        # how many of this rank's features lie in each of these groups
         sizes = [min((g + 1) * size, first + features) - max(g * size, first) for g in groups_here]
         means = partial(_means_over_ranks, groups=groups_here, sizes=sizes, count=groups, key=key)
 
@@ -96,17 +96,21 @@ def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, ke
 
 
 def refuse_unsplittable_mixer(name: str, mixer: nn.Module, tp: int) -> None:
-    """Raise ModelError for an unknown mixer, or one with an unknown norm over features; tp is checked elsewhere."""
+    """Raise ModelError for an unknown mixer, or one whose norm over features is not that of `_apply_norm`.
+
+    The norm is tried with random numbers on the host. That tp divides the heads is checked elsewhere.
+    """
     norm: Any = _find_feature_norm(mixer, mixer_parts(name, mixer, tp))
     if norm is None:
         return
     features = norm.weight.numel()
     groups = count_groups(norm)
     generator = torch.Generator().manual_seed(0)
-    x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
+    x, gate, weights = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
+    weight = weights[0, 0]
     try:
-        norm_output = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
-        ours = _apply_norm(norm, x, gate, weight[0, 0], partial(_local_means, groups=groups))
+        norm_output = functional_call(norm, {"weight": weight}, (x, gate))
+        ours = _apply_norm(norm, x, gate, weight, partial(_local_means, groups=groups))
         equal = torch.allclose(norm_output, ours, rtol=1e-4, atol=1e-5)
     except Exception:  # whatever a norm raises that takes other arguments
         equal = False
@@ -120,7 +124,8 @@ def refuse_unsplittable_mixer(name: str, mixer: nn.Module, tp: int) -> None:
 def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel: bool) -> None:
     """Split a mixer over the tensor-parallel ranks, in place: parameters are sharded, forwards see this rank's rows.
 
-    The gradient of its input is partial then; its output is whole, or with `sequence_parallel` this rank's rows of it.
+    The gradient of its input is partial then, and the caller sums it; its output is whole, or with `sequence_parallel`
+    this rank's rows of it.
     """
     tp = world.home.tp
     parts = mixer_parts(name, mixer, tp)

@@ -85,14 +85,18 @@ class TensorParallelFeature(Feature):
         refuse_mixed_features(model, styled_modules)
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Split a part of the model over the ranks of this slot, in place, before FSDP2; all ranks enter."""
+        """Split a model, or a pipeline stage's part of it, over the ranks of this slot, in place; all ranks enter.
+
+        Modules are split by their styles, then split blocks and experts are wrapped as wholes, and last the residuals
+        between them. It comes before FSDP2.
+        """
         world = self.world
         sequence_parallel = self.options.sequence_parallel
         styled_modules = list_styles(model)
         _ = world.meshes.tp  # made by all ranks together
         tied = tied_names(model)
         _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
-        mixtures = tuple(
+        expert_blocks = tuple(  # names of blocks of experts, which get and return all rows
             f"{name}.{child}."
             for name, layer in layers_and_mtp_blocks(model).items()
             for child, module in layer.named_children()
@@ -100,8 +104,7 @@ class TensorParallelFeature(Feature):
         )
         head = model.get_output_embeddings()  # which is split already, or stays whole
         for name, module, style, parameter in styled_modules:
-            # a block of experts gets and returns all rows
-            splits_rows = sequence_parallel and not name.startswith(mixtures)
+            splits_rows = sequence_parallel and not name.startswith(expert_blocks)
             adapted = is_adapted(module) and module is not head
             is_linear = isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED)
             if style == tp_style.MIXER:
@@ -121,7 +124,7 @@ class TensorParallelFeature(Feature):
         copy_input: Transform = partial(tp_copy, world_key=world.key)
         gather_input: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
         for name in sorted(split_block_names(styled_modules)):
-            whole = not sequence_parallel or name.startswith(mixtures)
+            whole = not sequence_parallel or name.startswith(expert_blocks)  # its input has all rows
             wrap_forward(model.get_submodule(name), enter=copy_input if whole else gather_input)
         for layer in layers_and_mtp_blocks(model).values():
             for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
@@ -137,27 +140,26 @@ def _split_head_and_embedding(
 ) -> None:
     """Split the head and the embedding over the vocabulary, by their styles, where tp divides it.
 
-    A tied embedding is split with the head; where an adapter changes either, neither is split.
-
-    Where rows are split between layers, an embedding hands on this rank's rows: sliced, or as it sums over ranks.
+    A tied embedding is split with the head; where an adapter changes either, neither is split. With `sequence_parallel`
+    the embedding hands on this rank's rows alone: of its sum over tp if it is split, else cut from its output.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     styles = {id(module): style for _, module, style, _ in styled_modules}
     adapted = is_adapted(embedding) or is_adapted(head)
 
-    def splits(module: Any, *of_styles: str) -> bool:
-        """Return whether a module has one of these styles and can be split over the vocabulary."""
-        has_rows = isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[0] % world.home.tp == 0
-        return has_rows and not adapted and styles.get(id(module)) in of_styles
+    def can_split(module: Any, *split_styles: str) -> bool:
+        """Return whether a module has one of these styles and tp divides its rows, one for each token id."""
+        divides = isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[0] % world.home.tp == 0
+        return divides and not adapted and styles.get(id(module)) in split_styles
 
     both_here = isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding)
     tied = both_here and head.weight is embedding.weight
-    if splits(head, *tp_style.GATHERED):
+    if can_split(head, *tp_style.GATHERED):
         split_linear(head, styles[id(head)], world)
         if tied:
             embedding.weight = head.weight
-    if splits(embedding, tp_style.EMBEDDING) and not tied:
+    if can_split(embedding, tp_style.EMBEDDING) and not tied:
         slice_parameter(embedding, "weight", 0, world)
     if isinstance(getattr(embedding, "weight", None), DTensor):  # split here, or with the head
         split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)
@@ -168,7 +170,8 @@ def _split_head_and_embedding(
 def reasons_against_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
     """Yield why an adapter would not be exact under tensor parallelism.
 
-    Each adapted linear needs a style; adapters of the embedding and of the head stay whole.
+    Each adapted linear needs a style that is known, a mixer around it, or a place outside of split blocks. Adapters of
+    the embedding and of the head stay whole.
     """
     adapter = find_adapter(model)
     if adapter is None:
@@ -189,8 +192,11 @@ def reasons_against_adapter(model: PreTrainedModel, styled_modules: Sequence[Sty
     # A linear with a style is split by it. Without one, it is split by a mixer around it, or stays whole outside of
     # split blocks; inside attention or an MLP that is split, its gradient would be partial.
     blocks_around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}
-    mixer_linears = {
-        name for name, outer in blocks_around.items() if all(styles.get(block) == MIXER for block in outer)
+    placed = {name for name in linears if styles.get(name) in LINEAR_STYLES}
+    placed |= {
+        name
+        for name, outer in blocks_around.items()
+        if name not in styles and all(styles.get(block) == MIXER for block in outer)
     }
-    if unplaced := [n for n in linears if not (styles[n] in LINEAR_STYLES if n in styles else n in mixer_linears)]:
+    if unplaced := [name for name in linears if name not in placed]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"

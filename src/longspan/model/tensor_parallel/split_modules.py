@@ -56,7 +56,7 @@ def return_none(x: Tensor) -> None:
 class ReplacedAttributes:
     """A context in which a module's attributes have these values, put back at its end.
 
-    They hide parameters of the same names. A class, as generators take the host longer.
+    They hide parameters of the same names. It is a class, as a context from a generator takes the host longer.
     """
 
     __slots__ = ("_attributes", "_old_values", "_values")
@@ -85,9 +85,10 @@ def wrap_forward(
     owner: nn.Module | None = None,
 ) -> None:
     """Replace a module's forward: `enter` is applied to its first argument, or `hidden_states`, `leave` to its first
-    output, and inside parameters are seen as `views` give them.
+    output; while it runs, parameters are replaced by what their `views` make of them.
 
-    These are parameters of `owner`, a module inside; None: the module itself. A second wrapper goes around the first.
+    `views` are by the names of parameters in `owner`, a module inside (None: the module itself). A second wrapper goes
+    around the first.
     """
     inner = module.forward
     call = partial(_call_with_views, owner or module, views, inner) if views else inner
@@ -144,7 +145,7 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
 
 
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
-    """Make the function that sums a linear's outputs over tp, and then adds its bias, as it is when called.
+    """Make the function that sums a linear's outputs over tp, and then adds the bias that the linear has by then.
 
     With `sequence_parallel` each rank gets its rows of the sum only, and the bias's gradient is summed over tp. `key`
     is the world's.
@@ -180,9 +181,10 @@ def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = N
 
 
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:
-    """Replace an embedding's forward: a rank looks up ids in its slice of the vocabulary, and the sum over tp is all.
+    """Replace an embedding's forward: a rank looks up the ids of its slice of the vocabulary; the sum over tp has all.
 
-    The weight is sharded already. With `sequence_parallel` each rank gets its rows of the sum only.
+    The weight is sharded already. Other ids give zeros. With `sequence_parallel` each rank gets its rows of the sum
+    only.
     """
     module: Any = embedding
     inner = embedding.forward
@@ -211,8 +213,8 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
 def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> None:
     """Replace the forward of experts: each rank runs them on its part of the T tokens, and gets all rows back.
 
-    Tensors (T, …) are padded with zeros, expert 0 with weight 0. Without `sum_gradients`, what shards the parameters
-    must sum over tp. `key` is the world's.
+    Tensors (T, …) are padded with zeros to a multiple of tp, so that padding visits expert 0 with weight 0. Without
+    `sum_gradients` the gradients of a rank's part stay partial: FSDP2 must sum them over tp. `key` is the world's.
     """
     if sum_gradients:
         sum_partial_gradients(experts, key)
@@ -250,8 +252,9 @@ def shard_and_view_rows(
 ) -> View:
     """Shard the tensor `name` of `owner`, in place, where that works; returns the view of this rank's rows of it.
 
-    One even slice needs no message. Other rows are sharded evenly and gathered at each use, or stay whole if tp does
-    not divide them, or `whole` says so: gradients are zero outside of a rank's rows then, and are summed.
+    One even slice needs no message. Other rows are sharded evenly, and gathered at each use. A parameter stays whole if
+    tp does not divide its rows, or if `whole` says so: its gradient, zero outside of a rank's rows, is summed over tp
+    then. Buffers stay whole.
     """
     tensor = getattr(owner, name)
     key = world.key
@@ -288,13 +291,14 @@ def split_linear(
     """Split a linear, in place, by its style, and an adapter with it.
 
     ROWWISE: each rank takes its slice of the inputs; outputs are summed over tp, and the bias is added once, to the
-    sum. SPLIT_INPUT is given whole inputs, for example after a norm over all heads. The others split outputs, and the
-    caller's input gradient is partial; GATHERED gives all of them, with identical gradients of output and input. QKV is
-    of queries, keys and values, with `widths` outputs each, whose parameters stay whole, for checkpoints.
+    sum. With `sequence_parallel` each rank gets its rows of that. SPLIT_INPUT does the same with whole inputs, as after
+    a norm over all heads, and returns all rows. The others split outputs, and leave the input's gradient partial, which
+    the caller sums; GATHERED ones return all outputs, and sum it. QKV is one linear of queries, keys and values, with
+    `widths` outputs each; its parameters stay whole, for checkpoints.
 
     Of an adapter `first` goes from the inputs to its rank, `second` to the outputs. Styles that split inputs cut the
     linear and `first`, others the linear and `second`; the one that stays whole has a partial gradient, which is
-    summed. With PARTIAL_GRADIENT all three stay whole.
+    summed. With PARTIAL_GRADIENT all three stay whole, and the gradients of all three are summed.
     """
     layer: Any = module
     key = world.key

@@ -72,7 +72,7 @@ class SplitTrial:
             self._twin.eval()
             self.unit.eval()
             unsplit = partial(functional_call, self._twin, values | buffers)
-            true = _call_results(lambda *a, **k: unsplit(a, k), args, kwargs, whole_parameters)
+            expected = _call_results(lambda *a, **k: unsplit(a, k), args, kwargs, whole_parameters)
             try:
                 results = _call_results(split, args, kwargs, parameters)
             except LongspanError:
@@ -81,7 +81,7 @@ class SplitTrial:
                 raise self._split_error(
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
-        slices = {name: _part_of_this_rank(x, results.get(name), self._key) for name, x in true.items()}
+        slices = {name: _part_of_this_rank(x, results.get(name), self._key) for name, x in expected.items()}
         # Errors are relative to the norm of a result, or to a share of the largest gradient's where that is more.
         norms = {name: x.double().norm().item() for name, x in slices.items() if x is not None}
         largest_gradient = max((n for name, n in norms.items() if not name.startswith("output")), default=0.0)
@@ -90,8 +90,8 @@ class SplitTrial:
             x = slices[name]
             result = results[name]
             assert x is not None
-            off = (local_tensor(result).double() - x.double()).norm().item() if result is not None else norm
-            error = off / max(norm, _FLOOR * largest_gradient, 1e-30)
+            distance = (local_tensor(result).double() - x.double()).norm().item() if result is not None else norm
+            error = distance / max(norm, _FLOOR * largest_gradient, 1e-30)
             if not error <= _TOLERANCE.get(x.dtype, _LOW_PRECISION):  # true also of an error that is NaN
                 wrong.append(f"{name} differs by {error:.1g} of its norm")
         ranks_that_differ = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
@@ -122,10 +122,10 @@ def _copy_without_values(unit: nn.Module) -> nn.Module:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Return a call's outputs, and gradients of inputs and parameters, by words for messages.
+    """Return a call's outputs, and gradients of inputs and parameters, by their names in messages.
 
-    Gradients of outputs are cosines, all different. Inputs that need gradients, and the first, are replaced by copies,
-    so that backward does not enter the caller's graph.
+    Backward begins with cosines, all different, as gradients of the outputs. Inputs that need gradients, and the first,
+    are replaced by copies, so that it does not enter the caller's graph.
     """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
@@ -141,13 +141,13 @@ def _call_results(
     return results | dict(zip(leaves, gradients, strict=True))
 
 
-def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
+def _part_of_this_rank(expected: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
     """Return the slice of the unsplit result that this rank's `result`, if a DTensor, stands for; else the whole."""
-    if true is None or not isinstance(result, DTensor):
-        return true
+    if expected is None or not isinstance(result, DTensor):
+        return expected
     (placement,) = result.placements
     world = world_of(key)
-    return true.chunk(world.home.tp, placement.dim)[world.coordinates.tp]  # pyright: ignore[reportAttributeAccessIssue]
+    return expected.chunk(world.home.tp, placement.dim)[world.coordinates.tp]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _FEATURES = 64  # of a trial: an even number, large enough for some to pass a threshold of the largest twentieth
@@ -169,8 +169,8 @@ def refuse_mixed_features(model: nn.Module, styled_modules: Sequence[StyledModul
 def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
     """Return whether features depend on each other between the block's column-wise and row-wise linears.
 
-    Column-wise linears return all features, then each half: the row-wise input must be the same. False if it cannot be
-    tried.
+    The block runs with stand-ins for column-wise linears, which return random features: all of them, then each half. If
+    features are independent, the row-wise linear gets the same both times. False for a block that cannot be tried so.
     """
     column_names, row_names = (
         [name for name, module in block.named_modules() if styles.get(id(module)) == style]
@@ -189,7 +189,10 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[str, Tensor], row_names: Sequence[str]) -> Tensor:
-    """Return what the first row-wise linear gets where column-wise ones give `outputs` and all other weights are 1."""
+    """Return what the block's first row-wise linear gets, where its column-wise linears, by name, return `outputs`.
+
+    All other weights and buffers are 1. IndexError if no row-wise linear is reached.
+    """
     twin = _copy_without_values(block)
     row_linear = _StandIn()
     for name in row_names:
@@ -208,7 +211,8 @@ class _StandIn(nn.Module):
 
     def __init__(self, out: Tensor | None = None) -> None:
         super().__init__()
-        self.out, self.inputs = out, list[Tensor]()
+        self.out = out
+        self.inputs = list[Tensor]()
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         self.inputs.append(x)

@@ -22,9 +22,10 @@ OWN_CODES = "own_codes"  # of an nn.Linear: its StoredWeight
 
 @contextmanager
 def take_over_codes(model: PreTrainedModel) -> Iterator[None]:
-    """Put an nn.Linear in place of each linear in 4 or 8 bits, and take them back if the context raises.
+    """Put an nn.Linear in place of each linear in 4 or 8 bits; if the context raises, the old ones are put back.
 
-    Their weights are on the meta device; OWN_CODES has the bytes. ModelError for codes that are not read.
+    The new weights are frozen, on the meta device; an attribute of the linear, OWN_CODES, has the bytes. The model is
+    no longer marked as quantised. ModelError for codes that are not read.
     """
     marked = vars(model).get("is_quantized")
     linears = dict[nn.Module, nn.Linear]()

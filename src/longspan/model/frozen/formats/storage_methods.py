@@ -33,13 +33,15 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class StorageMethod:
-    """How a folder holds its weights in 4 or 8 bits.
+    """How a folder holds its weights in 4 or 8 bits: a weight is codes, and tensors beside them, such as scales.
 
     >>> weights: StorageMethod = find_storage_method({"quant_method": "fp8", "weight_block_size": [128, 128]})
     >>> weights.description
     'float8 in blocks of 128 × 128 (fp8)'
 
-    `endings` maps how the tensors beside a weight end to how the weight does; a weight has one of each set in `needed`.
+    `endings` has the names: "_scale_inv" to "" says that `weight_scale_inv` is beside `weight`, ".weight_scale" to
+    ".weight" that `x.weight_scale` is beside `x.weight`. A weight has just one tensor of each tuple in `needed`, whose
+    "" is the weight's own name. `make(name, tensors)` makes it.
     """
 
     description: str
@@ -48,9 +50,13 @@ class StorageMethod:
     make: Callable[[str, Tensors], StoredWeight]
 
     def make_weight(self, weight_name: str, tensors: Tensors) -> StoredWeight:
-        """Return a weight by its tensors; ModelError for one that is half there, twice there, or of another shape."""
-        for ends in self.needed:
-            names = [weight_name.removesuffix(self.endings.get(end, "")) + end for end in ends]
+        """Make the weight of this name from its tensors, which are by their names in the folder.
+
+        ModelError for a needed tensor that is missing or there under two names, and for what `make` refuses, such as
+        tensors of another shape or dtype.
+        """
+        for alternatives in self.needed:
+            names = [weight_name.removesuffix(self.endings.get(end, "")) + end for end in alternatives]
             if not (present := [name for name in names if name in tensors]):
                 raise ModelError(
                     f"{weight_name} lacks {' or '.join(names)}, and has {', '.join(sorted(tensors))}; the folder is "
@@ -66,7 +72,7 @@ class StorageMethod:
         Scales of activations are left out. ModelError for codes without scales, and for what `make_weight` refuses.
         """
         joined = dict[str, Any]()
-        groups = defaultdict[str, dict[str, Any]](dict)
+        groups = defaultdict[str, dict[str, Any]](dict)  # by a weight's name: the tensors that make it, by theirs
         for name, tensor in tensors.items():
             if _OF_ACTIVATIONS.fullmatch(name):
                 continue
@@ -80,7 +86,7 @@ class StorageMethod:
             joined[name] = self.make_weight(name, group)
         for name in joined.keys() - groups.keys():
             if tensor_dtype(joined[name]) in ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32") and name.endswith("weight"):
-                self.make_weight(name, {name: joined[name]})
+                self.make_weight(name, {name: joined[name]})  # raises: codes with nothing beside them
         return joined
 
 
@@ -107,9 +113,9 @@ def _fine_grained_float8(settings: Mapping[str, Any]) -> StorageMethod:
     text = f"in blocks of {rows} × {columns}" if block else "with a scale for each weight"
     return StorageMethod(
         f"float8 {text} (fp8)",
-        {"_scale_inv": "", ".weight_scale": ".weight"},
-        (("",), ("_scale_inv", ".weight_scale")),
-        partial(stored_float8_weight, blocks=((rows, columns),)),
+        endings={"_scale_inv": "", ".weight_scale": ".weight"},
+        needed=(("",), ("_scale_inv", ".weight_scale")),
+        make=partial(stored_float8_weight, blocks=((rows, columns),)),
     )
 
 
@@ -144,9 +150,9 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StorageMethod:
         raise ModelError(f"compressed-tensors weights without config_groups are not read; {_ADVICE}")
     return StorageMethod(
         f"float8 by {' and '.join(dict.fromkeys(texts))} (compressed-tensors)",
-        {".weight_scale": ".weight"},
-        (("",), (".weight_scale",)),
-        partial(stored_float8_weight, blocks=tuple(blocks), scale_dtype=True),
+        endings={".weight_scale": ".weight"},
+        needed=(("",), (".weight_scale",)),
+        make=partial(stored_float8_weight, blocks=tuple(blocks), scale_dtype=True),
     )
 
 
@@ -155,18 +161,18 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> StorageMethod:
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
         return StorageMethod(
             "int8 (bitsandbytes)",
-            {".SCB": ".weight", ".weight_format": ".weight"},
-            (("",), (".SCB",)),
-            stored_int8_weight,
+            endings={".SCB": ".weight", ".weight_format": ".weight"},
+            needed=(("",), (".SCB",)),
+            make=stored_int8_weight,
         )
     states = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
     beside = [f".weight.{name}" for name in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")]
     again = ", scales quantised" if settings.get("bnb_4bit_use_double_quant") else ""
     return StorageMethod(
         f"{settings.get('bnb_4bit_quant_type', 'fp4')} (bitsandbytes{again})",
-        dict.fromkeys((*states, *beside), ".weight"),
-        (("",), states, (".weight.absmax",)),
-        stored_four_bit_weight,
+        endings=dict.fromkeys((*states, *beside), ".weight"),
+        needed=(("",), states, (".weight.absmax",)),
+        make=stored_four_bit_weight,
     )
 
 
@@ -174,9 +180,9 @@ def _mxfp4(settings: Mapping[str, Any]) -> StorageMethod:
     """Read the settings of MXFP4: blocks and scales of stacked experts."""
     return StorageMethod(
         "experts in 4 bits (mxfp4)",
-        {"_proj_blocks": "_proj", "_proj_scales": "_proj"},
-        (("_proj_blocks",), ("_proj_scales",)),
-        stored_mxfp4_weight,
+        endings={"_proj_blocks": "_proj", "_proj_scales": "_proj"},
+        needed=(("_proj_blocks",), ("_proj_scales",)),
+        make=stored_mxfp4_weight,
     )
 
 

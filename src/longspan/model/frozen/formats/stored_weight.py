@@ -25,8 +25,8 @@ Tensors = Mapping[str, Any]
 class StoredWeight:
     """A weight that several tensors of a folder's files make: packed rows by `read`, numbers where it is indexed.
 
-    `shape` (…, rows, columns) is that of the packed rows, `codes` and `scales` read them of a part of dim 0, (…, rows,
-    bytes) and (…, rows, scales).
+    `shape` (…, rows, columns) is that of the numbers in packed rows. `codes` and `scales` are functions that read those
+    of a slice of dim 0: (…, rows, bytes) and (…, rows, scales).
     """
 
     name: str
@@ -68,8 +68,10 @@ class StoredWeight:
         packed = self.read(None if first is ... else first)
         with torch._C.DisableTorchFunction():
             values = torch.empty((*packed.shape[:-1], self.shape[-1]), dtype=torch.float32, device=packed.device)
-        for matrix, into in zip(packed, values, strict=True) if packed.ndim > 2 else [(packed, values)]:
-            self.format.unpack(matrix, into)
+        # one matrix, or one for each expert
+        matrices = zip(packed, values, strict=True) if packed.ndim > 2 else [(packed, values)]
+        for packed_matrix, matrix in matrices:
+            self.format.unpack(packed_matrix, matrix)
         return (values.mT if self.format.transposed else values)[(slice(None), *others)]
 
 
@@ -97,7 +99,7 @@ _NAMES = {
 
 
 def _checked_tensor(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int, ...] | None = None) -> Any:
-    """Return a tensor of these dtypes (none: any) and this shape; ModelError for another."""
+    """Return a tensor, by name; ModelError if it has none of these dtypes (none: any), or another shape (None: any)."""
     tensor = tensors[name]
     dtype = tensor_dtype(tensor)
     wrong = f"{dtype} in the files, and {' or '.join(dtypes)}" if dtypes and dtype not in dtypes else ""
@@ -115,7 +117,7 @@ def _checked_tensor(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int,
 class Float8(PackedFormat):
     """A row of C numbers is C codes, then the float32 scales of its blocks.
 
-    A product is rounded to `dtype`, and then to the weight's.
+    The product of a code and its scale is rounded to `dtype`, and then to the weight's dtype.
     """
 
     rows: PackedRows
@@ -142,6 +144,7 @@ def stored_float8_weight(
     *others, rows, columns = shape = tensor_shape(codes)
     scales = _checked_tensor(scales_name, tensors, "F32", "BF16", "F16", "F8_E8M0", "U8")
     grid = tensor_shape(scales) if tensor_shape(scales) not in ((), (1,)) else (1, 1)
+    # the shapes of scales that are expected, each with the rows and columns (0: all) that share one
     grids: dict[tuple[int, ...], tuple[int, int]] = {
         (*others, -(-rows // (m or rows)), -(-columns // (n or columns))): (m or rows, n) for m, n in blocks
     }
@@ -240,9 +243,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
-    """Return a weight of codes that lie in a row, in a dtype of any size, its scales, and its state as JSON.
+    """Return a weight in nf4 or fp4 from its tensors: codes, scales, and a state as JSON.
 
-    Raises ModelError for a kind that is not read, and for damaged codes or states.
+    Codes lie end to end in a tensor whose dtype has any size. Raises ModelError for a kind that is not read, and for
+    damaged codes or states.
     """
     (state_name,) = (key for key in tensors if key.startswith(f"{name}{_STATE}"))
     try:
@@ -257,11 +261,12 @@ def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
         raise ModelError(
             f"{name} of {rows} × {columns} in {kind} is not read: {reason}; load the folder without it"
         )
-    table = f"{name}.quant_map"
-    if table in tensors and not torch.allclose(tensors[table][...].cpu(), values, atol=1e-3):
-        raise ModelError(f"{table} has other values than {kind}: {tensors[table][...].tolist()[:4]}…")
+    table_name = f"{name}.quant_map"
+    if table_name in tensors and not torch.allclose(tensors[table_name][...].cpu(), values, atol=1e-3):
+        raise ModelError(f"{table_name} has other values than {kind}: {tensors[table_name][...].tolist()[:4]}…")
     codes = tensors[name]
-    unit = codes[:1].element_size()  # codes may lie in bfloat16, say (bnb_4bit_quant_storage)
+    # Codes lie one after another in elements of `unit` bytes: of bfloat16, say (bnb_4bit_quant_storage).
+    unit = codes[:1].element_size()
     size = math.prod(tensor_shape(codes)) * unit
     if size * 2 != rows * columns:
         raise ModelError(
@@ -272,7 +277,7 @@ def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
 
     def read_codes(part: slice) -> Tensor:
         start, stop, _ = part.indices(rows)
-        units = columns // 2 // unit
+        units = columns // 2 // unit  # of a row
         return codes[start * units : stop * units].view(torch.uint8).view(stop - start, columns // 2)
 
     def read_scales(part: slice) -> Tensor:
@@ -282,10 +287,10 @@ def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
 
 
 def _whole_scales(name: str, tensors: Tensors, state: Mapping[str, Any]) -> Tensor:
-    """Return the scales of all blocks in float32; quantised ones are codes of values, with a maximum for each nested
-    block.
+    """Return the scales of all blocks in float32.
 
-    Raises ModelError for tensors that are missing.
+    Those that are quantised again are codes of values in a table, times the maximum of their nested block, plus an
+    offset. Raises ModelError for tensors that are missing.
     """
     scales = tensors[f"{name}.absmax"][...]
     if "nested_offset" not in state:

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 from longspan.attention.kernels import find_kernel
 
 _SCORE_BYTES = 256 << 20  # of the scores of a run of rows
+# of a program of `score_keys`
 _ROWS = 64
 _KEYS = 128
-_KEYS_OF_ROW = 2048  # that a program scores, and walks in the scores of one row
+_KEYS_OF_ROW = 2048  # that a program of `write_best_keys` reads at a time
 # What an indexer does to scores up to its `topk`.
 _SCORING = ["matmul", "relu", "matmul", "squeeze", "__invert__", "masked_fill", "topk"]
 
@@ -24,30 +25,32 @@ _SCORING = ["matmul", "relu", "matmul", "squeeze", "__invert__", "masked_fill", 
 class ScoreOperands(TorchFunctionMode):
     """Notes what an indexer multiplies, in a forward pass of its class that gets no key.
 
-    The scores of such a pass are empty, and queries (1, T, H, size) and weights (1, T, 1, H) are all that it computes.
-    Nothing is changed; `can_score_by_kernel` and `queries_and_weights` are asked after the pass.
+    The scores of such a pass have no columns: all that it computes are queries (1, T, H, size) and weights (1, T, 1,
+    H). No result is changed. After the pass, `can_score_by_kernel` and `queries_and_weights` say what was noted.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing noted: names of steps on empty scores, left operands of products, and the last cast to
-        float32.
-        """
+        """Begin with nothing noted."""
         super().__init__()
-        self._steps, self._products = list[str](), list[Tensor]()
-        self._widened = (torch.empty(0), torch.empty(0))  # what `float` gave last for queries, and of what
+        self._steps = list[str]()  # names of the functions that were called on empty scores
+        self._left_operands = list[Tensor]()  # of the products, in order
+        # result and argument of the last cast to float32 before a product
+        self._widened = (torch.empty(0), torch.empty(0))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, and note it if it is a product, a cast of queries or, behind them, a step on empty scores."""
+        """Run a function, and note it if it is a product, a cast before one, or a step on empty scores after one."""
         out = func(*args, **(kwargs or {}))
         name = func.__name__
         first = args[0] if args else None
-        if name == "float" and not self._products and isinstance(first, Tensor) and first.shape[-1]:
+        if name == "float" and not self._left_operands and isinstance(first, Tensor) and first.shape[-1]:
             self._widened = out, first
-        is_positive = name in ("mul", "__mul__") and isinstance(args[1], float) and args[1] > 0  # the order stays
-        of_scores = any(isinstance(x, Tensor) and x.ndim > 2 and not x.shape[-1] for x in args)
         if name == "matmul":
-            self._products.append(args[0])
-        if of_scores and not is_positive and name != "__get__" and self._products and "topk" not in self._steps:
+            self._left_operands.append(args[0])
+        has_scores = any(isinstance(x, Tensor) and x.ndim > 2 and not x.shape[-1] for x in args)
+        # A positive factor leaves the order of scores, and `__get__` reads an attribute.
+        is_factor = name in ("mul", "__mul__") and isinstance(args[1], float) and args[1] > 0
+        is_step = has_scores and not is_factor and name != "__get__"
+        if is_step and self._left_operands and "topk" not in self._steps:
             self._steps.append(name)
         return out
 
@@ -55,13 +58,14 @@ class ScoreOperands(TorchFunctionMode):
         """Return whether the pass formed scores Σ heads weight · relu(q · key), times a number above 0, and a kernel
         can sum them on this device and in this dtype.
         """
-        return self._steps == _SCORING and len(self._products) == 2 and can_score(self._products[0])
+        return self._steps == _SCORING and len(self._left_operands) == 2 and can_score(self._left_operands[0])
 
     def queries_and_weights(self) -> tuple[Tensor, Tensor]:
-        """Return q (T, H, size), in the type that it had before it was widened, and weights (T, H); for a pass that a
-        kernel can score.
+        """Return q (T, H, size), in the type that it had before its class widened it, and weights (T, H).
+
+        Only for a pass that a kernel can score.
         """
-        q, weights = self._products
+        q, weights = self._left_operands
         widened, before = self._widened
         return (before if widened is q else q)[0], weights[0, :, 0]
 
@@ -72,11 +76,13 @@ def can_score(q: Tensor) -> bool:
 
 
 def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, k: int) -> Tensor:
-    """Choose keys of rows at the positions from `first_position` on: (R, k) int32, ascending, −1 for none.
+    """Choose the k best keys for R rows, which stand at `first_position` and after: (R, k) int32, ascending.
 
-    q (R, H, size), weights (R, H) and keys (S, size) give the scores. Among equal ones the first are taken.
+    A row may choose keys up to its own position; where these are fewer than k, −1 fills its columns. q (R, H, size),
+    weights (R, H) and keys (S, size) give the scores. Among equal ones the first are taken.
     """
-    q, keys = (q, keys) if q.dtype == keys.dtype else (q.float(), keys.float())
+    if q.dtype != keys.dtype:
+        q, keys = q.float(), keys.float()
     weights = weights.float().contiguous()
     q = q.contiguous()
     chosen = torch.empty((len(q), k), dtype=torch.int32, device=q.device)
@@ -90,11 +96,12 @@ def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: i
 def _choose_for_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor) -> None:
     """Write the keys of one run of rows, whose scores are held at once, into `chosen` (R, k).
 
-    The k-th best score of a row is its least; of keys with that score the first `ties` are chosen, so that there are k.
+    A row's `least` score is its k-th best one; of the keys with that score the first `ties` are chosen: k in all.
     """
     kernels = import_module("longspan.model.seams.chosen_keys.index_score_kernels")
-    (rows, heads, size), k = q.shape, chosen.shape[1]
-    count = min(len(keys), first_position + rows)
+    rows, heads, size = q.shape
+    k = chosen.shape[1]
+    count = min(len(keys), first_position + rows)  # of keys that any of the rows may choose
     scores = q.new_empty((rows, count), dtype=torch.float32)
     constants = {"SIZE": size, "WIDTH": max(16, 1 << (size - 1).bit_length()), "ROWS": _ROWS, "KEYS": _KEYS}
     kernels.score_keys[-(-rows // _ROWS), -(-count // _KEYS)](

@@ -21,6 +21,7 @@ from longspan.attention.attend import cached_members
 from longspan.attention.masks import Mask
 from longspan.attention.members import Members
 from longspan.comm.autograd import break_graphs_around
+from longspan.model.execution import Execution
 from longspan.model.features import Feature
 from longspan.model.kinds import attends_to_chosen_keys, find_indexers
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
@@ -36,9 +37,9 @@ _SCORE_BYTES = 256 << 20
 
 
 class LowestFirst(TorchFunctionMode):
-    """Inside, `topk` of scores (1, rows, keys) takes the lowest keys among equal ones.
+    """Inside, `topk` of scores (1, rows, keys) takes the lowest keys among those with equal scores.
 
-    With `none` a key that is hidden (a score of −∞) is given out as −1.
+    With `none` a hidden key, whose score is −∞, becomes −1 in the result.
     """
 
     def __init__(self, *, none: bool) -> None:
@@ -50,7 +51,7 @@ class LowestFirst(TorchFunctionMode):
         if func not in (Tensor.topk, torch.topk) or args[0].ndim != 3:
             return func(*args, **(kwargs or {}))
         scores, k = args
-        # −0 becomes 0
+        # −0 becomes 0, which it equals
         values, order = (x[..., :k] for x in (scores + 0.0).sort(dim=-1, descending=True, stable=True))
         return torch.return_types.topk(
             (values, order.masked_fill(values == -torch.inf, -1) if self._none else order)
@@ -75,7 +76,7 @@ class IndexerFeature(Feature):
     def connect(self, model: PreTrainedModel) -> None:
         shard_indexers(model)
 
-    def convert(self, model: PreTrainedModel, execution: Any) -> None:
+    def convert(self, model: PreTrainedModel, execution: Execution) -> None:
         """Say in the description which layers gather latents, and from what length of a document on."""
         dtype = self.options.sharding(self.world).compute_dtype_of(model)
         indexed = [module for module in model.modules() if attends_to_chosen_keys(module)]
@@ -85,7 +86,8 @@ class IndexerFeature(Feature):
 def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
     """Let the model's indexers choose over the shard that their layers are called with, from here on.
 
-    `alone`: rows see only themselves, and nothing is chosen.
+    Layers that attend to chosen keys get an empty mask for them, and latents where these pay. `alone`: rows see only
+    themselves, nothing is chosen, and keys stay expanded.
     """
     for indexer in find_indexers(model).values():
         indexer.forward = partial(_choose_nothing if alone else _choose_keys, indexer)
@@ -97,7 +99,10 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
 
 
 def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """Give a layer that got no mask one without columns, out of which its class may cut the indexer's part."""
+    """Give a layer that got no mask one without columns, as its class may cut the indexer's mask out of it.
+
+    A forward pre-hook; `sharded_attention` takes such a mask for none.
+    """
     if kwargs.get("attention_mask") is not None:
         return args, kwargs
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -106,10 +111,11 @@ def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str
 
 @break_graphs_around
 def _expand_or_keep_latents(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Stand in for `expand_kv`: return keys and values (1, N, T, …) of all heads, or what expands to them (1, 1, T, …).
+    """Stand in for `expand_kv`: return keys and values of all heads (1, N, T, …), as it does, or latents instead.
 
-    The latter are the rotated part and the latents of a row, where `takes_latents` says so; `latents.py` folds the
-    weight.
+    Where `takes_latents` says so, the rotated part (1, 1, T, rope) is returned as keys and the latents (1, 1, T,
+    latent) as values, for one head: `sharded_attention` knows them by the keys' size, and folds the weight that expands
+    them.
     """
     running = running_layer()
     if takes_latents(module, running.shard, running.attention_kernel, latents):
@@ -127,15 +133,16 @@ def _choose_nothing(indexer: nn.Module, hidden_states: Tensor, *_: Any, **__: An
 def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Choose the keys of the local rows: positions in each row's document (1, T, k), int32, −1 for none.
 
-    This is an indexer's forward, entered by every rank of a group. Where no document is longer than k, every row sees
-    every key, and there are no columns. Else the class's forward runs twice: once over all rows for their index keys
-    (rows, head size), which are gathered over each group, and once over a few rows at a time, whose scores it takes.
-    Nothing of rows × keys is whole.
+    This is an indexer's forward, entered by every rank of a group. Where no document of the micro-batch is longer than
+    k, every row sees every key, and there are no columns. Else the class's forward runs twice over all rows, some at a
+    time. The first pass gives their index keys (rows, head size), which are gathered over each group; the second, with
+    the keys of a row's document, its chosen keys. On GPUs it gives queries and weights alone, if `choose_best_keys` can
+    score them. No tensor of all rows × all keys is formed.
     """
     signature = inspect.signature(inspect.unwrap(type(indexer).forward))
     arguments = dict(signature.bind(indexer, *args, **kwargs).arguments)
     del arguments["self"]
-    (cache,) = signature.parameters.keys() & {*_CACHE_ARGUMENTS}
+    (cache_name,) = signature.parameters.keys() & {*_CACHE_ARGUMENTS}
     hidden: Tensor = arguments["hidden_states"]
     shard = running_layer().shard  # pyright: ignore[reportArgumentType]
     k = int(indexer.index_topk)  # pyright: ignore[reportArgumentType]
@@ -146,43 +153,52 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         return _choose_nothing(indexer, hidden)
     arguments["attention_mask"] = hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.bool)
 
-    def run_class(rows: slice, hand_out: Callable[[Tensor, int], Tensor], **changes: Any) -> Tensor:
-        """Run the class's forward over some rows; its cache's `update_indexer` is `hand_out` (index keys, layer)."""
-        of_rows = {name: _argument_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
-        stand_in = SimpleNamespace(update_indexer=hand_out)
-        return type(indexer).forward(indexer, **of_rows | changes | {cache: stand_in})
+    def run_stock_forward(rows: slice, hand_out: Callable[[Tensor, int], Tensor], **changes: Any) -> Tensor:
+        """Run the class's forward over some local rows, with `hand_out` as its cache's `update_indexer`.
 
-    local_keys = list[Tensor]()  # (1, rows, head size); the first stand-in keeps them, and hands none out to score
-    operands = ScoreOperands()
+        That gets the index keys of these rows and a layer's index, and returns the keys (1, S, head size) to score.
+        """
+        row_arguments = {name: _argument_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
+        stand_in = SimpleNamespace(update_indexer=hand_out)
+        return type(indexer).forward(indexer, **row_arguments | changes | {cache_name: stand_in})
+
+    local_keys = list[Tensor]()  # of each run of rows (1, rows, head size)
+    operands = ScoreOperands()  # for the type checker: the loop runs at least once
     for first in range(0, max(1, hidden.shape[1]), _ROWS_AT_ONCE):
         with (operands := ScoreOperands()):
             rows = slice(first, first + _ROWS_AT_ONCE)
-            run_class(rows, lambda keys, _: local_keys.append(keys) or keys[:, :0])
-    in_tiles = operands.can_score_by_kernel()
+            # It keeps the index keys, and hands none out to be scored.
+            run_stock_forward(rows, lambda keys, _: local_keys.append(keys) or keys[:, :0])
+    by_kernel = operands.can_score_by_kernel()
     heads = int(getattr(indexer, "n_heads", 1))
     chosen = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32)
     all_keys = torch.cat(local_keys, 1)[0]
     for part in shard.parts:
         members = cached_members(part, shard, Mask())
         group_keys = _gather_keys(all_keys[part.start : part.stop], members)
-        for rows, positions, document in _row_runs(members, 0 if in_tiles else heads):
-            rows = slice(part.start + rows.start, part.start + rows.stop)
-            keys = group_keys[document][: positions.stop]
-            if in_tiles:
+        for part_rows, positions, document_rows in _row_runs(members, 0 if by_kernel else heads):
+            rows = slice(part.start + part_rows.start, part.start + part_rows.stop)  # among all local ones
+            keys = group_keys[document_rows][: positions.stop]
+            if by_kernel:
                 with ScoreOperands() as operands:
-                    run_class(rows, lambda local_keys, _: local_keys[:, :0])
+                    run_stock_forward(rows, lambda own_keys, _: own_keys[:, :0])
                 chosen[0, rows] = choose_best_keys(*operands.queries_and_weights(), keys, positions.start, k)
                 continue
             key_positions = torch.arange(positions.stop, device=hidden.device)
             visible = key_positions <= key_positions[positions.start :, None]
             with LowestFirst(none=True):
-                chosen_here = run_class(rows, lambda *_, keys=keys: keys[None], attention_mask=visible[None])
+                chosen_here = run_stock_forward(
+                    rows, lambda *_, keys=keys: keys[None], attention_mask=visible[None]
+                )
             chosen[:, rows, : chosen_here.shape[2]] = chosen_here
     return chosen
 
 
 def _gather_keys(keys: Tensor, members: Members) -> Tensor:
-    """Return the index keys of all rows of a group (S, head size), document after document; all its members enter."""
+    """Gather the index keys of all rows of a group (S, head size), document after document; all its members enter.
+
+    `keys` are this member's.
+    """
     if members.degree == 1:
         return keys[members.document_order((0,))]
     gathered = members.channel.all_gather_rows(keys.contiguous(), members.counts, "index keys").wait()
@@ -190,9 +206,11 @@ def _gather_keys(keys: Tensor, members: Members) -> Tensor:
 
 
 def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield runs of this member's rows, their positions, and the rows of their document among those of the group.
+    """Yield (rows, positions, document rows) of runs of this member's rows, each of one document and without padding.
 
-    A run is short enough that the scores of `heads` heads fit _SCORE_BYTES; with 0 heads _ROWS_AT_ONCE alone bounds it.
+    `rows` count within the member's part, `positions` within the document; `document rows` are where the whole document
+    lies among the group's rows. A run is short enough that the scores of `heads` heads fit _SCORE_BYTES; with 0 heads
+    _ROWS_AT_ONCE alone bounds it.
     """
     laid_out = members.part.group.laid_out
     first_keys = list(accumulate(laid_out, initial=0))

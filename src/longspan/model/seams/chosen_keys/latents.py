@@ -17,8 +17,10 @@ from longspan.attention.kernels import find_kernel
 from longspan.comm import SequenceShard
 
 GATHERED_COST = 1.0  # of a product, beside a masked kernel's (bench/records/indexed-attention-2xH200.md)
-_EXPANDING = {"kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "shape"} | {
-    *("torch", "split", "view", "transpose", "expand", "new_empty", "copy_")
+# all names that the known `expand_kv` uses (`co_names`); code with others may expand latents in another way
+_EXPANDING = {
+    *("kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("torch", "shape", "split", "view", "transpose", "expand", "new_empty", "copy_"),
 }
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -31,7 +33,7 @@ def reason_to_expand(module: Any, kernel: str | None, dtype: torch.dtype, device
     if kernel is not None and "latents" not in find_kernel(kernel).features:
         return f"attention_kernel {kernel} takes no latents"
     sizes = module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
-    call = AttendCall(1, 1, *sizes, dtype, device, indexed=True, latents=True)
+    call = AttendCall(1, 1, *sizes, dtype, device, indexed=True, latents=True)  # with any number of heads, as one
     if device.type == "cuda" and choose_kernel(call, kernel).name == "reference":
         return (
             "no kernel gathers them here (other types than bfloat16 and float16, deterministic mode, wide latents)"
@@ -48,38 +50,46 @@ def reason_to_expand(module: Any, kernel: str | None, dtype: torch.dtype, device
 
 
 def min_length_to_gather_latents(module: Any, kernel: str | None) -> int:
-    """Return the least length of a micro-batch's longest document (tokens) at which gathering the latents of
-    `index_topk` keys costs less than a masked kernel over all expanded keys. It is `index_topk` + 1 for a named kernel
-    that only gathers.
+    """Return from what length of a micro-batch's longest document on (tokens) latents are gathered.
+
+    It is where gathering those of `index_topk` keys costs less than a masked kernel over all expanded keys. Up to
+    `index_topk` tokens nothing is chosen; a named kernel that only gathers gathers from there on.
     """
+    shortest = module.config.index_topk + 1
+    if kernel is not None and find_kernel(kernel).required:
+        return shortest
     # A masked kernel multiplies half of all keys, in heads of `qk_head_dim` and `v_head_dim`.
     gathered = module.config.index_topk * (2 * module.kv_lora_rank + module.qk_rope_head_dim)
-    least = int(GATHERED_COST * 2 * gathered / (module.qk_head_dim + module.v_head_dim))
-    least = 0 if kernel is not None and find_kernel(kernel).required else least
-    return max(least, module.config.index_topk + 1)
+    return max(int(GATHERED_COST * 2 * gathered / (module.qk_head_dim + module.v_head_dim)), shortest)
 
 
 def takes_latents(module: Any, shard: object, kernel: str | None, latents: Tensor) -> bool:
-    """Return whether a layer's call gets latents: the same on all ranks, as lengths and settings decide it."""
+    """Return whether a layer's call gets latents: the same on all ranks, as lengths and settings decide it.
+
+    Warns where a document is long enough, and no kernel can gather them.
+    """
     if type(shard) is not SequenceShard:  # trials, whose rows see themselves alone
         return False
     if max(shard.micro_batch.lengths, default=0) < min_length_to_gather_latents(module, kernel):
         return False
     reason = reason_to_expand(module, kernel, latents.dtype, latents.device)
-    if reason and (kernel is None or find_kernel(kernel).required):  # another kernel was named to expand them
+    # A named kernel of another kind was chosen to expand them: then there is nothing to warn of.
+    if reason and (kernel is None or find_kernel(kernel).required):
         warnings.warn(f"latents of long documents are expanded for a masked kernel: {reason}", stacklevel=2)
     return not reason
 
 
 def latents_text(modules: list[Any], kernel: str | None, dtype: torch.dtype, device: torch.device) -> str:
-    """Say in words from where on the latents of these layers are gathered, and which layers expand them always."""
+    """Say in words from what length on layers gather latents, and how many always expand them, for which reason."""
     reasons = [reason_to_expand(module, kernel, dtype, device) for module in modules]
     lengths = {
         min_length_to_gather_latents(x, kernel) for x, reason in zip(modules, reasons, strict=True) if not reason
     }
     words = [f"gathered where a document has {min(lengths):,} tokens or more"] if lengths else []
     counts = {reason: reasons.count(reason) for reason in reasons if reason}
-    return "; ".join(words + [f"expanded in {count} of {len(reasons)} layers: {x}" for x, count in counts.items()])
+    return "; ".join(
+        words + [f"expanded in {count} of {len(reasons)} layers: {reason}" for reason, count in counts.items()]
+    )
 
 
 def fold_queries(module: Any, query: Tensor) -> Tensor:
