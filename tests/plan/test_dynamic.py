@@ -33,7 +33,7 @@ from longspan.plan.dynamic.lockstep import (
 )
 from longspan.plan.dynamic.planner import GroupPrices, plan_few_items
 from longspan.plan.dynamic.problem import FreeSlots, Problem, divide_into_even_runs
-from longspan.plan.planners.options import Request
+from longspan.plan.planners.request import Request
 from tests.plan.cases import MIXTURE, bounded, simulate
 
 COST = Cost()

@@ -11,7 +11,8 @@ from longspan.errors import LayoutError, PlanError
 from longspan.layout import Partition
 from longspan.plan import Cost
 from longspan.plan.plan_rows import plan_row, read_plan_row
-from longspan.plan.planners.options import PlanOptions, Request
+from longspan.plan.planners.options import PlanOptions
+from longspan.plan.planners.request import Request
 from longspan.plan.step_times import GroupTable
 from tests.attention.families import forests, paths_of, visible_rows
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_fixed, plan_padded, slot_rows
 from longspan.plan.planners.fixed import Packer, pack_first_fit, pack_least_loaded, smallest_fitting_degree
-from longspan.plan.planners.options import Request
+from longspan.plan.planners.request import Request
 from tests.plan.cases import bounded, lengths
 
 PLANNERS = {"fixed": plan_fixed, "padded": plan_padded}

@@ -34,12 +34,14 @@ def check_count(name: str, value: object, *, least: int = 1) -> int:
 
 
 def check_number(name: str, value: object, *, above_zero: bool = False) -> None:
-    """Raise PlanError unless the value is a finite number of at least 0, or above it. `name` is what the error calls
-    it.
+    """Raise PlanError unless the value is a finite number of at least 0, or, with `above_zero`, above 0. `name` is what
+    the error calls it.
     """
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if not math.isfinite(number) or number < 0 or (above_zero and number == 0):
-        raise PlanError(f"{name} is {value!r}; give a finite number {'above 0' if above_zero else 'of at least 0'}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        is_large_enough = value > 0 if above_zero else value >= 0
+        if is_large_enough:
+            return
+    raise PlanError(f"{name} is {value!r}; give a finite number {'above 0' if above_zero else 'of at least 0'}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -55,7 +57,9 @@ def check_comm_type(name: str, value: object) -> None:
 
 
 def check_work_fits_int64(documents: int, longest: int) -> None:
-    """Raise PlanError if sums of squared lengths might not fit 63 bits, in which work is counted."""
+    """Raise PlanError if the squared lengths of so many documents, each at most `longest` rows, might not add up in 63
+    bits, in which work is counted.
+    """
     limit = (2**63 - 1) // max(1, longest) ** 2
     if documents > limit:
         raise PlanError(
@@ -92,8 +96,9 @@ def check_hierarchical_sizes(sizes: Sequence[int] | None, degree: int) -> None:
 
 
 def heads_allow_degree(degree: int, heads: int | None, types: Iterable[str], tp: int = 1) -> bool:
-    """Return whether a group of this degree can divide the model's query heads (None: unknown, so it can).
+    """Return whether a group of this degree can divide the model's query `heads` (None: unknown, so it can).
 
-    Only `a2a` deals heads to all slots of a group; the `tp` ranks of each slot divide its heads once more.
+    Only `a2a`, if it is among the `types`, deals heads to all slots of a group; the `tp` ranks of each slot divide its
+    heads once more.
     """
     return heads is None or degree == 1 or "a2a" not in types or heads % (degree * tp) == 0

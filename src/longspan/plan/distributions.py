@@ -45,6 +45,7 @@ def sample_lengths(name: str, tokens: int, *, seed: int = 0, longest: int = 1310
         else:  # "files"
             drawn = random.choice(_stdlib_file_lengths(), DRAWN)
         batch = np.clip(drawn.astype(np.int64), SHORTEST, longest)
+        # no further than the document with which `tokens` is reached
         batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]
         samples.append(batch)
         total += int(batch.sum())
@@ -53,9 +54,9 @@ def sample_lengths(name: str, tokens: int, *, seed: int = 0, longest: int = 1310
 
 @cache
 def _stdlib_file_lengths() -> NDArray[np.float64]:
-    """Return a quarter of the bytes of each Python file of this Python's library, in the order of paths, but for the
-    shortest.
+    """Return a quarter of the bytes of each file of this Python's library, in the order of paths; files of which a
+    quarter is SHORTEST bytes or less are left out.
     """
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     sizes = [file.stat().st_size // 4 for file in files if "site-packages" not in file.parts]
-    return np.array([size for size in sizes if size > 16], np.float64)
+    return np.array([size for size in sizes if size > SHORTEST], np.float64)

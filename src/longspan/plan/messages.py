@@ -16,7 +16,7 @@ EXCHANGE_SLICES = 2  # four took longer
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICES = 2
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
-# of queries at most, whose attention is replayed: launches of more hide behind the device
+# Attention of at most so many numbers of queries is replayed; of more, launches hide behind the device's work.
 REPLAYED_NUMBERS = 1 << 24
 SUMMED_NUMBERS = 1 << 24  # of gradients that FSDP2 does not shard, in a flat buffer that is summed over slots
 
@@ -72,7 +72,9 @@ class HeadSplit:
         return next(n for n in counts if runs % n == 0 or (n % runs == 0 and heads % n == 0))
 
     def slices_per_kv_head(self, slices: int) -> int:
-        """Return how many of `slices` slices use the same key/value head: several only where slices cut a run."""
+        """Return how many of `slices` slices use the same key/value head: several only where slices are parts of a
+        run.
+        """
         return max(1, slices // self.member_kv_heads)
 
 
@@ -80,9 +82,9 @@ head_split = cache(HeadSplit)  # worked out once
 
 
 def count_head_groups(query_bytes: float, kv_heads: int) -> int:
-    """Return in how many groups, one after another, backward of attention computes the key/value heads; `query_bytes`
-    are those of the float32 gradient of all queries, of which a group of several heads has at most
-    QUERY_GRADIENT_BYTES.
+    """Return in how many groups, one after another, backward of attention computes the key/value heads: so many that
+    the float32 gradient of a group's queries has at most QUERY_GRADIENT_BYTES, or a group for each head. `query_bytes`
+    are those of the gradient of all queries.
     """
     return max(1, min(kv_heads, ceil(query_bytes / max(1, QUERY_GRADIENT_BYTES))))
 
@@ -95,11 +97,11 @@ def count_exchange_slices(
     most: int = EXCHANGE_SLICES,
     slice_bytes: int = EXCHANGE_SLICE_BYTES,
 ) -> int:
-    """Return in how many slices heads are exchanged: one for each `slice_bytes` of queries, `most` at most.
-    `query_numbers` are those of all query heads of the member with the most rows, so that all members count the same.
-    Each group of heads that backward computes one after another may be a slice, even of more than `most`.
+    """Return in how many slices heads are exchanged: one for each `slice_bytes` of queries, but no more than `most`, or
+    than the groups of heads that backward computes one after another, if these are more. `query_numbers` are those of
+    all query heads of the member with the most rows, so that all members count the same.
     """
-    useful_slices = query_numbers * bytes_of_number // max(1, slice_bytes)  # slice_bytes 0: as many as can be
+    useful_slices = query_numbers * bytes_of_number // max(1, slice_bytes)  # slice_bytes 0: as many as possible
     groups = count_head_groups(4 * query_numbers, split.member_kv_heads)  # 4 bytes: sums are float32
     if useful_slices > 1:
         return split.slice_count(min(useful_slices, max(most, groups)))
@@ -107,21 +109,24 @@ def count_exchange_slices(
 
 
 def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> float:
-    """Return the share of a ring's rows that members send if they send only what others see; 1.0 where a ring is used.
-    It depends on lengths only. Members send what is seen where that is at most half of a ring's rows, and at most twice
-    the rows of the members: a ring holds that many rows of others. A document has at most 2 · degree runs, which here
-    count as equally long. Under a window each sees window − 1 rows before it, and under chunks the rows from the start
-    of its first row's chunk on.
+    """Return the rows that members send, over those that a ring sends.
+
+    It is 1.0 where a ring goes round, and less where members send only the rows that others see: under a window or
+    chunks so narrow that these are at most half of a ring's rows, and at most twice the members' rows, as many as a
+    ring holds of others.
+
+    A document has at most 2 · degree runs, which here count as equally long. Under a window each run sees window − 1
+    rows before it, under chunks those from the start of its first row's chunk on.
     """
     if degree == 1 or (window is None and chunk is None):
         return 1.0
     rows = np.asarray(lengths, dtype=np.int64)
-    foreign = (degree - 1) * rows
+    foreign = (degree - 1) * rows  # of each document, that members need from others: at most what a ring sends
     if window is not None:
         before_run = min(window - 1, int(rows.max()))  # a huge window must not overflow
         foreign = np.minimum(foreign, 2 * degree * before_run)
     if chunk is not None:
-        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
+        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)  # of runs, but for a document's first
         foreign = np.minimum(foreign, (starts % chunk).sum(1))
     seen_rows = int(foreign.sum())
     member_rows = int(rows.sum())

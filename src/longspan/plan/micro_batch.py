@@ -40,7 +40,7 @@ class Group:
 
     @cached_property
     def bases(self) -> tuple[int, ...]:
-        """How many rows come before each document's own: those of all that it continues."""
+        """How many rows come before each document's own: those of its parent, of that one's parent, and so on."""
         bases = list[int]()
         for parent in self._parents:
             bases.append(0 if parent < 0 else bases[parent] + self.lengths[parent])
@@ -48,14 +48,16 @@ class Group:
 
     @cached_property
     def path_lengths(self) -> tuple[int, ...]:
-        """Rows up to each document's last, with those of all that it continues."""
+        """The rows of each document's path: its own, and those before them (`bases`)."""
         if self.parents is None:
             return self.lengths
         return tuple(base + length for base, length in zip(self.bases, self.lengths, strict=True))
 
     @cached_property
     def longest_paths(self) -> tuple[int, ...]:
-        """Of each document the most rows up to the last of one that continues it, or its own."""
+        """For each document the rows of the longest path (`path_lengths`) that goes through it: its own, or that of a
+        document that continues it.
+        """
         longest = list(self.path_lengths)
         for index, parent in reversed([*enumerate(self._parents)]):  # parents come first
             if parent >= 0:
@@ -64,7 +66,9 @@ class Group:
 
     @cached_property
     def leaf_counts(self) -> tuple[int, ...]:
-        """How many documents have each one's rows among theirs: those that continue it, and that none continues."""
+        """For each document how many leaves continue it, directly or through others; 1 for a leaf, which no document
+        continues.
+        """
         counts = [0] * len(self.lengths)
         for index, parent in reversed([*enumerate(self._parents)]):  # parents come first
             counts[index] = counts[index] or 1
@@ -73,7 +77,9 @@ class Group:
         return tuple(counts)
 
     def ancestors(self) -> Iterator[tuple[int, ...]]:
-        """Yield for each generation, from the first on, every document's ancestor in it; −1 where it has none."""
+        """Yield for each generation, that of the roots first, every document's ancestor in it: the index of a document
+        of the group, −1 where it has none. Nothing is yielded for a group without parents.
+        """
         paths = list[tuple[int, ...]]()
         for parent in self.parents or ():
             paths.append(() if parent < 0 else (*paths[parent], parent))
@@ -101,9 +107,11 @@ class Group:
         return -(-sum(self.laid_out) // self.degree)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for a JSON document, without those that most groups leave at their default."""
+        """Return the fields for a JSON document: `cp_comm_type`, and all others that are not at their default."""
         values = ((field, getattr(self, field.name)) for field in fields(self))
-        return {f.name: value for f, value in values if value != f.default or f.name == "cp_comm_type"}
+        return {
+            field.name: value for field, value in values if value != field.default or field.name == "cp_comm_type"
+        }
 
     @cached_property
     def shares(self) -> Partition:
@@ -138,7 +146,7 @@ class MicroBatch:
 
     @property
     def path_lengths(self) -> tuple[int, ...]:
-        """Rows up to each document's last, with those of all that it continues, in packed order."""
+        """The rows of each document's path (`Group.path_lengths`), in packed order."""
         return tuple(n for group in self.groups for n in group.path_lengths)
 
     def groups_of(self, slot: int) -> tuple[tuple[int, Group], ...]:
@@ -147,7 +155,7 @@ class MicroBatch:
 
     @property
     def most_rows(self) -> int:
-        """Return the most rows that one slot holds, over all its groups: the same on every rank."""
+        """The rows of the slot that holds most, padding included, over all groups that it is in."""
         rows = dict[int, int]()
         for group in self.groups:
             for slot in group.slots:
@@ -169,7 +177,9 @@ def fit_level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
 
 
 def comm_type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
-    """Write a communication type, or those of a list, with its levels (a2a, p2p); of several `sizes` the widest a2a."""
+    """Write a communication type, or the different ones of a list. With a2a+p2p among them its levels (a2a, p2p) follow
+    if all `sizes` are the same, else the widest a2a of these.
+    """
     name = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
     levels = sorted({tuple(s) for s in sizes if s is not None and not isinstance(s, int)})
     if "a2a+p2p" not in name or not levels:

@@ -71,18 +71,18 @@ class Plan:
 
     @cached_property
     def parents(self) -> tuple[int, ...] | None:
-        """Of each document the one whose rows come before its own, −1 for none; None: no documents share a prefix."""
+        """For each document the one whose rows come before its own, −1 for none; None: no documents share a prefix."""
+        if all(group.parents is None for group in self.groups):
+            return None
         parents = [-1] * len(self.lengths)
         for group in self.groups:
             for document, parent in zip(group.documents, group.parents or (), strict=False):
                 parents[document] = -1 if parent < 0 else group.documents[parent]
-        if any(group.parents is not None for group in self.groups):
-            return tuple(parents)
-        return None
+        return tuple(parents)
 
     @cached_property
     def bases(self) -> tuple[int, ...]:
-        """The rows before each document's own, those of all that it continues; () where no documents share a prefix."""
+        """How many rows come before each document's own (`Group.bases`); () where no documents share a prefix."""
         if self.parents is None:
             return ()
         by_document = {
@@ -92,25 +92,25 @@ class Plan:
 
     @cached_property
     def path_lengths(self) -> tuple[int, ...]:
-        """The rows of each document with those of all that it continues."""
+        """The rows of each document's path: its own, and those before them (`bases`)."""
         if self.parents is None:
             return self.lengths
         return tuple(base + rows for base, rows in zip(self.bases, self.lengths, strict=True))
 
     @property
     def whole_documents(self) -> tuple[int, ...]:
-        """The documents that no other continues: their paths are the documents that were to be planned."""
+        """The documents that no other continues: the last part of each document that was to be planned."""
         prefixes = set(self.parents or ())
         return tuple(document for document in range(len(self.lengths)) if document not in prefixes)
 
     @property
     def separate_tokens(self) -> int:
-        """Rows of all documents if each had those of its prefixes to itself."""
+        """The rows that the documents would have if each had its own copy of its prefix."""
         return sum(self.path_lengths[document] for document in self.whole_documents)
 
     @property
     def spared_rows(self) -> int:
-        """The rows that separate documents would have besides."""
+        """The rows that shared prefixes save: `separate_tokens` less `tokens`."""
         return self.separate_tokens - self.tokens
 
     @property
@@ -132,28 +132,30 @@ class Plan:
         return int(slot_rows(self.micro_batches, self.slots, self.row_multiple).max(initial=0))
 
     def timeline(self, cost: Cost | None = None) -> Timeline:
-        """Return when each slot works in each micro-batch, under the plan's own cost or another on its own stages."""
-        cost = replace(cost or self.cost, stages=self.cost.stages, chunks=self.cost.chunks)
+        """Return when each slot works in each micro-batch, under `cost` (None: the plan's own). The pipeline stages and
+        model chunks are those of the plan's own cost in either case.
+        """
+        cost_of_stages = replace(cost or self.cost, stages=self.cost.stages, chunks=self.cost.chunks)
         return timeline(
             self.micro_batches,
             self.slots,
-            cost,
+            cost_of_stages,
             mode=self.mode,
             node_size=self.node_size,
             row_multiple=self.row_multiple,
         )
 
     def reprice(self, cost: Cost, *, max_cp: int | None = None) -> "Plan":
-        """Return this plan with the seconds and the bound that it has under another cost, its stages included. The
-        bound is of plans with groups of the type that this plan was made for, up to degree `max_cp` (None: slots).
+        """Return this plan with another cost, whose stages it takes too, and with its seconds and its bound under that.
+        The bound is of plans with groups of the type that this plan was made for, up to degree `max_cp` (None: slots).
         """
         plan = replace(self, cost=cost)
-        kinds = cost.under(self.cost.cp_comm_type, self.cost.a2a_size, heads=self.cost.heads)
+        cost_of_bound = cost.under(self.cost.cp_comm_type, self.cost.a2a_size, heads=self.cost.heads)
         bound = lower_bound_seconds(
             self.lengths,
             self.slots,
             self.max_tokens_per_slot,
-            kinds,
+            cost_of_bound,
             self.mode,
             max_cp=max_cp,
             node_size=self.node_size,
@@ -228,19 +230,19 @@ class Plan:
         for m, batch in enumerate(self.micro_batches):
             for index, group in enumerate(batch.groups):
                 _check_group(f"micro-batch {m}, group {index}", group, self)
-        # in range by now
+        # Each document is in one group; the groups name documents of the plan only, as they were checked before.
         documents = np.array([d for group in self.groups for d in group.documents], dtype=np.int64)
-        times = np.bincount(documents, minlength=len(self.lengths))
-        wrong = np.flatnonzero(times != 1)
+        appearances = np.bincount(documents, minlength=len(self.lengths))
+        wrong = np.flatnonzero(appearances != 1)
         if len(wrong):
             d = int(wrong[0])
             places = [m for m, batch in enumerate(self.micro_batches) if d in batch.documents]
-            seen = f"{times[d]} times (micro-batches {excerpt(places)})" if places else "in no micro-batch"
+            seen = f"{appearances[d]} times (micro-batches {excerpt(places)})" if places else "in no micro-batch"
             raise PlanError(
                 f"document {d} ({self.lengths[d]} rows) is {seen}, and must be in exactly one group; "
                 f"{len(wrong)} of {len(self.lengths)} documents are wrong"
             )
-        pads = [group.pad_to or 0 for group in self.groups]  # priced as rows too
+        pads = [group.pad_to or 0 for group in self.groups]  # rows of padding are priced too
         check_work_fits_int64(len(self.lengths), max((*pads, *self.lengths), default=0))
         if cap is None:
             return self
@@ -258,8 +260,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
-        """Return the checked plan that `to_json` wrote; what has a default may be left out, and a group's lengths too.
-        Raises PlanError naming what is missing or wrong.
+        """Return the checked plan that `to_json` wrote. Fields with a default may be left out, and so may a group's
+        lengths, and `targets` (then all tokens but each document's first). Raises PlanError naming what is missing or
+        wrong.
         """
         try:
             values: dict[str, Any] = dict(parse_json(text))
@@ -328,8 +331,8 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
 
 
 def _check_families(where: str, group: Group) -> None:
-    """Raise PlanError, beginning with `where`, unless each document of a family stands behind its parent, with only
-    descendants of the parent between both (as `Group` says).
+    """Raise PlanError, beginning with `where`, unless the group's parents are indices of its documents or −1, and each
+    document stands behind its parent, with only descendants of the parent between both (as `Group` says).
     """
     parents = group.parents or ()
     if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:
@@ -341,7 +344,7 @@ def _check_families(where: str, group: Group) -> None:
         raise PlanError(
             f"{where} pads to {group.pad_to} rows and has parents; a family is packed: leave pad_to out"
         )
-    path = list[int]()  # the document before and what it continues, from the last on
+    path = list[int]()  # a stack: the document before this one on top, below it its parent, and so on
     for index, parent in enumerate(parents):
         while path and path[-1] != parent:
             path.pop()

@@ -95,14 +95,16 @@ class AsyncPlanner:
             )
         window = range(step, step + 1 + self.ahead)
         goes_on = step in self._answers
-        for past in [past for past in self._answers if not (goes_on and past in window)]:
-            self._answers.pop(past).cancel()
-        for missing in (coming for coming in window if coming not in self._answers):
-            self._answers[missing] = self._thread.submit(self._request_plan, self._worker, missing)
+        for requested in list(self._answers):
+            if not goes_on or requested not in window:
+                self._answers.pop(requested).cancel()
+        for coming in window:
+            if coming not in self._answers:
+                self._answers[coming] = self._thread.submit(self._request_plan, self._worker, coming)
 
     def plan(self, step: int) -> Plan:
         """Return the plan of this step, waited for if need be; the plans of the next steps are begun. Raises what the
-        planner raised for this step, and PlanError if the planning process died before this plan.
+        planner raised for this step, PlanError if the planning process died before this plan, and what `start` raises.
         """
         self.start(step)
         if not self.ahead:
@@ -113,9 +115,9 @@ class AsyncPlanner:
         raise answer
 
     def plan_if_made(self, step: int) -> Plan | None:
-        """Return the plan of a coming step without waiting; None if it is not made yet, or the planner failed. The
-        plans of the steps after it are begun. Inline plans are made now, and kept for `plan(step)`, which raises the
-        error.
+        """Return the plan of a coming step without waiting; None if it is not made yet, or if the planner failed, whose
+        error `plan(step)` raises. The plans of the steps after it are begun. With `ahead=0` the plan is made now, and
+        kept for `plan(step)`.
         """
         self.start(step)
         if self.ahead and not self._answers[step].done():
@@ -195,7 +197,7 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
                 answer = pickle.dumps(check_planner_result(planner(step), step))
             except BaseException as error:
                 answer_error = error
-                # a SystemExit would end the owner
+                # A SystemExit, which is no Exception, would end the owner; some errors cannot be pickled.
                 if not isinstance(error, Exception) or pickle_error(error) is None:
                     last = traceback.format_exception_only(error)[-1].strip()
                     answer_error = PlanError(f"the planner of step {step} failed with {last}")

@@ -22,7 +22,7 @@ def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
     >>> plan_row(7, Plan.from_json(text))  # doctest: +SKIP
     '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
     """
-    kinds = dict[tuple[Any, ...], int]()  # with the number of each, in the order in which they are met
+    kinds = dict[tuple[Any, ...], int]()  # what groups have besides slots and documents: the number of each, from 0
     batches = list[list[list[Any]]]()
     for batch in plan.micro_batches:
         groups = list[list[Any]]()
@@ -32,10 +32,10 @@ def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
                 kind = (*kind, group.parents)
             number = kinds.setdefault(kind, len(kinds))
             slots = group.slots
-            place: list[Any] = [slots]
-            if slots == tuple(range(slots[0], slots[0] + len(slots))):
-                place = [slots[0], len(slots)]
-            groups.append([number, *place, *group.documents])
+            written_slots: list[Any] = [slots]
+            if slots == tuple(range(slots[0], slots[0] + len(slots))):  # neighbours: the first slot, and how many
+                written_slots = [slots[0], len(slots)]
+            groups.append([number, *written_slots, *group.documents])
         batches.append(groups)
     row = {"step": step} | {name: getattr(plan, name) for name in (*PLAN_NUMBERS, *PLAN_SECONDS)}
     row |= {} if plan.cost == after else {"cost": plan.cost.to_json()}
@@ -62,14 +62,16 @@ def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
 
 
 def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "the line") -> tuple[int, Plan]:
-    """Return the step and the checked plan of a line of plans.jsonl; `cost` is that of the row before. Raises
-    PlanError, which begins with `where`, for a line that holds no plan.
+    """Return the step and the checked plan of a line of plans.jsonl, as `plan_row` writes it; `cost` is that of the row
+    before, which counts if the line has none. Raises PlanError, which begins with `where`, for a line that holds no
+    plan.
     """
     try:
         row = parse_json(line)
         cost = Cost.from_json(row["cost"]) if "cost" in row else cost
         lengths: tuple[int, ...] = tuple(row["lengths"])
         kinds: list[list[Any]] = [[list_as_tuple(x) for x in kind] for kind in row["kinds"]]
+        # A group is [kind, first slot, number of slots, *documents], or [kind, [slots], *documents].
         degrees = (group[2] for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list))
         if row["slots"] > _MOST_SLOTS or sum(degrees) > _MOST_PLACES:
             raise ValueError(
@@ -78,13 +80,16 @@ def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "th
         batches = list[MicroBatch]()
         for batch in row["micro_batches"]:
             groups = list[Group]()
-            for number, first, *numbers in batch:
-                is_list = isinstance(first, list)
-                slots: tuple[int, ...] = (
-                    list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))
-                )
-                documents: tuple[int, ...] = tuple(numbers if is_list else numbers[1:])
-                groups.append(Group(slots, documents, tuple(lengths[d] for d in documents), *kinds[number]))
+            for kind, first_or_slots, *numbers in batch:
+                slots: tuple[int, ...]
+                documents: tuple[int, ...]
+                if isinstance(first_or_slots, list):
+                    slots = list_as_tuple(first_or_slots)
+                    documents = tuple(numbers)
+                else:
+                    slots = tuple(range(first_or_slots, first_or_slots + numbers[0]))
+                    documents = tuple(numbers[1:])
+                groups.append(Group(slots, documents, tuple(lengths[d] for d in documents), *kinds[kind]))
             batches.append(MicroBatch(tuple(groups)))
         values: dict[str, Any] = {name: row[name] for name in (*PLAN_NUMBERS, *PLAN_SECONDS)}
         plan = Plan(lengths=lengths, micro_batches=tuple(batches), cost=cost, **values)
@@ -94,19 +99,20 @@ def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "th
 
 
 def find_plan(path: str | Path, step: int) -> Plan | None:
-    """Return the plan of one step in a run's plans.jsonl, the last if the step was run again; None without one. Only
-    the step's line and the one with its cost are parsed. Raises PlanError for a line that holds no plan.
+    """Return the plan of one step in a run's plans.jsonl, the last one if the step was run again; None if there is
+    none. Only two lines are parsed: that of the step, and the last one up to it that has a cost. Raises PlanError if
+    one of these holds no plan.
     """
     start = b'{"step":%d,' % step
     step_and_cost_lines = None
-    cost_line = b""
+    last_cost_line = b""
     for line in read_lines(Path(path), MOST_BYTES):
         if line is None or not line.endswith(b"\n"):  # longer than any plan, or the torn last line
             continue
         if b'"cost":{' in line:
-            cost_line = line
+            last_cost_line = line
         if line.startswith(start):
-            step_and_cost_lines = line, cost_line
+            step_and_cost_lines = line, last_cost_line
     if step_and_cost_lines is None:
         return None
     step_line, cost_line = step_and_cost_lines

@@ -26,6 +26,7 @@ class GroupTable:
     def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
         groups = [group for batch in micro_batches for group in batch.groups]
         counts = _int_array([len(group.lengths) for group in groups])
+        # of each document: the rows to which it is padded (0: it is not), its own, and those that are laid out
         pad = np.repeat(_int_array([group.pad_to or 0 for group in groups]), counts)
         lengths = np.fromiter(chain.from_iterable(group.lengths for group in groups), np.int64, len(pad))
         rows = np.where(pad > 0, pad, lengths)
@@ -35,27 +36,27 @@ class GroupTable:
             bases = np.fromiter(chain.from_iterable(group.bases for group in groups), np.int64, len(pad))
             squares += 2 * rows * bases
             unpadded += 2 * lengths * bases
-        first = np.cumsum(counts) - counts  # document of each group
+        first = np.cumsum(counts) - counts  # the first document of each group
         self.micro_batch = _int_array([m for m, batch in enumerate(micro_batches) for _ in batch.groups])
         self.degree = _int_array([len(group.slots) for group in groups])
         self.documents = counts
         self.tokens: Integers = np.add.reduceat(rows, first)  # laid-out rows
         self.squares: Integers = np.add.reduceat(squares, first)  # sum of squared laid-out rows of a document
         self.unpadded: Integers = np.add.reduceat(unpadded, first)  # the same without padding
-        # A member's share of laid-out rows, less the most rows without padding of any member.
+        # The rows of padding that even the busiest member leaves out.
         self.skipped: Floats = np.array(
             [0.0 if group.pad_to is None else _count_skipped_rows(group, group.pad_to) for group in groups]
         )
         self.group: Integers = np.repeat(np.arange(len(groups)), self.degree)  # of each membership
         self.slot = np.fromiter(chain.from_iterable(group.slots for group in groups), np.int64, len(self.group))
-        ways: dict[TypeAndPartition, int] = {}
+        way_numbers: dict[TypeAndPartition, int] = {}
         way = list[int]()
         for group in groups:
             kind = most_common_type(group.cp_comm_type) if group.degree > 1 else "p2p"
             size = (group.hierarchical_context_parallel_sizes or (1,))[0]
-            way.append(ways.setdefault((kind, size, group.partition), len(ways)))
+            way.append(way_numbers.setdefault((kind, size, group.partition), len(way_numbers)))
         self.way = _int_array(way)  # index into `ways`
-        self.ways = tuple(ways)  # the types, a2a sizes and partitions that groups have
+        self.ways = tuple(way_numbers)  # the types, a2a sizes and partitions that groups have
 
     def group_seconds(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""
@@ -76,8 +77,8 @@ class GroupTable:
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def _price_groups(self, cost: Cost, together: Integers, some: NDArray[np.bool_] | slice) -> Floats:
-        """Return the seconds of `some` of the groups under a cost, as if all had its type; `together` are the fewest
-        slots on one node of all groups (G,).
+        """Return the seconds of `some` of the groups under a cost, as if all had its type; `together` has for each of
+        all groups (G,) its fewest slots on one node.
         """
         # Kernels skip padding, so a cost with a network, of a real machine, leaves it out; an ideal cost has it.
         squares = (self.unpadded if cost.network else self.squares)[some]
@@ -90,8 +91,8 @@ class GroupTable:
         return seconds - cost.real_row_seconds * self.skipped[some]
 
     def fewest_slots_on_one_node(self, node_size: int) -> Integers:
-        """Return the slots of each group on the node that has the fewest of them (G,); slots of a node count together
-        only where they are neighbours in the group.
+        """Return for each group how many of its slots are on the node that has the fewest of them (G,). Slots of a node
+        count together only where they are neighbours in the group.
         """
         if not len(self.degree):
             return np.zeros(0, dtype=np.int64)
@@ -118,8 +119,9 @@ class GroupTable:
 
 
 def _count_skipped_rows(group: Group, pad_to: int) -> float:
-    """Count the rows for which no member computes experts and logits: its share of all, less the busiest's real ones,
-    the first of each document. Shares are fractions of rows here, not rounded as in `Group.shares`.
+    """Return the rows of padding for which no member computes experts and logits: a member's share of the laid-out
+    rows, less the real rows of the member that has most of these. A document's first rows are the real ones. Shares are
+    fractions of rows here, not rounded as in `Group.shares`.
     """
     degree = group.degree
     lengths = _int_array(group.lengths)
@@ -177,6 +179,7 @@ def timeline(
     busy = table.sums_by_slot(seconds, count, slots)
     if cost.launch_seconds:  # a slot is not faster than its host
         launches = cost.group_launch_seconds + cost.document_launch_seconds * table.documents.astype(np.float64)
+        # without the seconds of a micro-batch, which are added to both below
         hosts = cost.launch_seconds + table.sums_by_slot(launches, count, slots) - cost.micro_batch_seconds
         busy = np.where(busy > 0, np.maximum(busy, hosts), busy)
     if mode == "lockstep":
@@ -197,16 +200,17 @@ def timeline(
 
 
 def _free_times(table: GroupTable, busy: Floats, active: NDArray[np.bool_]) -> tuple[Floats, Floats, float]:
-    """Return when each slot begins and ends each micro-batch (M, slots) in free mode, and the last end. Slots that
-    groups join start when the last of them is ready, and end with the slowest. A slot that is not `active` has no
-    documents and waits for nobody.
+    """Return when each slot begins and ends each micro-batch (M, slots) in free mode, and the last end. Slots that are
+    joined by groups, directly or through others, start when the last of them is ready, and end with the slowest. A slot
+    that is not `active` has no documents and waits for nobody.
     """
     count, slots = busy.shape
-    # The lowest slot that groups join each slot to, by hooking and pointer jumping: a slot takes the lowest label in
-    # any of its groups, and then that label's label, until nothing changes. Labels count through all micro-batches.
+    # Each slot gets the lowest of the slots that it is joined to as its label, by hooking and pointer jumping: it takes
+    # the lowest label in any of its groups, and then that label's label, until nothing changes. Labels count through
+    # all micro-batches.
     label = np.arange(busy.size)
     cells = table.micro_batch[table.group] * slots + table.slot
-    first = np.cumsum(table.degree) - table.degree
+    first = np.cumsum(table.degree) - table.degree  # the first member of each group
     while len(cells):
         low = np.minimum.reduceat(label[cells], first)[table.group]
         next_label = label.copy()
@@ -221,7 +225,7 @@ def _free_times(table: GroupTable, busy: Floats, active: NDArray[np.bool_]) -> t
     clock = np.zeros(slots)
     for m in range(count):
         active_slots = np.flatnonzero(active[m])
-        root = joined_to[m, active_slots]
+        root = joined_to[m, active_slots]  # the joined slots' start and seconds are gathered at the lowest of them
         ready = np.zeros(slots)
         longest_seconds = np.zeros(slots)
         np.maximum.at(ready, root, clock[active_slots])
@@ -242,11 +246,12 @@ ROUNDING = 1e-10  # relative; a plan may meet the bound exactly and sum its seco
 
 @dataclass(frozen=True)
 class Bound:
-    """Two lower bounds in seconds and the larger of them, which is rounded down by 1e-10 of itself.
+    """Two lower bounds of a step in seconds: `area` + `crossing`, and `longest`. `seconds` is the larger of them,
+    rounded down by 1e-10 of itself.
 
-    `area`: all work spread evenly over all slots and their stages, and the launches of the fewest micro-batches;
-    `crossing` is added to it: the messages of documents that are longer than a slot's cap, on ideal links only, so that
-    plans on measured links are 2 to 20 % above it. `longest`: the longest document at its best degree.
+    `area`: all work spread evenly over all slots and their stages, and the launches of the fewest micro-batches.
+    `crossing`: the messages of documents that are longer than a slot's cap, counted on ideal links only, so that plans
+    on measured links are 2 to 20 % above the bound. `longest`: the longest document at its best degree.
     """
 
     area: float
@@ -269,12 +274,13 @@ def lower_bound_seconds(
     node_size: int = 8,
     bases: Sequence[int] | Integers = (),
 ) -> Bound:
-    """Return the bound of these lengths, by area and by the longest document; max_tokens_per_slot None means no limit.
-    `bases` are the rows that come before each document's own, where documents share prefixes.
+    """Return the bound of a step of documents of these lengths; max_tokens_per_slot None means no limit. `bases` are
+    the rows that come before each document's own, where documents share prefixes. `max_cp` limits the degree of any
+    group.
 
-    `max_cp` limits the degree of any group. The slots of a step have slots · seconds together, of which work,
-    unavoidable messages and launches are parts that do not overlap: their sum over the slots bounds the step. Raises
-    PlanError if the longest document fits no group at all.
+    The slots of a step have slots · seconds together, of which work, unavoidable messages and launches are parts that
+    do not overlap: so their sum, divided by the slots, is a bound (area and crossing). Raises PlanError if the longest
+    document fits no group at all.
     """
     rows = np.asarray(lengths, dtype=np.int64)
     widest = min(max_cp or slots, slots)
@@ -284,8 +290,8 @@ def lower_bound_seconds(
     attention = math.fsum(squares * cost.attention_seconds)
     work = math.fsum(rows * float(cost.work_seconds(1, 0))) + attention
     # In free mode a slot skips micro-batches without documents for it: it is in as many as its rows fill, on average.
-    launches = int(rows.sum()) / (slots * max_tokens_per_slot) if max_tokens_per_slot else 0.0
-    launches = max(1, math.ceil(launches)) if mode == "lockstep" else launches
+    mean_micro_batches = int(rows.sum()) / (slots * max_tokens_per_slot) if max_tokens_per_slot else 0.0
+    launches = max(1, math.ceil(mean_micro_batches)) if mode == "lockstep" else mean_micro_batches
     # Every micro-batch takes its launches beside its work, and no less than the host needs.
     area = max(work / slots + cost.micro_batch_seconds * launches, cost.launch_seconds * launches) / cost.stages
     if not len(rows):
@@ -304,7 +310,7 @@ def lower_bound_seconds(
     if cost.network:  # its messages depend on the group's place, so that the bound has none
         seconds = cost.work_seconds(length, float(length) ** 2) / degree
     else:
-        # what fits a host may also be across
+        # a group that fits a host may be across hosts too, should these links be faster
         fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
         alone = replace(cost, states=None, inside_bytes_per_second=fastest)
         together = np.minimum(degree, node_size)
@@ -318,23 +324,25 @@ def lower_bound_seconds(
 
 
 def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, cost: Cost) -> float:
-    """Slot seconds of messages that no plan avoids on ideal links, beyond those that `attention` hides. A document of L
-    rows, more than the cap, needs n = ⌈L / cap⌉ slots or more. Its group has at least L / cap slots for these rows,
-    each of which waits for the latency of n − 1 steps of a ring, or of one message under other types. Its rows go to n
-    − 1 other slots at the least under `p2p` and `all_gather`; under `a2a` (n − 1) / n of them leave their slot once.
-    Attention hides messages of a ring alone. Of types that may be rings or exchanges, "auto" and `a2a+p2p`, only the
-    latency counts.
+    """Return the seconds of messages, summed over all slots, that no plan avoids on ideal links: those of documents
+    longer than the cap, less what `attention`, the slot seconds of all attention, hides.
+
+    A document of L rows, more than the cap, needs n = ⌈L / cap⌉ slots or more. Its group has at least L / cap slots for
+    these rows, each of which waits for the latency of n − 1 steps of a ring, or of one message under other types. Its
+    rows go to n − 1 other slots at the least under `p2p` and `all_gather`; under `a2a` (n − 1) / n of them leave their
+    slot once. Attention hides messages of a ring alone. Under "auto" and `a2a+p2p`, which may be rings or exchanges,
+    only the latency counts.
     """
     if not (rows > cap).any():
         return 0.0
-    long = rows[rows > cap].astype(np.float64)
-    needed = np.ceil(long / cap)
+    long_rows = rows[rows > cap].astype(np.float64)
+    needed = np.ceil(long_rows / cap)
     kind = cost.cp_comm_type
-    steps = needed - 1 if kind == "p2p" else np.ones_like(long)
-    waits = math.fsum(long / cap * cost.ring_step_seconds * steps)
+    steps = needed - 1 if kind == "p2p" else np.ones_like(long_rows)
+    latency_seconds = math.fsum(long_rows / cap * cost.ring_step_seconds * steps)
     fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
-    turns = math.fsum(cost.ring_bytes * long * (needed - 1)) / fastest
-    exchanges = math.fsum(cost.exchange_bytes * long * (1 - 1 / needed)) / fastest
+    ring_seconds = math.fsum(cost.ring_bytes * long_rows * (needed - 1)) / fastest
+    exchange_seconds = math.fsum(cost.exchange_bytes * long_rows * (1 - 1 / needed)) / fastest
     if kind == "p2p":
-        return max(turns - attention, 0.0) + waits
-    return waits + {"all_gather": turns, "a2a": exchanges}.get(kind, 0.0)
+        return max(ring_seconds - attention, 0.0) + latency_seconds
+    return latency_seconds + {"all_gather": ring_seconds, "a2a": exchange_seconds}.get(kind, 0.0)

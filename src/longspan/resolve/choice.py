@@ -28,7 +28,8 @@ from longspan.plan import AsyncPlanner, Cost, Plan, PlanOptions, plan_fixed, pla
 from longspan.plan.check import LongDocumentError, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.planners.fixed import smallest_fitting_degree
-from longspan.plan.planners.options import PlanKeywords, Request
+from longspan.plan.planners.options import PlanKeywords
+from longspan.plan.planners.request import Request
 from longspan.plan.shape.model_shape import read_query_heads
 from longspan.plan.shape.positions import LengthLimit
 from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_dynamic_degree

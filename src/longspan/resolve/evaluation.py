@@ -12,7 +12,8 @@ from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import comm_type_text, fit_level_sizes
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
-from longspan.plan.planners.options import PlanOptions, longest_item
+from longspan.plan.planners.options import PlanOptions
+from longspan.plan.planners.request import longest_item
 
 MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
 NAMED = 4  # degrees after the best, in a line of reasons

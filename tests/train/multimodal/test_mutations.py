@@ -46,7 +46,7 @@ MUTATIONS = {
         "return loss_sum / self.divisor / self.world.home.slots", FAN_IN,
     ),
     "two slots of the encoder are swapped": Mutation(
-        OWNERS, "rows_by_rank[planning.home.rank_at(slot, ", "rows_by_rank[planning.home.rank_at(slot ^ 1, ", FAN_IN
+        OWNERS, "encoded[home.rank_at(slot, ", "encoded[home.rank_at(slot ^ 1, ", FAN_IN
     ),
     "two slots of the language model are swapped": Mutation(
         OWNERS, "needed[home.rank_at(slot, tp=tp, pp=pp)]", "needed[home.rank_at(slot ^ 1, tp=tp, pp=pp)]", FAN_IN

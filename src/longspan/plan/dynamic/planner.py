@@ -19,12 +19,8 @@ from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, FreeSlots, Problem
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer, pack_least_loaded
-from longspan.plan.planners.options import (
-    PlanKeywords,
-    PlanOptions,
-    Request,
-    expand_option_signature,
-)
+from longspan.plan.planners.options import PlanKeywords, PlanOptions, expand_option_signature
+from longspan.plan.planners.request import Request
 from longspan.plan.step_times import lower_bound_seconds
 
 EffortName = Literal["fast", "balanced", "thorough"]

@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from longspan.layout import Flags, Floats, Integers
-from longspan.plan.planners.options import Request
+from longspan.plan.planners.request import Request
 
 DegreeSet = range | tuple[int, ...]  # rising
 Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each block

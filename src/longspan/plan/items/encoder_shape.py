@@ -77,14 +77,14 @@ class EncoderShape:
         pair of patches that see each other takes 12 x width; windows that an edge cuts count as whole ones. Of parts
         that are not `trained` only forward counts.
         """
-        pair = (12 if trained == "all" else 4) * self.width
+        pair_flops = (12 if trained == "all" else 4) * self.width
         flops = 0
         for rows in images:
             patches = self.patch_count(rows)
             pairs = (
                 self.full_layers * (patches + self.class_rows) ** 2 + self.window_layers * patches * self.window**2
             )
-            flops += self._weight_flops(rows, trained) + pair * pairs
+            flops += self._weight_flops(rows, trained) + pair_flops * pairs
         return flops
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
@@ -101,24 +101,26 @@ class EncoderShape:
         return flops + (6 if projector else 2) * self.projector_weights * rows
 
     def cost(self, *, trained: Trained = "all", again: int = 0, gpu: bool = True) -> Cost:
-        """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "". A pair of
-        patches takes 4 x width FLOPs forward and 10 x width backward, where scores are computed again; heads are padded
-        as kernels pad them. `again` is how often the forward pass runs again for the backward pass. Seconds are those
-        of an output row, which stands for several patches. Layers that attend to all patches of an image grow with
-        their square; those with windows have as many pairs a patch as a window has.
+        """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or, unless `gpu`, on CPUs, where `source` is "".
+        `again` is how often the forward pass runs again for the backward pass.
+
+        Seconds are those of an output row, which stands for several patches. A pair of patches takes 4 x width FLOPs
+        forward and 10 x width backward, where scores are computed again; on GPUs heads are padded as kernels pad them.
+        In layers that attend to all patches of an image, seconds grow with their square; in those with windows a patch
+        has as many pairs as a window has patches.
         """
-        padded = -(-self.head_dim // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        padded_head_dim = -(-self.head_dim // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         machine = Machine.known("H200") if gpu else Machine.cpus()
-        attention = machine.attention_flops_per_second * (self.head_dim / padded if gpu else 1)
-        again = again if trained != "none" else 0  # nothing is trained: there is no backward pass
-        pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / attention
+        attention = machine.attention_flops_per_second * (self.head_dim / padded_head_dim if gpu else 1)
+        repeats = again if trained != "none" else 0  # nothing is trained: there is no backward pass
+        pair_seconds = ((14 if trained == "all" else 4) + 4 * repeats) * self.width / attention
         rows = self.rows or 1
         patches_per_row = (self.patch_count(rows) + self.class_rows) / rows
-        flops = self._weight_flops(rows, trained) + again * self._weight_flops(rows, "none")
+        flops = self._weight_flops(rows, trained) + repeats * self._weight_flops(rows, "none")
         return Cost(
             linear_seconds=flops / rows / ((ENCODER_SPEED if gpu else 1) * machine.product_flops_per_second)
-            + pair * patches_per_row * self.window_layers * self.window**2,
-            attention_seconds=pair * self.full_layers * patches_per_row**2,
+            + pair_seconds * patches_per_row * self.window_layers * self.window**2,
+            attention_seconds=pair_seconds * self.full_layers * patches_per_row**2,
             micro_batch_seconds=WAVE_SECONDS if gpu else machine.micro_batch_seconds,
             source=machine.source,
         )
@@ -126,17 +128,20 @@ class EncoderShape:
 
 def read_window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
     """Return how many of a tower's layers attend in windows, and the patches of a window's side; (0, 0): none does."""
-    full = vision.value("fullatt_block_indexes")
-    if full is None or not (pixels := vision.count("window_size")):
+    full_layers = vision.value("fullatt_block_indexes")
+    if full_layers is None or not (pixels := vision.count("window_size")):
         return 0, 0
-    windows = sum(layer not in full for layer in range(layers))
-    return windows, pixels // _read_size(vision, "patch_size") if windows else 0
+    window_layers = sum(layer not in full_layers for layer in range(layers))
+    if not window_layers:
+        return 0, 0
+    return window_layers, pixels // _read_size(vision, "patch_size")
 
 
 def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Qwen's: a block has four square projections of attention and an MLP of two matrices, three with a gate. A merger
-    takes merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it; there
-    is one, and another for each layer that DeepStack reads. A patch has the pixels of one frame or several.
+    """Read the tower of a Qwen model, whose text model has rows of `hidden` numbers. A block has four square
+    projections of attention and an MLP of two matrices, of three if `gated`. A merger takes merge² patches side by
+    side: one linear keeps that width, another makes a row of the text model of it. There is one merger, and one more
+    for each layer that DeepStack reads. A patch has the pixels of one frame or several.
     """
     width = vision.count("embed_dim", "hidden_size")
     layers = vision.count("depth")
@@ -159,21 +164,22 @@ def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> Encod
 
 
 def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """CLIP's and SigLIP's, up to the last layer that is read. Gemma 3 pools patches before one projection, PaliGemma
-    projects each patch; others (LLaVA) project the features of one layer or several by two linears, without the class
-    row unless it is kept.
+    """Read a tower of CLIP or SigLIP, up to the last layer whose features the projector reads; rows of the text model
+    have `hidden` numbers. Gemma 3 pools patches before one projection, PaliGemma projects each patch; others (LLaVA)
+    project the features of one layer or several by two linears, without the class row unless it is kept.
     """
     width = vision.count("hidden_size")
     layers = vision.count("num_hidden_layers")
     patches = (vision.count("image_size") // _read_size(vision, "patch_size")) ** 2
     class_rows = int("clip" in vision.model_type)
     layers_read = [layers]
-    rows = model.count("mm_tokens_per_image") or _GEMMA_ROWS
     if model.family.images == "pooled":
         projector = width * hidden
         entry = 0
+        rows = model.count("mm_tokens_per_image") or _GEMMA_ROWS
     elif model.family.images == "patches":
-        projector = entry = width * hidden
+        projector = width * hidden
+        entry = projector
         rows = patches
     else:
         features: Any = model.value("vision_feature_layer")
@@ -185,8 +191,8 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
         entry = hidden * len(layers_read) * width
         projector = entry + hidden**2
         rows = patches + class_rows
-        # Unless all rows are kept, the first one is dropped, whether it is a class row or not.
-        rows -= model.value("vision_feature_select_strategy") != "full"
+        if model.value("vision_feature_select_strategy") != "full":
+            rows -= 1  # the first one is dropped, whether it is a class row or not
     return EncoderShape(
         width=width,
         head_dim=width // vision.count("num_attention_heads"),
@@ -202,6 +208,6 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
 
 
 def _read_size(vision: ConfigReader, name: str) -> int:
-    """Return an edge of images or patches in pixels, of a configuration's number or of its pair (height, width)."""
+    """Return the size of this name, a number or a pair (height, width) in the configuration; of a pair the height."""
     value: Any = vision.value(name)
     return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(name)  # pyright: ignore[reportUnknownArgumentType]

@@ -60,10 +60,10 @@ class Wave:
 
 @dataclass(frozen=True, eq=False)
 class ModalityPlan:
-    """The waves of one modality; `needed[rank][i]` are the rows of micro-batch i that a rank needs, of all waves.
-    `ahead` are the same for each depth of multi-token prediction: of a micro-batch rows arrive depth after depth.
-    `split_over_tp`: whether tensor-parallel ranks of a slot need parts of its rows each. `plan` is that of the items,
-    as documents of their rows over the encoder's slots.
+    """The waves of one modality. `plan` deals the items, as documents of so many rows, to the encoder's slots.
+    `needed[rank][i]` are the rows, of all waves, that a rank needs in micro-batch i of the language model; `ahead` has
+    the same for each depth of multi-token prediction, whose rows arrive after those of `needed`, depth by depth.
+    `split_over_tp`: whether each tensor-parallel rank of a slot needs only a part of its rows.
     """
 
     plan: Plan
@@ -133,26 +133,34 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
         wave_of_item[list(micro_batch.documents)] = index
     wave_of_row = np.repeat(wave_of_item, np.diff(rows.base))
     needed, *ahead = (find_needed_rows(rows, needed_by, depth) for depth in range(needed_by.depths + 1))
-    ids = dict[int, Integers]()
-    for rank in home.ranks:  # micro-batch by micro-batch, in each its own tokens, then depth after depth
-        of_micro_batches = zip(needed[rank], *(of_depth[rank] for of_depth in ahead), strict=True)
-        ids[rank] = np.concatenate([_NONE, *(part.row for parts in of_micro_batches for part in parts)])
+    needed_ids = dict[int, Integers]()  # of all micro-batches, one after another
+    for rank in home.ranks:
+        # the parts of a micro-batch: the rows of its own tokens, and those of each depth
+        parts_by_micro_batch = zip(needed[rank], *(of_depth[rank] for of_depth in ahead), strict=True)
+        needed_ids[rank] = np.concatenate([_NONE, *(part.row for parts in parts_by_micro_batch for part in parts)])
     waves: list[Wave] = []
     for index, micro_batch in enumerate(plan.micro_batches):
-        # The rows that each rank has once the wave is encoded, whose documents are items.
-        rows_by_rank = dict[int, Integers]()
-        for slot in range(planning.home.slots):
-            parts = [_NONE]
-            for _, group in micro_batch.groups_of(slot):
-                segments = group.shares.segments(group.slots.index(slot))
-                first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
-                parts.append(expand_runs(first + segments.start, first + segments.stop))
-            for tp in range(planning.home.tp):
-                rows_by_rank[planning.home.rank_at(slot, tp=tp)] = np.concatenate(parts)
-        needed_rows = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
-        encoded_rows = Partition.from_rows([rows_by_rank[rank] for rank in home.ranks])
-        waves.append(Wave(micro_batch, encoded_rows, Partition.from_rows(needed_rows)))
+        encoded_ids = _encoded_rows(rows, planning.home, micro_batch)
+        needed_in_wave = [ids[wave_of_row[ids] == index] for ids in needed_ids.values()]
+        have = Partition.from_rows([encoded_ids[rank] for rank in home.ranks])
+        waves.append(Wave(micro_batch, have, Partition.from_rows(needed_in_wave)))
     return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, tuple(ahead), needed_by.split_over_tp)
+
+
+def _encoded_rows(rows: ModalityRows, home: Layout, micro_batch: MicroBatch) -> dict[int, Integers]:
+    """Return the ids of the rows that each rank of an encoder's home has once a micro-batch is encoded, whose documents
+    are items. All tensor-parallel ranks of a slot have its rows.
+    """
+    encoded = dict[int, Integers]()
+    for slot in range(home.slots):
+        parts = [_NONE]
+        for _, group in micro_batch.groups_of(slot):
+            segments = group.shares.segments(group.slots.index(slot))
+            first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
+            parts.append(expand_runs(first + segments.start, first + segments.stop))
+        for tp in range(home.tp):
+            encoded[home.rank_at(slot, tp=tp)] = np.concatenate(parts)
+    return encoded
 
 
 def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
@@ -166,7 +174,8 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
     multiple = needed_by.row_multiple
     needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
     for micro_batch in needed_by.micro_batches:
-        parts: list[list[ItemRows]] = [[ItemRows(_NONE, _NONE)] for _ in range(home.slots)]  # by local row
+        # what each slot needs for each of its groups; the first, empty one is for a slot without groups
+        parts: list[list[ItemRows]] = [[ItemRows(_NONE, _NONE)] for _ in range(home.slots)]
         counts = [0] * home.slots  # of local rows
         for group in micro_batch.groups:
             for member, slot in enumerate(group.slots):
@@ -177,7 +186,7 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
                 counts[slot] += group.shares.counts[member]
         for slot, count in enumerate(counts):
             slot_rows = ItemRows(*map(np.concatenate, zip(*parts[slot], strict=True)))
-            size = -(-max(count, 1) // multiple) * multiple // home.tp
+            size = -(-max(count, 1) // multiple) * multiple // home.tp  # rows of a tensor-parallel rank's part
             for tp in range(home.tp):
                 rank_rows = slot_rows
                 if needed_by.split_over_tp:

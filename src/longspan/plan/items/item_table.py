@@ -74,7 +74,9 @@ class ModalityRows:
         return tuple(np.diff(self.base).tolist())
 
     def find_rows(self, documents: Sequence[int], segments: Segments) -> ItemRows:
-        """Find which of its rows a member of a group must take from items, as indices among its rows and row ids."""
+        """Find which of its rows a member of a group must take from items, as indices among its rows and row ids.
+        `segments` are the member's runs of the group's `documents`, which they name by index.
+        """
         document = np.asarray(documents, dtype=np.int64)[segments.document]
         inside = Spans(*self.spans[:3]).find_rows(replace(segments, document=document))
         row = self.spans.first[inside.document] + inside.start - self.spans.start[inside.document]
@@ -139,7 +141,9 @@ class ItemTable:
     def targets(self) -> tuple[int, ...]:
         """How many tokens each document predicts: all but placeholders and the first, which nothing predicts."""
         spans = self._spans
-        masked = np.zeros(len(self.lengths), dtype=np.int64)
+        masked = np.zeros(
+            len(self.lengths), dtype=np.int64
+        )  # placeholders but for one at position 0, counted below
         np.add.at(masked, spans.document, spans.stop - np.maximum(spans.start, 1))
         return tuple((np.maximum(np.asarray(self.lengths, dtype=np.int64) - 1, 0) - masked).tolist())
 
@@ -186,14 +190,14 @@ class ItemTable:
                 next_row[item.modality] = row + stop - start
             if not item.spans:
                 raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
-        table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
+        table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)  # (0, 6) without items
         documents, starts, stops, _, _, indices = table.T
         overlaps = np.flatnonzero((starts[1:] < stops[:-1]) & (documents[1:] == documents[:-1]))
         if len(overlaps):
             later = int(overlaps[0]) + 1
-            earlier_item, later_item = map(self.item_text, indices[later - 1 : later + 1].tolist())
+            earlier_text, later_text = map(self.item_text, indices[later - 1 : later + 1].tolist())
             raise DataError(
-                f"{earlier_item} and {later_item} both take position {starts[later]}; every position is one item's"
+                f"{earlier_text} and {later_text} both take position {starts[later]}; every position is one item's"
             )
         return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 

@@ -17,13 +17,8 @@ from longspan.errors import PlanError, plural
 from longspan.layout import Flags, Floats, Integers, Layout
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
-from longspan.plan.planners.options import (
-    PlanKeywords,
-    PlanOptions,
-    Request,
-    expand_option_signature,
-    longest_item,
-)
+from longspan.plan.planners.options import PlanKeywords, PlanOptions, expand_option_signature
+from longspan.plan.planners.request import Request, longest_item
 
 
 @expand_option_signature
@@ -62,8 +57,8 @@ def plan_fixed(
 
 
 def smallest_fitting_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
-    """Return the smallest degree that slots and heads allow and whose caps hold the longest document; all slots if none
-    does: a planner then raises the error that says why.
+    """Return the smallest degree that divides the slots, that the heads allow, and whose slots' caps hold the longest
+    document. If there is none, return all slots: a planner then raises the error that says why.
     """
     cap = options.rows
     longest = longest_item(lengths, home, options)
@@ -87,27 +82,30 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
         node = 1
         while node < leaves:
             node *= 2
-            node += most_room[node] < length
+            if most_room[node] < length:
+                node += 1
         bins.append(node - leaves)
-        value = most_room[node] = most_room[node] - length
+        room_below = most_room[node] - length
+        most_room[node] = room_below
         while node > 1:
-            sibling = most_room[node ^ 1]
+            sibling_room = most_room[node ^ 1]
             node //= 2
-            value = max(value, sibling)
-            if most_room[node] == value:  # so nothing changes above either
+            room_below = max(room_below, sibling_room)
+            if most_room[node] == room_below:  # so nothing changes above either
                 break
-            most_room[node] = value
+            most_room[node] = room_below
     return bins
 
 
 def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
-    """Choose the bin of each document: the one with the least work, of the `bins` bins that have `room` for it; None if
-    a document fits none. Lengths (rows) must be in falling order; `work` are seconds. `idle` is a heap of (load, bin).
-    Bins that are too full for a document wait in `full` until the documents have become short enough.
+    """Choose the bin of each document, of `bins` bins that hold `room` rows each: the one with the least work among
+    those that still have room for it. Returns None if a document fits none. Lengths (rows) must be in falling order;
+    `work` are seconds.
     """
     room_left = [room] * bins
-    idle = [(0.0, b) for b in range(bins)]
-    full: list[tuple[int, int, float]] = []  # (−room left, bin, load)
+    idle = [(0.0, b) for b in range(bins)]  # a heap of (load, bin): those that may hold the next document
+    # those too full for it, (−room left, bin, load), which wait until the documents have become short enough
+    full: list[tuple[int, int, float]] = []
     places: list[int] = []
     for length, seconds in zip(lengths, work, strict=True):
         while full and -full[0][0] >= length:
@@ -144,6 +142,7 @@ class Packer:
         self.work: list[float] = request.cost.work_seconds(lengths, self.squares).tolist()  # seconds
         self.room = int(lengths.sum()) if request.rows is None else request.rows * cp  # rows that a group holds
         first = np.arange(0, request.slots, cp)
+        self.groups = len(first)
         # (groups,) whether all its slots share a node
         self.inside: Flags = first // request.node_size == (first + cp - 1) // request.node_size
 
@@ -155,7 +154,7 @@ class Packer:
         """
         fewest_bins = self._sort_bins(pack_first_fit(self.lengths, self.room))
         yield self._place_bins(self._balance_groups(fewest_bins))
-        groups = len(self.inside)
+        groups = self.groups
         multiple = self.request.micro_batch_multiple
         fewest_micro_batches = self._count_micro_batches(fewest_bins)
         for count in (fewest_micro_batches, fewest_micro_batches + multiple):
@@ -193,7 +192,7 @@ class Packer:
             documents_of[place] += self.request.families[item]
         batches: list[list[Group]] = [[] for _ in range(self._count_micro_batches(assignment))]
         for place in sorted(documents_of):
-            m, g = divmod(place, len(self.inside))
+            m, g = divmod(place, self.groups)
             batches[m].append(self.request.make_group(range(g * self.cp, (g + 1) * self.cp), documents_of[place]))
         return [MicroBatch(tuple(groups)) for groups in batches]
 
@@ -206,36 +205,36 @@ class Packer:
         return rank[places]
 
     def _balance_groups(self, assignment: Integers) -> Integers:
-        """Deal the documents of each micro-batch to its groups by equal work, where that makes its slowest group
-        faster. Groups are placed later, so all are priced inside a node.
+        """Return the assignment with the documents of each micro-batch dealt anew to its groups, by equal work, where
+        that makes its slowest group faster. Groups are placed later, so all are priced inside a node.
         """
-        groups = len(self.inside)
         count = self._count_micro_batches(assignment)
-        batch = assignment // groups
+        micro_batch = assignment // self.groups  # of each document
         new_assignment = assignment.copy()
-        documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
+        by_micro_batch = np.argsort(micro_batch, kind="stable")
+        documents_of_batches = np.split(by_micro_batch, np.cumsum(np.bincount(micro_batch))[:-1])
         for m, documents in enumerate(documents_of_batches):
             indices: list[int] = documents.tolist()
             lengths = [self.lengths[i] for i in indices]
             work = [self.work[i] for i in indices]
-            bins = pack_least_loaded(lengths, work, groups, self.room)
+            bins = pack_least_loaded(lengths, work, self.groups, self.room)
             if bins is not None:
-                new_assignment[documents] = m * groups + np.array(bins, dtype=np.int64)
+                new_assignment[documents] = m * self.groups + np.array(bins, dtype=np.int64)
         seconds_before, seconds_after = (
             self._seconds_of_places(places, inside=True, count=count).max(axis=1)
             for places in (assignment, new_assignment)
         )
-        return np.where((seconds_after < seconds_before)[batch], new_assignment, assignment)
+        return np.where((seconds_after < seconds_before)[micro_batch], new_assignment, assignment)
 
     def _place_bins(self, assignment: Integers) -> Integers:
         """Choose which group each bin of a micro-batch goes to. In lockstep groups inside a node get the slowest bins,
         as messages are faster there. In free mode groups with the least work in the micro-batches before get them, as
         only a group's total counts.
         """
-        groups = len(self.inside)
+        groups = self.groups
         matrix = self._seconds_of_places(assignment, inside=True)
-        load = np.zeros(groups)
-        place = np.empty(matrix.shape, dtype=np.int64)
+        load = np.zeros(groups)  # seconds of each group in the micro-batches before
+        place = np.empty(matrix.shape, dtype=np.int64)  # where each bin of each micro-batch goes
         for m, seconds in enumerate(matrix):
             penalty = ~self.inside if self.request.mode == "lockstep" else load
             place[m, np.argsort(-seconds, kind="stable")] = m * groups + np.argsort(penalty, kind="stable")
@@ -248,12 +247,12 @@ class Packer:
         the assignment).
         """
         count = count or self._count_micro_batches(assignment)
-        flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
-        return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
+        flags = np.broadcast_to(inside, (count, self.groups)).reshape(-1)
+        return self._bin_seconds(assignment, flags.size, flags).reshape(count, self.groups)
 
     def _bin_seconds(self, bins: Integers, count: int, inside: Flags | bool) -> Floats:
         """Return the seconds of `count` bins of documents, without the launch; 0 for an empty one. `bins` has the bin
-        of each document.
+        of each document, `inside` is whether the slots of each bin's group, or of all, share a node.
         """
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
@@ -266,7 +265,7 @@ class Packer:
 
     def _count_micro_batches(self, assignment: Integers) -> int:
         """Return how many micro-batches an assignment has, rounded up to the request's multiple."""
-        count = 1 + int(assignment.max()) // len(self.inside)
+        count = 1 + int(assignment.max()) // self.groups
         multiple = self.request.micro_batch_multiple
         return -(-count // multiple) * multiple
 
@@ -301,12 +300,15 @@ def plan_padded(
     groups = request.slots // cp
     count = len(request.lengths)
     pad = max(request.lengths, default=0)
-    # Without a limit of rows there is one micro-batch.
-    at_once = max(1, groups * (count if request.rows is None or not pad else request.rows * cp // pad))
+    documents_of_group = count  # without a limit of rows there is one micro-batch
+    if request.rows is not None and pad:
+        documents_of_group = request.rows * cp // pad
+    at_once = max(1, groups * documents_of_group)  # documents in a micro-batch; 1 if there are no documents
     batches: list[MicroBatch] = []
     for start in range(0, count, at_once):
         documents = range(start, min(start + at_once, count))
-        dealt = enumerate(documents[g::groups] for g in range(min(groups, len(documents))))
-        members = (request.make_group(range(g * cp, (g + 1) * cp), of_group, pad_to=pad) for g, of_group in dealt)
+        members = list[Group]()
+        for g in range(min(groups, len(documents))):
+            members.append(request.make_group(range(g * cp, (g + 1) * cp), documents[g::groups], pad_to=pad))
         batches.append(MicroBatch(tuple(members)))
     return request.make_plan(batches, "padded")

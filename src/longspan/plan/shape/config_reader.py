@@ -63,15 +63,18 @@ class ConfigReader:
         return find_family(self.model_type)
 
     def value(self, *names: str) -> Any:
-        """Return the first of these attributes that is set, perhaps by its family's name; None if none is."""
+        """Return the first of these attributes that is set, by these names or by GPT-2's; None if none is. In place of
+        an intermediate_size that is not set, in families that name it otherwise: their attribute, or four times the
+        hidden size.
+        """
         config = self._config
         is_object = not isinstance(config, dict)
         for name in (*names, *[_IN_FILES[name] for name in names if name in _IN_FILES]):
             value = getattr(config, name, None) if is_object else cast(dict[str, Any], config).get(name)
             if value is not None:
                 return value
-        if "intermediate_size" in names and (width := self.family.mlp_width):
-            return self.value(width) or 4 * self.count("hidden_size")
+        if "intermediate_size" in names and (attribute := self.family.mlp_width):
+            return self.value(attribute) or 4 * self.count("hidden_size")
         return None
 
     def count(self, *names: str) -> int:
@@ -86,6 +89,7 @@ class ConfigReader:
         return value
 
     def section(self, name: str) -> "ConfigReader":
+        """Return a reader of the configuration in this attribute; of an empty one if it is not set."""
         return ConfigReader(self.value(name) or {}, f"{name} of {self.where}")
 
     def experts_attribute_and_count(self) -> tuple[str, int]:

@@ -72,8 +72,8 @@ _Small = Mapping[str, Callable[[_Values], Any] | bool | int | list[str] | list[i
 
 
 def _defaults_where_none(**values: Any) -> _Small:
-    """Return values of a small copy that have these defaults where its configuration has None."""
-    # the name is bound as a default, since a lambda would look it up when it is called
+    """Return a row's `small` values: these defaults, each in place of a None in the copy's configuration."""
+    # `key` is a parameter, as a lambda would look up `name` only when it is called, after the loop
     return {name: lambda small, key=name: values[key] if small.get(key) is None else small[key] for name in values}
 
 
@@ -276,7 +276,7 @@ _DEFAULTS = Family()
 def find_family(model_type: str | None) -> Family:
     """Return what the rows say of a `model_type` together; the defaults where none names it."""
     facts = dict[str, Any]()
-    for name, row in FAMILIES.items():
-        if fnmatchcase(model_type or "", name):
+    for pattern, row in FAMILIES.items():
+        if fnmatchcase(model_type or "", pattern):
             facts |= {name: fact for name, fact in vars(row).items() if fact != getattr(_DEFAULTS, name)}
     return Family(**facts)

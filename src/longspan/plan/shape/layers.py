@@ -36,11 +36,11 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
-    # attention, mixers and MLPs each are layers of their own
+    # whether attention, mixers and MLPs are layers of their own
     separate = any(kind in ("mlp", "moe") for kind in types)
     usual = "sliding_attention" if sliding_window(read) and not types else ATTENTION[0]
     types += [usual] * (count - len(types))
-    return tuple(_layer_kind(read, layer, kind, separate) for layer, kind in enumerate(types[:count]))
+    return tuple(_layer_kind(read, layer, kind, separate=separate) for layer, kind in enumerate(types[:count]))
 
 
 def layer_types(read: ConfigReader) -> list[str]:
@@ -71,8 +71,8 @@ def layer_types(read: ConfigReader) -> list[str]:
 def depth_types(config: Any, types: Sequence[str]) -> list[str]:
     """Return the types of the layers of a depth of multi-token prediction; empty if the configuration names none.
 
-    `types` are those of the model's own layers: if none of these has experts, the depth has an MLP in place of experts,
-    and the other way round.
+    `types` are those of the model's own layers. If the depth names experts ("moe") and the model has no such layer, the
+    depth has an MLP there; and if it names an MLP ("mlp") that the model lacks, it has experts.
     """
     read = config if isinstance(config, ConfigReader) else ConfigReader.read_language_model(config)
     names: Sequence[str] = read.value("mtp_layers_block_type") or [  # or by letters, as Nemotron-H has it
@@ -85,7 +85,9 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """Return the layers of a depth of multi-token prediction: those that are named, or one like the last."""
     types = depth_types(read, layer_types(read))
-    return tuple(_layer_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
+    # Configurations that name them have MLPs and experts as layers of their own: no layer's number matters.
+    named_layers = tuple(_layer_kind(read, 0, kind, separate=True) for kind in types)
+    return named_layers or layer_kinds(read)[-1:]
 
 
 def sliding_window(read: ConfigReader) -> int:
@@ -93,7 +95,7 @@ def sliding_window(read: ConfigReader) -> int:
     return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
 
 
-def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
+def _layer_kind(read: ConfigReader, layer: int, kind: str, *, separate: bool) -> LayerKind:
     """Return what layer number `layer` has, whose type is `kind` by today's names; in a `separate` model MLPs and
     experts are layers of their own.
     """
@@ -132,9 +134,10 @@ def experts_per_token(read: ConfigReader) -> int:
 
 
 class Weights(NamedTuple):
-    """Weights of a part of a layer, and those of its last product, which is not recomputed if it ends the layer.
+    """How many weights a part of a layer has: `all` that multiply a row, and those of its `last` product, which is not
+    recomputed if it ends the layer.
 
-    `of_experts` are those of the experts that a token visits, `unvisited` (not in `all`) those of the others.
+    `of_experts` of `all` are those of the experts that a token visits; `unvisited`, not in `all`, those of the others.
     """
 
     all: int
@@ -152,7 +155,8 @@ class Widths(NamedTuple):
 
 def attention_widths(read: ConfigReader) -> Widths:
     """Return the widths of queries and of keys of a layer that attends. Latent attention counts as it is computed, with
-    full heads; a shared block attends to rows twice as wide.
+    full heads. If no head size is named, heads divide the hidden size; in a shared block, whose rows are twice as wide,
+    twice that.
     """
     heads = read.count("num_attention_heads")
     hidden = read.count("hidden_size")
@@ -175,8 +179,8 @@ def has_latent_attention(read: ConfigReader) -> bool:
 
 
 def attention_weights(read: ConfigReader) -> Weights:
-    """Count the weights of the projections of one attention layer; of a block that layers share those of the whole
-    block, as each layer runs it.
+    """Count the weights of the projections of one attention layer. For a block that layers share it counts the whole
+    block, its MLP included, since each layer runs it.
     """
     hidden = read.count("hidden_size")
     if has_latent_attention(read):
@@ -191,7 +195,7 @@ def attention_weights(read: ConfigReader) -> Weights:
         weights = 2 * hidden * (query + 2 * key) + query * hidden + 3 * hidden * width + hidden * hidden
         weights += rank * (hidden + 2 * width)
         if read.value("use_shared_attention_adapter"):
-            weights += 12 * rank * hidden
+            weights += 3 * (2 + 2) * rank * hidden
         return Weights(weights, hidden * hidden)
     gate = query if read.family.gated_queries else 0
     return Weights(hidden * (2 * query + gate + 2 * key), query * hidden)
@@ -206,42 +210,45 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     """
     hidden = read.count("hidden_size")
     # gate, up and down; without a gate two (Nemotron-H has `mlp_hidden_act`)
-    products = 2 if read.value("mlp_hidden_act") is not None or not read.family.mlp_gate else 3
+    has_gate = read.value("mlp_hidden_act") is None and read.family.mlp_gate
+    products = 3 if has_gate else 2
     if kind == "dense":
-        # Granite's, Llama 4's, others'
-        names = (
-            "shared_intermediate_size",
-            "intermediate_size_mlp",
-            "intermediate_size",
-        )
-        width = next((width for name in names if (width := read.count(name))), 0)
-        # LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it states the
-        # width.
-        if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):
-            width = read.count("block_ff_dim", "intermediate_size")
-            if read.value("block_auto_adjust_ff_dim") is not False:
-                width = int((read.value("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3))
-                multiple = read.count("block_multiple_of") or 1
-                width = -(-width // multiple) * multiple
-        return Weights(products * hidden * width, hidden * width)
+        mlp_width = _dense_mlp_width(read)
+        return Weights(products * hidden * mlp_width, hidden * mlp_width)
     if not kind:
         return Weights(0, 0)
     visited = experts_per_token(read)
-    width = read.count("moe_intermediate_size") or read.count("intermediate_size")  # of an expert
+    expert_width = read.count("moe_intermediate_size") or read.count("intermediate_size")
     gated = read.family.gated_shared_expert and bool(read.count("shared_expert_intermediate_size"))
     narrow_width = read.count("moe_latent_size")
-    shared = read.count(
+    shared_width = read.count(
         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
     )
-    if not shared:  # by a number of experts that every token visits: Llama 4 always has one
-        one = bool(read.count("intermediate_size_mlp"))
-        shared = width * (one or read.count("n_shared_experts", "num_shared_experts"))
-    weights = products * ((narrow_width or hidden) * visited * width + hidden * shared)
+    if not shared_width:  # it follows from the number of experts that every token visits: Llama 4 always has one
+        is_llama4 = read.count("intermediate_size_mlp") > 0
+        shared_experts = 1 if is_llama4 else read.count("n_shared_experts", "num_shared_experts")
+        shared_width = expert_width * shared_experts
+    weights = products * ((narrow_width or hidden) * visited * expert_width + hidden * shared_width)
     experts = read.experts_attribute_and_count()[1]
-    expert_weights = products * (narrow_width or hidden) * width
+    expert_weights = products * (narrow_width or hidden) * expert_width
     all_weights = weights + 2 * hidden * narrow_width + hidden * (experts + gated)
     # No last product: the router's weights multiply what experts return, so that backward needs it.
     return Weights(all_weights, 0, visited * expert_weights, max(0, experts - visited) * expert_weights)
+
+
+def _dense_mlp_width(read: ConfigReader) -> int:
+    """Return the width inside an MLP without experts; 0 if the configuration names none."""
+    if not read.count("conv_L_cache") or read.count("num_experts_per_tok"):
+        # Granite's, Llama 4's, others'
+        names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
+        return next((width for name in names if (width := read.count(name))), 0)
+    # LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it is as configured.
+    configured = read.count("block_ff_dim", "intermediate_size")
+    if read.value("block_auto_adjust_ff_dim") is False:
+        return configured
+    adjusted = int((read.value("block_ffn_dim_multiplier") or 1.0) * int(2 * configured / 3))
+    multiple = read.count("block_multiple_of") or 1
+    return -(-adjusted // multiple) * multiple
 
 
 def _latent_head_sizes(read: ConfigReader) -> tuple[int, int]:
@@ -316,14 +323,16 @@ class MixerShape:
 
 
 def layer_parts(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[Weights]:
-    """Return the weights of what a layer has, in the order in which rows go through it."""
+    """Return the weights of each part that a layer has, in the order in which rows go through them: attention, mixer,
+    and MLP or experts.
+    """
     parts = [attention_weights(read)] if kind.attention else []
     parts += [Weights(mixer.weights, mixer.last)] if kind.mixes and mixer else []
     return parts + ([feed_forward_weights(read, kind.feeds)] if kind.feeds else [])
 
 
 def mixer_kind(read: ConfigReader) -> str:
-    """The kind of a configuration's state-space layers, by the names of their sizes; "" without such layers, and for
+    """Return the kind of a configuration's state-space layers, which the names of its sizes tell; "" if it has none, or
     Mamba 1.
     """
     if read.count("linear_num_value_heads"):
@@ -336,7 +345,9 @@ def mixer_kind(read: ConfigReader) -> str:
 
 
 def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
-    """Read the state-space layer of a configuration; None if none is priced. Raises PlanError for missing sizes."""
+    """Read the state-space layer of a configuration; None if it has none, or Mamba 1. Raises PlanError for missing
+    sizes.
+    """
     if not (kind := mixer_kind(read)):
         return None
     hidden = read.require_count("hidden_size")
@@ -423,6 +434,10 @@ def _read_mamba2(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _count_mamba2_heads(read: ConfigReader) -> int:
-    """Return the heads of a Mamba 2 layer; 0 for Mamba 1, for which the first Zamba, without groups, has a key too."""
-    heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
-    return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))
+    """Return the heads of a Mamba 2 layer; 0 for Mamba 1 and for a model without either."""
+    if heads := read.count("mamba_n_heads", "mamba_num_heads"):
+        return heads
+    if read.count("state_size") and (heads := read.count("num_heads")):
+        return heads
+    # The first Zamba, whose layers are Mamba 1, has n_mamba_heads too, but no groups.
+    return read.count("n_mamba_heads") if read.count("mamba_ngroups") else 0

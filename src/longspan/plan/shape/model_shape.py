@@ -105,8 +105,9 @@ class ModelShape:
         """
         read = ConfigReader.read_language_model(config)
         mixer = read_mixer_shape(read)
-        _check_can_be_priced(read, mixer)
         kinds = layer_kinds(read)
+        _check_layers_are_priced(read, mixer)
+        _check_needed_counts(read, kinds)
         kinds += depth_kinds(read) * depths if depths else ()
         hidden = read.count("hidden_size")
         window = sliding_window(read)
@@ -115,25 +116,29 @@ class ModelShape:
         for kind in dict.fromkeys(kinds):
             parts = layer_parts(read, kind, mixer)
             every, _, of_experts, unvisited = (sum(numbers) for numbers in zip(*parts, strict=True))
-            # the last product is that of its MLP, or else mixer, or else attention
+            # The layer's last product is that of its last part: MLP or experts, or else mixer, or else attention.
             weights_of_kinds[kind] = Weights(every, parts[-1].last, of_experts, unvisited)
         layers = [weights_of_kinds[kind] for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
         widths = attention_widths(read) if attention else (0, 0)
         indexed = sum(kind in INDEXED for kind in attention)
-        latent = (2 * read.count("kv_lora_rank") + read.count("qk_rope_head_dim")) // 2  # keys and values, the mean
-        choosing = sum(kind != "shared" for kind in read.value("indexer_types") or [""] * indexed)
+        latent_width = (
+            2 * read.count("kv_lora_rank") + read.count("qk_rope_head_dim")
+        ) // 2  # keys and values: mean
+        # layers whose rows choose keys by themselves; those of type "shared" take the choice of a layer before
+        choosing_layers = sum(kind != "shared" for kind in read.value("indexer_types") or [""] * indexed)
         vocabulary = read.count("vocab_size")
-        outside = hidden * vocabulary * (1 + depths) + 2 * hidden * hidden * depths
+        # Besides layers there are the output projection, which each depth multiplies by once more, the embedding, which
+        # multiplies nothing, and the depths' projections.
+        projections = 2 * hidden * hidden * depths
+        active_outside_layers = hidden * vocabulary * (1 + depths) + projections
+        embedding_and_head = hidden * vocabulary * (1 if read.value("tie_word_embeddings") else 2)
         expert_layers = sum(kind.feeds == "experts" for kind in kinds)
-        stored = (
-            hidden * vocabulary * (1 if read.value("tie_word_embeddings") else 2) + 2 * hidden * hidden * depths
-        )
         return cls(
             layers=len(attention),
-            weights=sum(layer.all for layer in layers) + outside,
+            weights=sum(layer.all for layer in layers) + active_outside_layers,
             query_width=widths[0],
-            key_width=latent if indexed else widths[1],
+            key_width=latent_width if indexed else widths[1],
             recomputed_weights=sum(layer.all - layer.last for layer in layers),
             window_layers=attention.count("sliding_attention") if window else 0,
             window=window,
@@ -141,8 +146,10 @@ class ModelShape:
             chunk=chunk,
             indexed_layers=indexed,
             chosen=read.count("index_topk") if indexed else 0,
-            chosen_width=read.count("num_attention_heads") * latent if indexed else 0,
-            index_width=choosing * read.count("index_n_heads") * read.count("index_head_dim") if indexed else 0,
+            chosen_width=read.count("num_attention_heads") * latent_width if indexed else 0,
+            index_width=(
+                choosing_layers * read.count("index_n_heads") * read.count("index_head_dim") if indexed else 0
+            ),
             mixer_layers=sum(kind.mixes for kind in kinds),
             mixer=mixer if any(kind.mixes for kind in kinds) else None,
             decoder_layers=len(kinds),
@@ -150,7 +157,7 @@ class ModelShape:
             kv_heads=1 if indexed else key_value_heads(read),
             dense_layers=sum(kind.feeds == "dense" for kind in kinds),
             expert_weights=sum(layer.of_experts for layer in layers),
-            stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
+            stored_weights=sum(layer.all + layer.unvisited for layer in layers) + embedding_and_head + projections,
             stored_experts=sum(layer.of_experts + layer.unvisited for layer in layers),
             expert_layers=expert_layers,
             routed_numbers=expert_layers * experts_per_token(read) * (read.count("moe_latent_size") or hidden),
@@ -159,32 +166,42 @@ class ModelShape:
         )
 
 
-def _check_can_be_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
-    """Raise PlanError for layers that cannot be priced. Counts of attention and of MLPs are needed if some layer has
-    such a part, or if the configuration names no layers. Latent attention is priced only in a model with a mixer, as
-    Kimi's are, and with the size of a value head, or where all rows choose their keys.
-    """
+def _check_layers_are_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
+    """Raise PlanError, which names them, for kinds of layers that are not priced."""
     types = layer_types(read)
-    kinds = layer_kinds(read)
+    # All rows of all layers choose their keys; where only some layers do, these are not priced.
     is_indexed = bool(types) and {*types} <= {*INDEXED} and bool(read.count("index_topk"))
     unpriced: list[str] = []
-    if has_latent_attention(read) and not is_indexed and not (mixer and read.count("v_head_dim")):
-        unpriced.append("latent attention")
+    if has_latent_attention(read) and not is_indexed:
+        is_kimi = mixer is not None and read.count("v_head_dim") > 0  # whose latent attention is priced
+        if not is_kimi:
+            unpriced.append("latent attention")
     if mixer is None and read.value(*_STATES) is not None:
         unpriced.append(f"state-space layers{f' of {read.model_type}' if read.model_type else ''}, Mamba 1")
-    priced = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())} - {
-        *(() if is_indexed else INDEXED)
-    }
+    priced = {*ATTENTION, "mlp", "moe"}
+    if mixer:
+        priced |= {*MIXING, "hybrid"}
+    if not is_indexed:
+        priced -= {*INDEXED}
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:
         advice = "leave --model out: the prices are then a Qwen3-8B's"
         raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {advice}")
-    layer_count = [] if types else ["num_hidden_layers"]  # types tell how many layers there are
-    heads = ["num_attention_heads"] if not kinds or any(kind.attention for kind in kinds) else []
-    widths = (
-        ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()
-    )
-    read.check_counts("hidden_size", *layer_count, *heads, "vocab_size", one_of=widths)
+
+
+def _check_needed_counts(read: ConfigReader, kinds: Sequence[LayerKind]) -> None:
+    """Raise PlanError if the configuration lacks a count that pricing needs. Those of attention and of MLPs are needed
+    only if some of the layers, whose `kinds` are given, has such a part; if the configuration names no layers, all are.
+    """
+    needed = ["hidden_size"]
+    if not layer_types(read):  # types would tell how many layers there are
+        needed.append("num_hidden_layers")
+    if not kinds or any(kind.attention for kind in kinds):
+        needed.append("num_attention_heads")
+    widths = list[str]()
+    if not kinds or any(kind.feeds for kind in kinds):
+        widths = ["intermediate_size", "moe_intermediate_size"]
+    read.check_counts(*needed, "vocab_size", one_of=widths)
 
 
 def read_query_heads(config: Any) -> int | None:

@@ -47,11 +47,15 @@ class PackedRows(NamedTuple):
         return int(columns * self.number_bytes) + -(-columns // (self.block or columns)) * self.scale_bytes
 
     def reason_against(self, columns: int, parts: int = 1) -> str:
-        """Return why rows of so many numbers cannot be packed, each cut into parts for tensor-parallel ranks; or ""."""
-        columns //= parts
-        if not self.block or (self.number_bytes == 1 and parts == 1) or columns % self.block == 0:
+        """Return why rows of `columns` numbers, each cut into `parts` for tensor-parallel ranks, cannot be packed; ""
+        if they can.
+        """
+        columns_of_part = columns // parts
+        # A whole row of bytes may end with a shorter block; blocks of half bytes, and of a row that is cut, divide it.
+        ends_with_any_block = self.number_bytes == 1 and parts == 1
+        if not self.block or ends_with_any_block or columns_of_part % self.block == 0:
             return ""
-        reason = f"its rows have {columns} numbers, which blocks of {self.block} do not divide"
+        reason = f"its rows have {columns_of_part} numbers, which blocks of {self.block} do not divide"
         return reason + (f" on each of {parts} tensor-parallel ranks; use tp 1" if parts > 1 else "")
 
 
@@ -71,8 +75,9 @@ class PackedWeights(NamedTuple):
 
 
 def find_packed_rows(config: Any, frozen: FrozenWeights) -> PackedRows | None:
-    """Return how the frozen weights of a model lie as bytes; None if they are whole, as under "auto" where its
-    `quantization_config` names no format that is known. Raises PlanError for "stored" there.
+    """Return how the frozen weights of a model lie as bytes; None if they are whole. "auto" and "stored" keep the
+    format that the model's `quantization_config` names; if it names none that is known, "auto" is whole, and "stored"
+    raises PlanError.
     """
     if frozen in ("whole", "nf4"):
         return NF4 if frozen == "nf4" else None
@@ -87,7 +92,7 @@ def find_packed_rows(config: Any, frozen: FrozenWeights) -> PackedRows | None:
     elif method == "bitsandbytes":
         rows = INT8 if stored.value("load_in_8bit") else NF4
     elif method == "compressed-tensors":
-        groups: Any = stored.value("config_groups") or {"": None}
+        groups: Any = stored.value("config_groups") or {"": None}  # None: a group that says nothing
         group: Any = next(iter(groups.values()))
         weights = ConfigReader(group, stored.where).section("weights")
         if (weights.value("type"), weights.value("num_bits")) == ("float", 8):
@@ -95,37 +100,32 @@ def find_packed_rows(config: Any, frozen: FrozenWeights) -> PackedRows | None:
     if rows is None:
         if frozen == "auto":
             return None
-        held = f"in {method}, which is not read" if method else "whole, without a quantization_config"
-        raise PlanError(f'model.frozen is "stored", and {read.where} holds its weights {held}; use nf4 or whole')
+        form = f"in {method}, which is not read" if method else "whole, without a quantization_config"
+        raise PlanError(f'model.frozen is "stored", and {read.where} holds its weights {form}; use nf4 or whole')
     lists = (stored.value(name) for name in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore"))
-    # of an expression or a dotted name the last word
-    words = (re.findall(r"[a-z]\w*", str(name)) for names in lists for name in names or ())
-    return rows._replace(whole=frozenset(word[-1] for word in words if word))
+    # Modules that stay whole are listed by dotted names or expressions: the last word of each is the module's name.
+    words_of_names = (re.findall(r"[a-z]\w*", str(name)) for names in lists for name in names or ())
+    return rows._replace(whole=frozenset(words[-1] for words in words_of_names if words))
 
 
 def packed_weights_of_layer(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, rows: PackedRows | None, tp: int = 1
 ) -> PackedWeights:
-    """Count the packed weights of one layer, all its experts among them: of each part (attention, mixer, MLP, experts)
-    its linears' numbers and the columns of their matrices, by which scales are counted. A part's first linears have as
-    many columns as the model is wide; its last one, back to that width, whose columns `tp` ranks cut, has its numbers
-    over the width. Raises PlanError for rows that blocks do not divide.
+    """Count the packed weights of one layer, which are those of all its linears, and of all its experts; none if `rows`
+    is None. `tp` ranks cut the columns of the linears that lead back to the model's width. Raises PlanError for rows
+    that blocks do not divide.
     """
     if rows is None:
         return PackedWeights()
     hidden = read.count("hidden_size")
     parts = list[_Part]()
-
-    def add(names: frozenset[str], weights: Weights) -> None:
-        parts.append(_Part(names, weights.all - weights.last, hidden))
-        parts.append(_Part(names, weights.last, weights.last // hidden, tp))
-
     if kind.attention:
-        add(_ATTENTION, attention_weights(read))
+        parts += _linear_parts(_ATTENTION, attention_weights(read), hidden, tp)
     if kind.mixes and mixer:
-        add(_MIXER, Weights(mixer.weights - mixer.channels * mixer.width, mixer.last))
+        linears = Weights(mixer.weights - mixer.channels * mixer.width, mixer.last)  # without the convolution
+        parts += _linear_parts(_MIXER, linears, hidden, tp)
     if kind.feeds == "dense":
-        add(_MLP, feed_forward_weights(read, "dense"))
+        parts += _linear_parts(_MLP, feed_forward_weights(read, "dense"), hidden, tp)
     experts = list[_Part]()
     if kind.feeds == "experts":
         weights = feed_forward_weights(read, "experts")
@@ -135,22 +135,34 @@ def packed_weights_of_layer(
         down = count * inputs * width
         experts.append(_Part(_EXPERTS, weights.of_experts + weights.unvisited - down, inputs))
         experts.append(_Part(_EXPERTS, down, width))
-        # with the one row of a shared expert's gate
+        # What is left beside the router: the shared expert, and the one row of its gate.
         shared = weights.all - weights.of_experts - hidden * count
         parts.append(_Part(_MLP, shared, hidden))
-    if rows.name == MXFP4.name:  # it is of experts alone
+    if rows.name == MXFP4.name:  # in which only experts are packed
         parts = []
     numbers, size = _count_packed(read, parts, rows)
     return PackedWeights(numbers, size, *_count_packed(read, experts, rows))
 
 
 class _Part(NamedTuple):
-    """Weights of a layer by the names of their modules, and how many columns they have, cut over `tp` ranks."""
+    """Matrices of a layer that have as many `columns`, which `tp` ranks cut: the numbers of all (`weights`), and the
+    `names` by which a folder may leave their modules whole.
+    """
 
     names: frozenset[str]
     weights: int
     columns: int
     tp: int = 1
+
+
+def _linear_parts(names: frozenset[str], weights: Weights, hidden: int, tp: int) -> list[_Part]:
+    """Return the first linears of a part of a layer, which read rows of the hidden size, and its last one, which makes
+    such rows: its columns are its numbers over the hidden size.
+    """
+    return [
+        _Part(names, weights.all - weights.last, hidden),
+        _Part(names, weights.last, weights.last // hidden, tp),
+    ]
 
 
 def _count_packed(read: ConfigReader, parts: list[_Part], rows: PackedRows) -> tuple[float, float]:
@@ -180,5 +192,6 @@ def packed_weights_of_model(config: Any, frozen: FrozenWeights) -> PackedWeights
     read = ConfigReader.read_language_model(config)
     kinds = layer_kinds(read)
     mixer = read_mixer_shape(read)
-    of_kinds = {kind: packed_weights_of_layer(read, kind, mixer, rows) for kind in dict.fromkeys(kinds)}
-    return PackedWeights(*(sum(numbers) for numbers in zip(*(of_kinds[kind] for kind in kinds), strict=True)))
+    weights_of_kinds = {kind: packed_weights_of_layer(read, kind, mixer, rows) for kind in dict.fromkeys(kinds)}
+    weights_of_layers = [weights_of_kinds[kind] for kind in kinds]
+    return PackedWeights(*(sum(numbers) for numbers in zip(*weights_of_layers, strict=True)))

@@ -33,8 +33,8 @@ def position_limit(config: Any) -> int | None:
 
 
 def can_scale_positions(config: Any) -> bool:
-    """Return whether model.rope_scaling can stretch the positions of a configuration: of text models whose layers share
-    one kind of rotary positions that their own configuration does not scale.
+    """Return whether model.rope_scaling can stretch the positions of a configuration. It can in text models whose
+    layers all have one kind of rotary positions, if the configuration itself does not scale them.
     """
     reader = ConfigReader.read_whole_model(config)
     one_kind = all(reader.value(name) is None for name in ("text_config", *_BY_LAYER))
@@ -52,7 +52,9 @@ def has_no_positions(config: Any) -> bool:
 
 
 def shared_rope(reader: ConfigReader) -> dict[str, Any] | None:
-    """Return the rotary parameters that all layers share, with a "rope_type"; None where types of layers have own."""
+    """Return the rotary parameters that all layers share, with a "rope_type"; None if types of layers have parameters
+    of their own.
+    """
     rope: Any = reader.value("rope_parameters", "rope_scaling")  # the second before version 5 of transformers
     rope = cast(Mapping[str, Any], rope) if isinstance(rope, Mapping) else {}
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -61,18 +63,20 @@ def shared_rope(reader: ConfigReader) -> dict[str, Any] | None:
 
 
 class LengthLimit(NamedTuple):
-    """Up to `limit` rows a document's frequencies are the same; beyond they are other ones, the same for all of them or
-    of each length.
+    """How a document's length decides its rotary frequencies: documents of up to `limit` rows have the same ones,
+    longer documents others. These are one set for all longer documents, or, `of_each_length`, another set for each
+    length.
     """
 
     limit: int
     of_each_length: bool
 
     def representative_lengths(self, lengths: Integers) -> Integers:
-        """Return lengths that are equal where the frequencies of documents are."""
+        """Return for each of these lengths one that stands for its frequencies: two are equal if the frequencies are.
+        """
         return np.clip(lengths, self.limit, None if self.of_each_length else self.limit + 1)
 
 
 def length_class(limits: Sequence[LengthLimit], length: int) -> tuple[int, ...]:
-    """Return what is equal for lengths of documents that have the same rotary frequencies."""
+    """Return a key of the rotary frequencies of a document of this length: documents with equal keys have the same."""
     return tuple(int(limit.representative_lengths(np.asarray(length))) for limit in limits)
