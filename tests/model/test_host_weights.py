@@ -46,8 +46,8 @@ MUTATIONS: dict[str, Change] = {
     "a micro-batch's gradient is dropped": ("model.host_weights", "tensor.add_(self.staged_sum.wait())", "pass"),
     "the norm without gradients on the host": (
         "train.gradient_norm",
-        "[next(others) if norm is None else norm for norm in norms]",
-        "[next(others) if norm is None else 0 * norm for norm in norms]",
+        "[next(remaining_norms) if norm is None else norm for norm in known_norms]",
+        "[next(remaining_norms) if norm is None else 0 * norm for norm in known_norms]",
     ),
     "a copy that is not taken anew": ("model.host_weights", "parameter.staged = None", "pass"),
 }

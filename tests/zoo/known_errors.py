@@ -68,7 +68,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "gradient norm counts copies": KnownError(
             checks.clipped_norm,
             "train.gradient_norm",
-            "bool((mesh.mesh == self._first_rank).any()) and not any(copies)",
+            "bool((mesh.mesh == self._first_rank).any()) and not any(copy_numbers)",
             "True",
             TP,
         ),

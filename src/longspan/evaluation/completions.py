@@ -37,15 +37,13 @@ class Completions(NamedTuple):
 
 
 class CompletionSettings(NamedTuple):
-    """How prompts are completed: the `folder` of the settings of generation, and a function that says whether to stop
-    before the next prompt.
-    """
+    """How prompts are completed."""
 
     tokenizer: TextTokenizer
-    folder: Path
+    folder: Path  # of the settings of generation, if it has any
     max_new_tokens: int
     seed: int = 0
-    stopped: Callable[[], object] = bool
+    stopped: Callable[[], object] = bool  # asked on the first rank before each prompt: whether to stop
 
 
 def complete_prompts(
@@ -56,10 +54,10 @@ def complete_prompts(
     Tokens are those of `generate` of the model that `save_model` writes, in the dtype in which this one computes: one
     sequence at a time, with a cache. Raises ModelError as StockCopy does.
     """
-    copy = StockCopy(model, world)
+    stock_copy = StockCopy(model, world)
 
     def complete(stock: PreTrainedModel) -> Completions:
-        """Complete the prompts on the first rank, with the stock copy; between two of them it may be told to stop."""
+        """Complete the prompts on the first rank, with the stock copy, until all are done or `settings` stop it."""
         if not stock.can_generate():
             raise ModelError(
                 f"{type(stock).__name__} scores documents, and generates nothing; give a language model"
@@ -70,22 +68,29 @@ def complete_prompts(
             if settings.stopped():
                 break
             rows.append(_complete_prompt(stock, prompt, world.device, settings))
-        tokens = plural(sum(row.tokens for row in rows), "token")
-        layers = f"{copy.staying} of {plural(copy.layers, 'layer')} stayed on the first rank"
-        others = "" if copy.staying == copy.layers else ", the others were gathered for each token"
-        seconds = seconds_text(time.monotonic() - began)
-        weights = f"{bytes_text(copy.gathered_bytes)} of weights were gathered"
-        done = f"{plural(len(rows), 'completion')} of {tokens} in {seconds}"
-        return Completions(rows, f"{done}: {weights}; {layers}{others}")
+        return Completions(rows, _cost_text(rows, time.monotonic() - began, stock_copy))
 
-    return copy.run(complete, "completions")
+    return stock_copy.run(complete, "completions")
+
+
+def _cost_text(rows: Sequence[Completion], seconds: float, stock_copy: StockCopy) -> str:
+    """Return words for what completions took in `seconds`, with the weights that the copy gathered for them."""
+    tokens = sum(row.tokens for row in rows)
+    text = f"{plural(len(rows), 'completion')} of {plural(tokens, 'token')} in {seconds_text(seconds)}"
+    text += f": {bytes_text(stock_copy.gathered_bytes)} of weights were gathered"
+    text += f"; {stock_copy.staying} of {plural(stock_copy.layers, 'layer')} stayed on the first rank"
+    if stock_copy.staying < stock_copy.layers:
+        text += ", the others were gathered for each token"
+    return text
 
 
 def _complete_prompt(
     stock: PreTrainedModel, prompt: Prompt, device: torch.device, settings: CompletionSettings
 ) -> Completion:
-    """Complete one prompt with the stock model, with the folder's settings and the prompt's temperature (0: the
-    likeliest token), by random numbers from the settings' seed; the generators are restored.
+    """Complete one prompt with the stock model, by the settings of generation of the folder, or of the model.
+
+    The prompt's own temperature counts (0: the likeliest token). Random numbers follow from the seed; the states of
+    random generators are restored.
     """
     began = time.monotonic()
     config: Any = deepcopy(stock.generation_config)
@@ -108,6 +113,7 @@ def _complete_prompt(
         torch.manual_seed(settings.seed)
         generate: Any = stock.generate
         output = generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    new = output[0, len(prompt.ids) :].tolist()
-    text = settings.tokenizer.engine.decode(new, skip_special_tokens=True)
-    return Completion(prompt.text, text, len(new), bool(new) and new[-1] in ends, time.monotonic() - began)
+    new_ids = output[0, len(prompt.ids) :].tolist()
+    text = settings.tokenizer.engine.decode(new_ids, skip_special_tokens=True)
+    has_ended = bool(new_ids) and new_ids[-1] in ends
+    return Completion(prompt.text, text, len(new_ids), has_ended, time.monotonic() - began)

@@ -60,15 +60,14 @@ def evaluate_saved(
     the start before this call.
     """
     first = request.subjects[0]
-    key = "--metrics"
-    names = request.metrics
-    if not names:
-        key = "evaluation.metrics"
-        names = first.config.evaluation.metrics
-    metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
+    if request.metrics:
+        load = partial(load_metrics, request.metrics, "--metrics")
+    else:
+        load = partial(load_metrics, first.config.evaluation.metrics, "evaluation.metrics")
+    metrics = run_on_every_rank(world, load, ConfigError)
     checked = [find_checked_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
-    ids = {(weights.tokenizer.digest, weights.tokenizer.surrounding_tokens) for weights in checked}
-    if len(ids) > 1:
+    tokenizers = {(weights.tokenizer.digest, weights.tokenizer.surrounding_tokens) for weights in checked}
+    if len(tokenizers) > 1:
         one, other = (weights.subject.folder for weights in checked)
         raise ConfigError(
             f"the tokenizers of {one} and {other} differ, and losses per token of different tokens cannot be "
@@ -111,11 +110,11 @@ def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
 
 
 def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
-    """Build the sets of texts that are named on the command line, tokenized as by the first subject's run but for
-    flags.
+    """Build the sets of texts that are named on the command line, with the keys of the first subject's run where no
+    flag says otherwise.
 
-    The first rank builds corpora in a folder of its own, all ranks map them, then the folder goes. Entered by all
-    ranks.
+    The first rank builds corpora in a temporary folder, all ranks map them, then the folder is deleted: its files stay
+    readable while they are mapped. Entered by all ranks.
     """
     config = request.subjects[0].config
     longest = request.max_document_tokens
@@ -124,6 +123,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
     with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
 
         def build_corpora() -> None:
+            """Build the corpus of each set in a numbered folder, on the first rank."""
             for index, (_, path) in enumerate(request.paths):
                 settings = CorpusSettings.for_set(config, path, request.split, longest)
                 _build_corpus(settings, tokenizer, Path(folder, str(index)), log)
@@ -176,8 +176,8 @@ class _FittedSubject:
 def _fit_subject(
     request: EvalRequest, checked: CheckedWeights, *, sets: Sets, world: World, log: LogLine
 ) -> _FittedSubject:
-    """Fit a subject's positions and plans to these ranks and to the longest document of the sets; the same on every
-    rank.
+    """Fit a subject's positions and plans to these ranks and to the longest document of the sets, and give its sets
+    the images that its model reads; the same on every rank.
 
     Raises ConfigError or PlanError for a document that does not fit.
     """
@@ -246,32 +246,26 @@ class _Evaluator:
     def _evaluate_sets(
         self, fit: _FittedSubject, model: AnyModel, step: int, cost: Cost, stop: StopSignal
     ) -> Iterator[SetResult]:
-        """Yield the result of each set at each degree; a degree that is open is chosen for each set, by
-        the first rank.
+        """Yield the result of each set at each degree, as it is evaluated; entered by all ranks.
+
+        A loss of preferences with a reference is used where files have the reference's log-probabilities, which are
+        read into the set's corpus. An error is raised when the result that it prevents is asked for.
         """
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         weights = fit.checked.subject.weights.title.rpartition("/")[2]
         for name, documents in fit.sets.items():
             choice = PlannerConfig.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
-                lengths = [int(n) for n in documents.lengths]
-                is_open = fit.config.evaluation.planner == AUTO
-                choose = partial(
-                    choose_evaluation_degree, choice, lengths, self.world.home, name=name, planner_open=is_open
-                )
-                choice, reason = run_on_first_rank(self.world, choose, ConfigError)  # hosts may round differently
-                if reason:
-                    self.log(reason)
-            loss = None
-            if fit.config.train.needs_reference and not read_reference_log_probs(
-                [documents], fit.config, self.world
-            ):
+                choice = self._choose_degree(fit.config, choice, name, documents)
+            train = fit.config.train
+            loss = None  # the cross entropy
+            if not train.needs_reference or read_reference_log_probs([documents], fit.config, self.world):
+                loss = loss_of_documents(documents, train)
+            else:
                 self.log(
                     "no log-probabilities of these documents by the reference model are kept: their loss is the cross "
                     "entropy of their answers"
                 )
-            else:
-                loss = loss_of_documents(documents, fit.config.train)
             for at_degree in _planner_configs_at_degrees(choice, self.degrees, max(documents.lengths)):
                 title = ", ".join(filter(None, (weights, name, at_degree.text)))  # held-out documents have no name
                 options = EvaluationOptions(
@@ -285,6 +279,20 @@ class _Evaluator:
                     loss=loss,
                 )
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)
+
+    def _choose_degree(
+        self, config: RunConfig, choice: PlannerConfig, name: str, documents: CorpusDocuments
+    ) -> PlannerConfig:
+        """Return the choice with a degree for one set, where its own is open, and log why; entered by all ranks."""
+        lengths = [int(n) for n in documents.lengths]
+        is_open = config.evaluation.planner == AUTO
+        choose = partial(
+            choose_evaluation_degree, choice, lengths, self.world.home, name=name, planner_open=is_open
+        )
+        chosen, reason = run_on_first_rank(self.world, choose, ConfigError)  # hosts may round differently
+        if reason:
+            self.log(reason)
+        return chosen
 
 
 def _planner_configs_at_degrees(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:

@@ -80,17 +80,13 @@ def evaluate(
     degree = max((group.degree for group in plan.groups), default=1)
     if isinstance(choice, PlannerConfig) and choice.has_one_degree:
         degree = choice.degree or degree
-    return replace(
-        _make_result(inputs, totals, options),
-        cp=degree,
-        seconds=time.perf_counter() - started,
-        # Without the parameters that stayed gathered, which are no activations.
-        activation_bytes=int(
-            world.control.largest_over_ranks([added_bytes[0] - portions.gathered], "peaks of memory")[0]
-        )
-        if added_bytes
-        else None,
-    )
+    result = _make_result(inputs, totals, options)
+    seconds = time.perf_counter() - started
+    activation_bytes = None
+    if added_bytes:  # on GPUs; parameters that stayed gathered are no activations
+        (peak,) = world.control.largest_over_ranks([added_bytes[0] - portions.gathered], "peaks of memory")
+        activation_bytes = int(peak)
+    return replace(result, cp=degree, seconds=seconds, activation_bytes=activation_bytes)
 
 
 def _plan_and_check(
@@ -109,28 +105,29 @@ def _plan_and_check(
     lengths = getattr(documents, "lengths", None)
     if lengths is None:
         lengths = [len(documents[d]) for d in range(len(documents))]
-    documents = StepDocuments(model, documents, tuple(map(int, lengths)))
-    options = choice.options  # priced for forward passes, with the rows that the model takes
-    multiple = call_rules(language_model).row_multiple
-    rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
-    targets = sum(documents.targets_by_document)
-    options = replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
+    step_documents = StepDocuments(model, documents, tuple(map(int, lengths)))
+    options = choice.options
+    model_multiple = call_rules(language_model).row_multiple
+    multiple = options.row_multiple if options.row_multiple % model_multiple == 0 else model_multiple
+    targets = sum(step_documents.targets_by_document)
+    options = replace(options, cost=options.cost.forward_only(), row_multiple=multiple, targets=targets)
     choice = replace(choice, options=options)
-    documents_to_read: Any = documents
-    if share_prefixes and documents.items is None and isinstance(documents.documents, Sequence):
+    documents_to_read: Any = step_documents
+    if share_prefixes and step_documents.items is None and isinstance(documents, Sequence):
         shared, plan = share_prefixes_where_faster(
-            language_model, documents.documents, documents.lengths, choice, world, training=False
+            language_model, documents, step_documents.lengths, choice, world, training=False
         )
-        documents_to_read = documents if plan.parents is None else shared
+        if plan.parents is not None:
+            documents_to_read = shared
     else:
-        plan = cached_plan(choice, documents.lengths, world.home)
+        plan = cached_plan(choice, step_documents.lengths, world.home)
     return check_step_arguments(model, plan, documents_to_read, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """Return the result of an evaluation from its sums; every metric is a mean: a sum and what divides it.
+    """Return the result of an evaluation from its sums over all ranks; the caller sets degree, seconds and bytes.
 
-    The caller sets degree, seconds and bytes.
+    Losses are of tokens, of scores, or of the sets of documents of `options.loss`.
     """
     plan = inputs.plan
     whole = [*plan.whole_documents]
@@ -143,19 +140,20 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
     by_position = ()
     if options.loss is None:
         loss = Mean(math.fsum(totals.documents.tolist()), plan.targets)
-        # the last row may count too
-        by_position = totals.bucket_by_position([n + (columns > 0) for n in lengths])
+        # The last row of a document predicts nothing, but it may have a score: then it is as if a token followed.
+        reached_lengths = [length + 1 for length in lengths] if columns else lengths
+        by_position = totals.bucket_by_position(reached_lengths)
     elif columns:
         totals, loss = _totals_of_sets(totals, options.loss, plan)
     else:
         return _result_of_sets(inputs, totals, options, options.loss)
-    # Of scores it is the share of right classes, where each row has one of several.
-    chooses = (
-        not columns
-        or options.loss is not None
-        or (columns > 1 and plan.targets > 0 and LABEL in inputs.documents[0].token_values(_NOWHERE))
-    )
-    metrics = {"accuracy" if columns else "token_accuracy": Mean(totals.hits, totals.rows)} if chooses else {}
+    metrics = dict[str, Mean]()
+    if not columns:
+        metrics["token_accuracy"] = Mean(totals.hits, totals.rows)
+    else:  # of sets, or of rows that have one of several classes
+        has_classes = columns > 1 and plan.targets > 0 and LABEL in inputs.documents[0].token_values(_NOWHERE)
+        if options.loss is not None or has_classes:
+            metrics["accuracy"] = Mean(totals.hits, totals.rows)
     if options.token_bytes is not None and not columns:
         metrics["bits_per_byte"] = Mean(loss.sum / math.log(2), totals.bytes)
     metrics |= {name: Mean(*pair) for name, pair in zip(options.metrics, totals.metrics.tolist(), strict=True)}
@@ -174,7 +172,7 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
         by_position=by_position,
         by_length=totals.bucket_by_length(lengths, targets),
         document_losses=tuple(
-            Mean(loss, count) for loss, count in zip(totals.documents.tolist(), targets, strict=True)
+            Mean(total, count) for total, count in zip(totals.documents.tolist(), targets, strict=True)
         ),
         document_metrics={
             name: tuple(Mean(*pair) for pair in sums.T.tolist())
@@ -186,40 +184,45 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
 def _result_of_sets(
     inputs: StepInputs, totals: Totals, options: EvaluationOptions, loss: "DocumentLoss"
 ) -> Evaluation:
-    """Make the result of a loss of sets of a language model's documents, from the sums of `with_sums_of_sets`."""
+    """Return the result of a loss of sets of a language model's documents, from the sums of `with_sums_of_sets`.
+
+    It has the caller's own metrics, and the loss's figures in place of the built-in ones.
+    """
     from longspan.train.terms.document_loss import sum_set_losses
 
-    count = len(loss.columns) + len(loss.also)
+    count = len(loss.columns) + len(loss.also)  # of sums, which come before the caller's metrics of documents
     sums = totals.document_metrics[:count, 0].T
     sets = loss.check_sets(inputs.plan)
     numbers = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
     total, _ = sum_set_losses(loss.function, sets, numbers)
-    tokens = _make_result(inputs, totals, replace(options, loss=None))  # cross entropies, which are not told
+    token_result = _make_result(inputs, totals, replace(options, loss=None))
     figures = {} if loss.figures is None else loss.figures(sums)
-    own_metrics = {name: mean for name, mean in tokens.metrics.items() if name in options.metrics}
+    own_metrics = {name: mean for name, mean in token_result.metrics.items() if name in options.metrics}
     return replace(
-        tokens,
+        token_result,
         loss=total / max(len(sets), 1),
-        scored=True,
+        scored=True,  # the loss is no cross entropy: it has no perplexity
         metrics={name: Mean(value, 1) for name, value in figures.items()} | own_metrics,
         by_position=(),
         by_length=(),
-        document_metrics=dict([*tokens.document_metrics.items()][count:]),
+        document_metrics=dict([*token_result.document_metrics.items()][count:]),
     )
 
 
 def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[Totals, Mean]:
-    """Return totals, of documents' scores, as those of the sets of documents, and the mean loss of sets.
+    """Return totals of sets from `totals`, which have a score for each document, and the mean loss of the sets.
 
     Each document has its set's loss; a set is a hit if its first document has the highest score.
     """
     sets = loss.check_sets(plan)
     losses = np.zeros_like(totals.documents)
     hits = 0
-    values = list[float]()
+    set_losses = list[float]()
     for documents in sets:
-        first, *others = scores = totals.documents[list(documents)]
-        values.append(float(loss.function(torch.from_numpy(scores), documents)))
-        losses[list(documents)] += values[-1]
-        hits += all(first > other for other in others)
-    return totals._replace(documents=losses, hits=hits, rows=len(sets)), Mean(math.fsum(values), len(sets))
+        scores = totals.documents[list(documents)]
+        set_losses.append(float(loss.function(torch.from_numpy(scores), documents)))
+        losses[list(documents)] += set_losses[-1]
+        first, *others = scores
+        if all(first > other for other in others):
+            hits += 1
+    return totals._replace(documents=losses, hits=hits, rows=len(sets)), Mean(math.fsum(set_losses), len(sets))

@@ -41,7 +41,7 @@ def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: Lo
     Entered by all ranks, which raise the same errors. No weight is read.
     """
     weights = subject.weights
-    checkpoint = subject.weights.checkpoint
+    checkpoint = weights.checkpoint
     if weights.run_dir is None:
         run_on_every_rank(world, lambda: check_folder_weights(weights.path), ModelError)
     elif checkpoint is not None:
@@ -59,8 +59,9 @@ def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: Lo
 
 
 def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:
-    """Return the tokenizer of a subject, or of another folder. Raises DataError without one, or for a larger
-    vocabulary.
+    """Return the tokenizer of a subject, or of `tokenizer_folder` where it is not "".
+
+    Raises DataError for a folder without one, and for a vocabulary that is larger than the model's.
     """
     folder = Path(tokenizer_folder) if tokenizer_folder else subject.folder
     if not vocabulary_files(folder):
@@ -98,8 +99,8 @@ def load_saved_model(
         """Return whether the checkpoint has weights of encoders, by their names. Raises CheckpointError if it has none
         and the documents have images.
         """
-        names = [name for name in read_metadata(checkpoint).state_dict_metadata if name.startswith("model.")]
-        weights = [name.removeprefix("model.") for name in names]
+        saved_names = read_metadata(checkpoint).state_dict_metadata
+        weights = [name.removeprefix("model.") for name in saved_names if name.startswith("model.")]
         encoders = are_multimodal(weights) or any(name.startswith("encoders.") for name in weights)
         if images and not encoders:
             raise CheckpointError(
@@ -110,10 +111,15 @@ def load_saved_model(
 
     encoders = run_on_first_rank(world, has_encoders, CheckpointError)
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
-    adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
-    load = load_run_model if adapts else make_model_without_weights
-    model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=encoders), ModelError)
+    # A run with an adapter saves the adapter alone: its base model's weights are read from their own folder.
+    has_adapter_alone = bool(state.get("config", {}).get("lora", {}).get("rank"))
+    make_model = load_run_model if has_adapter_alone else make_model_without_weights
+    model = run_on_every_rank(
+        world, lambda: make_model(config, configuration=configuration, images=encoders), ModelError
+    )
     prepared = prepare_run_model(config, world, model, training=False, images=encoders)
-    if not adapts or config.lora.rank:  # without its adapter a model is the base model, which `prepare` has read
+    if (
+        config.lora.rank or not has_adapter_alone
+    ):  # else the base model is evaluated, whose weights are there already
         load_checkpoint(checkpoint, prepared, None, world)
     return prepared, int(state["step"])

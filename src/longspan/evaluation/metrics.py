@@ -44,9 +44,8 @@ class TargetTokens(NamedTuple):
 BUILT_IN = ("loss", "perplexity", "token_accuracy", "accuracy", "bits_per_byte", "name")
 BUILT_IN += ("tokens", "targets", "documents")
 Metric = Callable[[TargetTokens], tuple[Any, Any]]
-DocumentMetric = Callable[
-    [TargetTokens], tuple[Tensor, Tensor]
-]  # (n,) values and (n,) counts, which may be true or false
+# values (n,) and counts (n,), which may be true or false
+DocumentMetric = Callable[[TargetTokens], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,9 @@ def check_metric_names(names: Iterable[str]) -> None:
 
 
 def check_columns(name: str, answer: Any, rows: int) -> Tensor:
-    """Return the values and counts that the metric of documents `name` gave for n rows, as one float64 tensor (2, n), 0
-    where nothing counts. Raises EvaluationError for any other answer.
+    """Return the answer (values, counts) of the metric of documents `name` for n rows as one float64 tensor (2, n).
+
+    Values are 0 where the count is 0. Raises EvaluationError for any other answer.
     """
     is_pair = isinstance(answer, tuple) and len(answer) == 2
     if is_pair and all(isinstance(x, Tensor) and x.shape == (rows,) for x in answer):
@@ -137,8 +137,10 @@ class EvaluationOptions:
 
 
 def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
-    """Load the metrics that a key of the configuration names, by the last part of their names. Raises ConfigError for a
-    name of no function, and for two functions of one name.
+    """Load the metrics of these dotted names; return them by the last part of their names.
+
+    `key` is the key or flag that names them, for errors. Raises ConfigError for a name of no function, and for two
+    functions of one name.
     """
     metrics = dict[str, Metric]()
     for dotted in names:
@@ -170,13 +172,16 @@ def with_sums_of_sets(options: EvaluationOptions) -> EvaluationOptions:
     assert loss is not None
 
     def sum_column(name: str, rows: TargetTokens) -> tuple[Tensor, Tensor]:
-        """Return what rows add to one sum, with a count of 1 each: log-probabilities times a weight, or a number of
-        `also`.
+        """Return what each row adds to the sum of this name, with a count of 1.
+
+        A name of the loss's `also` is that of a number of the distribution, which gets the first weights. Any other
+        name is that of weights, by which the log-probability is multiplied.
         """
         ones = torch.ones_like(rows.losses)
         if name in loss.also:
             numbers = distribution_values(rows.logits, rows.targets, (name,))[0]
             return numbers * rows.values[loss.columns[0]], ones
+        # The losses of `rows` are weighted by WEIGHTS already.
         return -rows.losses * (ones if name == WEIGHTS else rows.values[name]), ones
 
     names = (*loss.columns, *loss.also)

@@ -44,12 +44,13 @@ GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters 
 
 
 def _score_loss(model: nn.Module, loss: "DocumentLoss | None") -> "LossFunction | None":
-    """Return the loss of rows of a model that makes scores: its class's, or for a loss of sets the
-    scores; else None.
+    """Return the loss of rows of a model that makes scores, None for a language model.
+
+    With a loss of sets it is the weighted scores themselves, whose sums that loss reads; else the class's own loss.
     """
     if not score_columns(model):
         return None
-    if loss is not None:  # of the sums of scores
+    if loss is not None:
         return lambda scores, at: scores * at[WEIGHTS]
     from longspan.train.terms.scores import configured_loss
 
@@ -84,8 +85,8 @@ class Portions:
     def evaluate_all(self) -> Totals:
         """Run all portions and return their sums over all ranks, which enter together.
 
-        Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later. Raises
-        EvaluationStopped or an error of a metric on every rank.
+        Portions double while they take less than SHORT_SECONDS on every rank; that a portion took longer elsewhere,
+        ranks learn when they read the next one. Raises EvaluationStopped or an error of a metric on every rank.
         """
         # One micro-batch where something may end it early; a pipeline, which each portion fills, begins large.
         size = 1 if self.options.stopped is not None and self.world.home.pp == 1 else self.largest
@@ -101,7 +102,8 @@ class Portions:
                 run_passes(self.passes, batches)
                 self.sums.collect_measured_sums()
                 self.long = time.perf_counter() - started >= SHORT_SECONDS
-                size = size if self.any_long else min(2 * size, self.largest)
+                if not self.any_long:
+                    size = min(2 * size, self.largest)
                 done += max(len(portion), 1)
                 if self.options.progress is not None:
                     self.options.progress(min(done, count), count)
@@ -111,11 +113,11 @@ class Portions:
         return totals
 
     def _read_agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
-        """Read this rank's rows of a portion, of which `done` micro-batches come before; all ranks raise the error of
-        any.
+        """Read this rank's rows of a portion, before which `done` micro-batches have run; entered by all ranks, which
+        all raise the error of any.
 
-        The first portion also compares items and plan, decides whether parameters stay gathered (where all ranks have
-        room), and makes the plan's communicators; later ones learn whether the last one took long anywhere.
+        At the first portion ranks also compare items and plan, agree on whether parameters stay gathered, and make the
+        plan's communicators; at later ones they learn whether the last portion took long anywhere.
         """
         batches = list[LocalBatch]()
         error = self._end_reason(done)
@@ -128,25 +130,33 @@ class Portions:
             error = failure
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
             error = reading_error(failure, self.world)
-        control = self.world.control
         if done:
-            any_ended, self.any_long = control.flags_on_any_rank(error is not None, self.long)
+            any_ended, self.any_long = self.world.control.flags_on_any_rank(error is not None, self.long)
         else:
-            if self.items is not None:
-                control.compare_digests(self.items.digest(), what="lists of items")
-            room = 0  # bytes of parameters that may stay gathered on this rank until the end
-            if len(self.plan.micro_batches) > 1 and self.world.home.pp == 1 and self.plan.mode != "free":
-                most = int(unused_bytes(self.world.device, len(self.world.home.ranks)) * GATHERED_SHARE)
-                size = gathered_bytes(self.inputs.language_model)
-                room = size if size <= most else 0
-            any_ended, no_room = control.compare_digests(self.plan.digest(), error is not None, not room)
-            self.gathered = 0 if no_room else room
+            any_ended = self._agree_at_start(error is not None)
         if any_ended:
             raise_first_error(self.world, error)
         if not done:
             self.passes: Passes = replace(self.passes, frees_parameters=not self.gathered)
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
         return batches
+
+    def _agree_at_start(self, ends: bool) -> bool:
+        """Compare items and plan with all ranks; return whether any rank ends here, as this one does if `ends`.
+
+        Sets `gathered` where parameters may stay gathered on all ranks. Raises CommError for other items or plans.
+        """
+        control = self.world.control
+        if self.items is not None:
+            control.compare_digests(self.items.digest(), what="lists of items")
+        room = 0  # bytes of parameters that may stay gathered on this rank until the end
+        if len(self.plan.micro_batches) > 1 and self.world.home.pp == 1 and self.plan.mode != "free":
+            most = int(unused_bytes(self.world.device, len(self.world.home.ranks)) * GATHERED_SHARE)
+            size = gathered_bytes(self.inputs.language_model)
+            room = size if size <= most else 0
+        any_ends, no_room = control.compare_digests(self.plan.digest(), ends, not room)
+        self.gathered = 0 if no_room else room
+        return any_ends
 
     def _end_reason(self, done: int) -> LongspanError | None:
         """Return why this rank ends before the next portion: it was stopped, or a metric failed. None to go on."""
@@ -183,8 +193,11 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Count the bytes on this rank of all parameters that `gather_once` holds; 0 where others sharded the model, or
-    where weights wait on the host."""
+    """Count the bytes on this rank of all parameters that `gather_once` holds.
+
+    It is 0 where weights wait on the host, and where longspan did not shard the model. FSDP2's private attributes tell
+    the sizes: it has no public ones.
+    """
     modules = fsdp_modules(model)
     if has_weights_on_host(model) or any(reshards_after_forward(module) is None for module in modules):
         return 0
@@ -199,11 +212,15 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def _bytes_per_element(group: Any, parameter: Any) -> float:
-    """Bytes that passes hold for each element: gathered, and one more for a float8 copy."""
+    """Return the bytes that passes hold for each element of a parameter of an FSDP2 group: gathered, and one more for
+    a float8 copy.
+
+    An element of packed weights is a byte of a row: it stands for columns / row_bytes numbers.
+    """
     owner = parameter._module_info
     policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
     dtype = policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
-    has_copy = find_float8_weight(owner.module, owner.param_name) is not None
+    copy_bytes = 0 if find_float8_weight(owner.module, owner.param_name) is None else 1
     if (packed := find_packed_weight(owner.module, owner.param_name)) is not None:
-        return packed.columns / packed.row_bytes * (packed.dtype.itemsize + has_copy)
-    return dtype.itemsize + has_copy
+        return packed.columns / packed.row_bytes * (packed.dtype.itemsize + copy_bytes)
+    return dtype.itemsize + copy_bytes

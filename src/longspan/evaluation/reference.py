@@ -36,18 +36,19 @@ _NEWS_SECONDS = 30.0
 
 
 def read_reference_log_probs(documents: Sequence[CorpusDocuments], config: RunConfig, world: World) -> bool:
-    """Read into each corpus what files have of its documents, NaN elsewhere; return whether all of `documents` have it.
+    """Read the reference's log-probabilities of each corpus from its file; return whether all of `documents` have one.
 
-    Sets `corpus.reference` (documents of the corpus,), the same on every rank, which all enter. Nothing is computed.
-    Raises DataError, on every rank, where the disk refuses a file.
+    Sets `corpus.reference` (documents of the corpus,), NaN where the file has none, the same on every rank, which all
+    enter. Nothing is computed. Raises DataError, on every rank, where the disk refuses a file.
     """
     key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
 
     def read_files() -> list[Floats]:
+        """Return the values of each corpus, by the first rank."""
         files = [(_reference_file(selection, key), len(selection.corpus)) for selection in documents]
         return [np.load(file) if file.is_file() else np.full(count, np.nan) for file, count in files]
 
-    # read once: another run may write meanwhile
+    # Read by one rank alone: another run may write a file meanwhile.
     for selection, values in zip(documents, run_on_first_rank(world, read_files, DataError), strict=True):
         selection.corpus.reference = values
     return not any(_ids_without_reference(selection) for selection in documents)
@@ -77,8 +78,9 @@ def compute_references(
             done = 0
             started = last_news = time.monotonic()
             while done < len(missing):
-                most = (ends[done - 1] if done else 0) + _STEPS * config.train.tokens_per_step
-                stop = max(int(np.searchsorted(ends, most, side="right")), done + 1)
+                tokens_done = ends[done - 1] if done else 0
+                most_tokens = tokens_done + _STEPS * config.train.tokens_per_step
+                stop = max(int(np.searchsorted(ends, most_tokens, side="right")), done + 1)
                 result = evaluate(model, corpus.select(missing[done:stop]), choice, world, options)
                 assert corpus.reference is not None
                 corpus.reference[missing[done:stop]] = [-loss.sum for loss in result.document_losses]
@@ -88,8 +90,10 @@ def compute_references(
                 now = time.monotonic()
                 if done == len(missing) or now - last_news > _NEWS_SECONDS:
                     last_news = now
-                    left = (now - started) * (int(ends[-1]) / int(ends[done - 1]) - 1)
-                    outlook = f"{seconds_text(left)} left" if left else f"kept in {corpus.documents_folder}"
+                    seconds_left = (now - started) * (int(ends[-1]) / int(ends[done - 1]) - 1)
+                    outlook = f"{seconds_text(seconds_left)} left"
+                    if done == len(missing):
+                        outlook = f"kept in {corpus.documents_folder}"
                     log(
                         f"reference model: log-probabilities of {done:,} of {plural(len(missing), 'document')} in "
                         f"{now - started:.1f} s, {outlook}"
@@ -124,8 +128,9 @@ def _reference_file(documents: CorpusDocuments, key: str) -> Path:
 
 
 def _save_array(file: Path, values: Floats) -> None:
-    """Write the values of documents, so that the file is whole at any time; values that another run wrote meanwhile
-    stay.
+    """Write the values of documents, so that the file is whole at any time.
+
+    Where a value is NaN, the one that the file has already stays.
     """
     partial_file = file.with_name(f"{file.stem}.partial-{uuid.uuid4().hex[:8]}.npy")
     with name_file_in_errors(file):

@@ -34,7 +34,9 @@ class SavedWeights:
     @property
     def kind(self) -> Literal["run", "checkpoint", "folder"]:
         """What the user named: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder."""
-        return "folder" if self.run_dir is None else "run" if self.checkpoint is None else "checkpoint"
+        if self.run_dir is None:
+            return "folder"
+        return "run" if self.checkpoint is None else "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class EvalRequest:
 
     subjects: tuple[Subject, ...]
     paths: tuple[tuple[str, str], ...] = ()  # name and path of each set of texts; none: what the run holds out
-    split: str = ""  # of these
+    split: str = ""  # of the sets of texts
     max_document_tokens: int = NOT_GIVEN
     tokenizer: str = ""
     degrees: tuple[int, ...] = ()  # to be compared; none: the configuration's
@@ -69,9 +71,13 @@ class EvalRequest:
 
 
 def find_saved_weights(target: str) -> SavedWeights:
-    """Find the weights that a run's folder, a checkpoint or a Hugging Face folder holds. Raises CheckpointError."""
+    """Find the weights of `target`: a run's folder, a checkpoint, a Hugging Face folder, or a model's name on the hub.
+
+    Raises CheckpointError for a folder that is none of these.
+    """
     local = target if Path(target).parent.is_dir() else find_local_path(target, "the model", weights=True)
-    path = Path(local)  # step_of gives −1 for a path that is not named as a checkpoint
+    path = Path(local)
+    # step_of gives −1 for a path that is not named as a checkpoint
     if step_of(path) >= 0 or not path.is_dir() or (path / "config.toml").is_file():
         return SavedWeights(path, *find_run_and_checkpoint(path))
     if (path / "config.json").is_file():

@@ -71,7 +71,9 @@ class Evaluation:
         return row
 
     def document_rows(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Return one JSON object a document: its number, name where there is one, tokens, targets and mean loss."""
+        """Return one JSON object per document: its number, its name if `names` are given, its tokens, targets and mean
+        loss.
+        """
         return [
             {"document": document}
             | ({} if names is None else {"name": names[document]})
@@ -81,7 +83,7 @@ class Evaluation:
 
 
 def largest_difference(losses: Sequence[float]) -> float:
-    """Return how far a loss is from the first one at most, relative to the first; 0 where that is 0."""
+    """Return the largest difference of a loss from the first one, relative to the first; 0 where the first is 0."""
     if losses[0]:
         return max(abs(loss - losses[0]) for loss in losses) / abs(losses[0])
     return 0.0
@@ -95,8 +97,9 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> str:
     for e in evaluations:
         difference = largest_difference([firsts.setdefault(e.name, e).loss, e.loss])
         values = [e.metrics[name].value if name in e.metrics else None for name in metrics]
-        # from a loss of 50 on, e ** loss is above 5e21, whose digits would fill the table
-        perplexity = "-" if e.scored else f"{e.perplexity:,.4f}" if e.loss < 50 else "over 1e21"
+        perplexity = "-" if e.scored else f"{e.perplexity:,.4f}"
+        if not e.scored and not e.loss < 50:  # e ** 50 is above 5e21, whose digits would fill the table
+            perplexity = "over 1e21"
         figures = (f"{e.loss:.9f}", f"{difference:.1e}", perplexity)
         counts = (f"{count:,}" for count in (e.documents, e.tokens, e.targets, len(e.plan.micro_batches)))
         words = ("-" if value is None else f"{value:.5f}" for value in values)

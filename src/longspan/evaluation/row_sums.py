@@ -51,8 +51,10 @@ class RowSums:
         world: World,
         score_loss: LossFunction | None,
     ) -> None:
-        """`score_loss` is the loss of a model whose rows have scores."""
-        # of a user's metric: the passes go on, so that no rank leaves the others in a collective
+        """Begin with sums of 0 over documents of these `lengths`; `score_loss` is the loss of rows that have scores,
+        None of a language model.
+        """
+        # An error of a user's metric is kept and the passes go on, so that no rank leaves the others in a collective.
         self.error: EvaluationError | None = None
         self._options = options
         self._world = world
@@ -93,9 +95,10 @@ class RowSums:
         return total
 
     def _measure_rows(self, targets: BatchTargets, part: slice, logits: Tensor) -> TargetTokens:
-        """Return some targets with their losses; of a model of scores `targets` are the labels of rows as classes.
+        """Return the targets of a `part` with their losses; of a model of scores `targets` are the rows' labels as
+        classes.
 
-        Both are 0 after an error of labels, which is kept in `error`.
+        Losses and classes are 0 after an error of the loss, which is kept in `error`; classes also without one label.
         """
         if self._score_loss is None:
             at = targets.loss_rows(part, torch.float64)
@@ -114,18 +117,21 @@ class RowSums:
         return TargetTokens(at.document, at.position, classes, losses, logits, at.values)
 
     def _add_metrics(self, rows: TargetTokens) -> Tensor:
-        """Add metrics of rows to their sums; return columns (2 M, n) of metrics of documents, 0 after an error."""
+        """Add metrics of rows to their sums; return columns (2 M, n), values and counts of M metrics of documents.
+
+        An error is kept in `error`: nothing is added from then on, and columns are 0.
+        """
         count = len(rows.losses)
-        metrics = self._options.document_metrics
-        columns = rows.losses.new_zeros(len(metrics), 2, count)
-        name = ""
+        document_metrics = self._options.document_metrics
+        columns = rows.losses.new_zeros(len(document_metrics), 2, count)
+        name = ""  # of the metric that is computed, for an error
         if self.error is not None:
             return columns.flatten(0, 1)
         try:
             for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
                 for i, value in enumerate(check_sum_and_count(name, metric(rows))):
                     sums[i] += value
-            for column, (name, metric) in zip(columns, metrics.items(), strict=True):
+            for column, (name, metric) in zip(columns, document_metrics.items(), strict=True):
                 column.copy_(check_columns(name, metric(rows), count))
         except EvaluationError as error:
             self.error = error
@@ -151,20 +157,19 @@ class RowSums:
         self._measured_rows.clear()
 
     def sum_over_ranks(self) -> "Totals":
-        """Sum over all ranks; every rank gets the sums, and learns whether a metric failed on one."""
+        """Sum over all ranks; every rank gets the sums, and in `failures` on how many ranks a metric failed."""
         world = self._world
         counts_here = world.coordinates.tp == 0  # all tensor-parallel ranks of a slot have the same sums
-        numbers = [float(self._rows), float(self._hits), float(self._bytes)]
-        metrics = self._metrics.cpu().numpy()
-        document_metrics = self._document_metrics
+        factor = 1.0 if counts_here else 0.0
         parts = [
             self._losses,
             self._positions.ravel(),
-            metrics.ravel(),
-            document_metrics.ravel(),
-            np.array(numbers),
+            self._metrics.cpu().numpy().ravel(),
+            self._document_metrics.ravel(),
+            np.array([float(self._rows), float(self._hits), float(self._bytes)]),
         ]
-        flat = np.concatenate([*(part * counts_here for part in parts), [float(self.error is not None)]])
+        has_failed = 0.0 if self.error is None else 1.0
+        flat = np.concatenate([*(part * factor for part in parts), [has_failed]])
         flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")
         documents, positions, metrics, document_metrics, numbers, failures = np.split(
             flat, np.cumsum([part.size for part in parts])

@@ -30,26 +30,28 @@ def share_prefixes_where_faster(
     targets: int | None = None,
     plan: Callable[..., Plan] | None = None,
 ) -> tuple[Sequence[Any], Plan]:
-    """Plan documents of these lengths, and return them as the plan has them: common prefixes apart where model and
-    planner are exact then and the plan is predicted to be faster, else as they are.
+    """Plan documents of these lengths; return the documents as the plan has them, and the plan.
 
-    `plan` makes plans as `choice.plan` does; without it the last ones are kept. `targets` are those of all documents.
-    A line of the first rank, written once for each reason, says why documents that begin alike are computed whole.
-    Enters no collective: all ranks come to the same.
+    Common prefixes are documents of their own where model and planner are exact with them and the plan is predicted to
+    be faster; otherwise the documents are returned as they are. `plan` makes plans as `choice.plan` does; None:
+    `cached_plan`. `targets` are those of all documents. Where documents that begin alike are computed whole, the first
+    rank logs why, once for each reason. Enters no collective: all ranks come to the same.
     """
     rules = call_rules(model)
     features = rules.separate_features(training=training)
     reasons = [f"{rules.architecture} has {name}" for name in features]
-    searching = choice
+    family_choice = choice
     if choice.planner not in FAMILY_PLANNERS:
         reasons.append(f"planner {choice.planner!r} lays documents out alone")
-        searching = replace(choice, planner=AUTO)
-    families = searching.find_families(documents, world.home, rules.length_limits)
+        family_choice = replace(choice, planner=AUTO)  # still looks for families, to log why they are not used
+    families = family_choice.find_families(documents, world.home, rules.length_limits)
     plan = plan or partial(cached_plan, choice)
     family_plan = plan_families(plan, lengths, None if reasons else families, world.home, targets=targets)
     if families is not None and not reasons:
         if families.left_out:
-            reasons.append(f"max_tokens_per_slot lets a group hold {searching.most_family_rows(world.home):,} rows")
+            reasons.append(
+                f"max_tokens_per_slot lets a group hold {family_choice.most_family_rows(world.home):,} rows"
+            )
         elif family_plan.parents is None:
             reasons.append("that is predicted to be faster")
     if families is not None and reasons and world.rank == 0:
@@ -67,5 +69,5 @@ def cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, *
 
 @cache
 def _log_once(reasons: str) -> None:
-    """Warn that documents are computed whole; of equal reasons the first alone."""
+    """Warn that documents are computed whole; the cache drops a second warning of the same reasons."""
     _log.warning("documents that begin alike are computed whole, as %s (docs/shared-prefixes.md)", reasons)

@@ -55,21 +55,24 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
 
 @torch.no_grad()
 def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
-    """Return this rank's part of the sum of squares of gradients, a float64 scalar on the device, which it may still
-    compute.
+    """Return this rank's part of the sum of squares of gradients, a float64 scalar that the device may still compute.
 
-    Gradients that several ranks of a stage hold alike count on the first of them alone. Those that wait on the host
-    have a norm that was taken while they were on the device; the others are local shards.
+    A gradient that several ranks of a stage hold alike counts on the first of them alone. One that waits on the host
+    brings the norm that was taken while it was on the device; that of the others is computed from their local shards.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _FirstCopies(world)
     parts = list[Tensor]()
     for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items():
-        norms = [norm_on_device(gradient) for gradient in alike]
-        here = [local_tensor(gradient) for gradient, norm in zip(alike, norms, strict=True) if norm is None]
-        others = iter(torch._foreach_norm(here, 2, dtype=torch.promote_types(dtype, torch.float32)) if here else ())
-        in_order = [next(others) if norm is None else norm for norm in norms]
-        parts.append(torch.stack([norm.to(world.device) for norm in in_order]).double().square().sum())
+        known_norms = [norm_on_device(gradient) for gradient in alike]
+        shards = [local_tensor(gradient) for gradient, norm in zip(alike, known_norms, strict=True) if norm is None]
+        # by the private function that torch's clip_grad_norm_ uses: one launch for many tensors
+        shard_norms = (
+            torch._foreach_norm(shards, 2, dtype=torch.promote_types(dtype, torch.float32)) if shards else ()
+        )
+        remaining_norms = iter(shard_norms)
+        norms = [next(remaining_norms) if norm is None else norm for norm in known_norms]
+        parts.append(torch.stack([norm.to(world.device) for norm in norms]).double().square().sum())
     if parts:
         return torch.stack(parts).sum()
     return torch.zeros((), dtype=torch.float64, device=world.device)
@@ -117,7 +120,8 @@ class _FirstCopies:
     def __call__(self, gradient: Tensor) -> bool:
         """Return whether this rank counts the gradient; the answer for a mesh and placements is kept.
 
-        Of the meshes of a stage only that with its first rank counts, and in it index 0 of axes with copies.
+        A stage may have several meshes: only the one with the stage's first rank counts. Along an axis of that mesh
+        whose ranks hold copies, only the rank of index 0 counts.
         """
         if not isinstance(gradient, DTensor):
             return self._rank == self._first_rank
@@ -126,8 +130,10 @@ class _FirstCopies:
             mesh: Any
             mesh, placements = key
             assert not any(placement.is_partial() for placement in placements), placements
-            copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
-            self._by_mesh[key] = bool((mesh.mesh == self._first_rank).any()) and not any(copies)
+            copy_numbers = [
+                index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()
+            ]
+            self._by_mesh[key] = bool((mesh.mesh == self._first_rank).any()) and not any(copy_numbers)
         return self._by_mesh[key]
 
 

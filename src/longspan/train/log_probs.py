@@ -12,15 +12,16 @@ from longspan.plain_text import short_text
 
 _KERNELS = "longspan.train.softmax_kernels"
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_COLUMNS = 4096  # that a program has at a time
+_COLUMNS = 4096  # columns of logits that a program of a kernel has at a time
 _ROW_PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
-# From derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits. Once: it may reuse its memory.
+# It takes derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits. It is called once only, for
+# it may write the gradient into memory that it keeps.
 GradientOf = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
 def target_log_probs_and_gradient(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Compute log-probabilities (t,) of token `ids` (t,) under logits (t, V), and the function of their gradient.
+    """Return log-probabilities (t,) of token `ids` (t,) under logits (t, V), and the function of their gradient.
 
     The softmax is in float32, in float64 for float64 logits. The derivative by logits is onehot − softmax.
     """
@@ -47,8 +48,9 @@ def uses_softmax_kernels(dtype: torch.dtype, device: str) -> bool:
 
 
 def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Do what `target_log_probs_and_gradient` does by kernels, which keep no exponentials: rows of logits are
-    contiguous.
+    """Return what `target_log_probs_and_gradient` does, by kernels that keep no exponentials.
+
+    Each row of `logits` is contiguous.
     """
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
@@ -89,7 +91,7 @@ def add_entropy_gradient(gradient: Tensor, logits: Tensor, slopes: Tensor) -> No
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     for part in cut_into_chunks(len(logits), max(1, len(logits) // _ROW_PARTS)):
-        # of −inf, which adds 0
+        # −inf becomes finite, for a token of probability 0 adds 0, and 0 · −inf is NaN
         log_probs = logits[part].to(dtype).log_softmax(-1).clamp_(min=torch.finfo(dtype).min)
         probs = log_probs.exp()
         entropies = -(probs * log_probs).sum(-1, keepdim=True)
@@ -104,14 +106,16 @@ def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
 
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
-_DISTRIBUTION_COLUMNS = 2048  # that a program has at a time, with several sums in each lane
+_DISTRIBUTION_COLUMNS = (
+    2048  # columns that a program of that kernel has at a time: its lanes keep several sums each
+)
 
 
 def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return names of numbers, each once. Raises LossError for an unknown one, and for a text or None as the list."""
     is_list = isinstance(names, list | tuple)
-    unique: tuple[Any, ...] = tuple(dict.fromkeys(names)) if is_list else (names,)  # which is refused as it is
-    unknown_names = [name for name in unique if not is_list or name not in DISTRIBUTION_VALUES]
+    unique = tuple(dict.fromkeys(names)) if is_list else ()
+    unknown_names: list[Any] = [name for name in unique if name not in DISTRIBUTION_VALUES] if is_list else [names]
     if unknown_names:
         raise LossError(
             f"also has {short_text(unknown_names[0])}; give a list of some of {', '.join(DISTRIBUTION_VALUES)}"

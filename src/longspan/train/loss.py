@@ -30,9 +30,9 @@ from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
 
-# Of log-probabilities (t,) of targets, which of all targets they are, and their logits (t, V): the sum of their losses
-# (a float64 scalar) and the derivative of each loss by its log-probability (t,), and if it has one by its entropy (t,).
-# Of a head of scores: `row_scores`.
+# It takes log-probabilities (t,) of some targets, the slice of all targets that these are, and their logits (t, V). It
+# returns the sum of their losses (a float64 scalar), the derivative of each loss by its log-probability (t,), and where
+# there is one the derivative by its entropy (t,). For a head of scores, these stand in place of log-probabilities.
 LossOfRows = Callable[[Tensor, slice, Tensor], tuple[Tensor, ...]]
 
 
@@ -136,24 +136,25 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int) -> Tensor:
-    """Sum what `losses` makes of the log-probabilities of targets, of hidden states (T, D): a float64 scalar.
+    """Sum `losses` of the log-probabilities of targets, which `head` predicts from hidden states (T, D).
 
-    Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
-    them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
-    chunk within 2 GiB on a GPU, 64 MiB elsewhere. A head may enter collectives: without targets it gets a padding row.
+    Returns a float64 scalar. Forward makes the gradients of hidden states and head as well, so that no logits are made
+    twice; backward scales them. Gradients of the head are summed over chunks in float32 (float64 for float64). A chunk
+    has `rows` rows; 0: as many as fit in 2 GiB on a GPU, 64 MiB elsewhere. A head may enter collectives: without
+    targets it gets a padding row.
     """
     rows = rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
     parameters = head.parameters
-    numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
+    compute_numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
     if not len(targets.rows):
         targets = targets.with_padding()
         losses = _no_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-        return _ChunkedLoss.apply(hidden, targets, losses, head, rows, numbers, *parameters)  # pyright: ignore[reportReturnType]
+        return _ChunkedLoss.apply(hidden, targets, losses, head, rows, compute_numbers, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for chunk in cut_into_chunks(len(targets.rows), rows):
         logits = head(hidden.index_select(0, targets.rows[chunk]))
-        total += losses(numbers(logits, targets.ids[chunk])[0], chunk, logits)[0]
+        total += losses(compute_numbers(logits, targets.ids[chunk])[0], chunk, logits)[0]
     return total
 
 
@@ -183,24 +184,24 @@ class _ChunkedLoss(torch.autograd.Function):
         losses: LossOfRows,
         head: Head,
         rows: int,
-        numbers: Callable[[Tensor, Tensor], tuple[Tensor, GradientOf]],
+        compute_numbers: Callable[[Tensor, Tensor], tuple[Tensor, GradientOf]],
         *parameters: Tensor,
     ) -> Tensor:
         """Return the sum of the losses (a float64 scalar), and save the gradients of hidden states and head, chunk by
         chunk.
 
-        `rows` are those of a chunk; `numbers` are log-probabilities or scores of logits, with their gradient.
-        `parameters` are the head's, once more, for autograd.
+        A chunk has at most `rows` rows. `compute_numbers` makes log-probabilities or scores from logits and ids, and
+        the function of their gradient. `parameters` are the head's, once more, for autograd.
         """
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
-        sums: list[Tensor] = []
+        hidden_gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
+        parameter_gradients: list[Tensor] = []  # sums over chunks
         for chunk in cut_into_chunks(len(targets.rows), rows):
             predicting = targets.rows[chunk]
             with torch.enable_grad():
-                rows_in = hidden.detach().index_select(0, predicting).requires_grad_(gradient is not None)
+                rows_in = hidden.detach().index_select(0, predicting).requires_grad_(hidden_gradient is not None)
                 logits = head(rows_in)
-            log_probs, gradient_of = numbers(logits, targets.ids[chunk])
+            log_probs, gradient_of = compute_numbers(logits, targets.ids[chunk])
             with torch.enable_grad():  # a caller's loss is differentiated inside
                 loss, slopes, *entropy_slopes = losses(log_probs, chunk, logits)
             total += loss.detach()
@@ -208,29 +209,36 @@ class _ChunkedLoss(torch.autograd.Function):
             if entropy_slopes:
                 add_entropy_gradient(logit_gradient, logits.detach(), entropy_slopes[0])
             del log_probs, gradient_of, slopes  # the memory of the exponentials
-            leaves = (*([rows_in] if gradient is not None else []), *parameters)
+            leaves = (*([rows_in] if hidden_gradient is not None else []), *parameters)
             gradients = list(torch.autograd.grad(logits, leaves, logit_gradient))
             del logits, logit_gradient
-            if gradient is not None:
-                gradient.index_copy_(0, predicting, gradients.pop(0))
-            sums = _add_to_sums(sums, gradients, last=chunk.stop == len(targets.rows))
-        ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
-        ctx.has_hidden_gradient = gradient is not None
+            if hidden_gradient is not None:
+                hidden_gradient.index_copy_(0, predicting, gradients.pop(0))
+            is_last = chunk.stop == len(targets.rows)
+            parameter_gradients = _add_to_sums(parameter_gradients, gradients, last=is_last)
+        ctx.save_for_backward(*([hidden_gradient] if hidden_gradient is not None else []), *parameter_gradients)
+        ctx.has_hidden_gradient = hidden_gradient is not None
         ctx.dtypes = [p.dtype for p in parameters]
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the saved gradients times that of the loss, in the parameters' dtypes."""
+        """Return the saved gradients times that of the loss: of hidden states, None where they need none, and of the
+        head's parameters, in their dtypes.
+        """
+        (loss_gradient,) = gradients
         saved = list(ctx.saved_tensors)
-        hidden_gradient = saved.pop(0) * gradients[0] if ctx.has_hidden_gradient else None
-        parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
+        hidden_gradient = saved.pop(0) * loss_gradient if ctx.has_hidden_gradient else None
+        parameter_gradients = [(x * loss_gradient).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
         return hidden_gradient, None, None, None, None, None, *parameter_gradients
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Add a chunk's gradients to `sums` (empty at first) in float32 at least; those of an only chunk stay as is."""
+    """Add a chunk's gradients to `sums` (empty at first), in place, in float32 at least; return the sums.
+
+    The gradients of an only chunk, the first and `last`, are returned in their own dtype.
+    """
     if not sums:
         if last:
             return gradients

@@ -39,11 +39,12 @@ def check_finite(
 
     All ranks call it before the update, with the same `norm` and `loss`: where one is not finite they gather what each
     has, and a rank that saw other numbers would keep the rest waiting. `loss` is None in a caller's own loop;
-    `nonfinite_inputs` names items for which this rank read something not finite.
+    `nonfinite_inputs` names items for which this rank read something not finite. The error's `weights_are_finite`
+    says whether the weights of all ranks are finite.
     """
     if math.isfinite(norm) and (loss is None or math.isfinite(loss)):
         return
-    # others are frozen weights as bytes
+    # Parameters of other types are frozen weights, packed into bytes.
     weights = {name: local_tensor(p) for name, p in model.named_parameters() if p.is_floating_point()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)
@@ -66,7 +67,8 @@ def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
     """Return what is wrong and what to do, by the reports of all ranks (by rank) and the loss (None: not known).
 
-    Named is the first of: weights before the step; items that were read; the loss; the sum of squares; gradients.
+    The text names the first cause that applies: weights that were not finite before the step, items that were read,
+    a forward pass (its loss), the sum of squares of finite gradients, a backward pass (its gradients).
     """
     if weights := _parameters_text({rank: report.weights for rank, report in reports.items()}):
         return (
@@ -98,8 +100,9 @@ def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
 
 
 def _parameters_text(names: dict[int, tuple[str, ...]]) -> str:
-    """Return which ranks have names, and the last name of the last rank, where a backward pass met it first; "" for
-    none.
+    """Return words for the ranks of which parameters are named (`names` by rank), "" if none are.
+
+    Of the last such rank they give the last parameter, which is the first that a backward pass reaches.
     """
     ranks = [rank for rank, rank_names in names.items() if rank_names]
     if not ranks:

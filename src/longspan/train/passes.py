@@ -135,7 +135,9 @@ class Passes:
         return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
-        """Return the loss function of a prepared model's last hidden states (T, D), its head and its depths' states."""
+        """Return the function of last hidden states (T, D), head and depths' states that a prepared model calls for
+        the loss of this batch.
+        """
         return lambda hidden, head, *deeper: self.loss_fn(batch, hidden, self.tempered_head(head), *deeper)
 
     def tempered_head(self, head: Head) -> Head:
@@ -267,15 +269,16 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
     """Run one micro-batch forward and return the sum of its loss, a float64 scalar.
 
-    A prepared model applies the loss to its last hidden states; any other gives logits of all rows.
+    A prepared model applies the loss to its last hidden states itself. Any other returns logits of all rows, which take
+    the place of hidden states, with a head that returns them unchanged.
     """
     inputs = _model_inputs(batch) | passes.arguments_of_next_call()
     if passes.depths:
         inputs |= _future_ids(batch)
     if is_prepared(passes.model):
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
-    out = passes.model(**inputs)
-    logits = (out if isinstance(out, Tensor) else out.logits).squeeze(0)  # (T, V)
+    output = passes.model(**inputs)
+    logits = (output if isinstance(output, Tensor) else output.logits).squeeze(0)  # (T, V)
     return passes.loss_fn(batch, logits, passes.tempered_head(GivenLogits(logits.shape[-1])))
 
 

@@ -7,14 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
-def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, COLUMNS: tl.constexpr):
+def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, row_stride, COLUMNS: tl.constexpr):
     """Compute the log of the sum of exponentials of one row, and the log-probability of its token.
 
     Each of COLUMNS lanes keeps the largest logit that it saw and the sum of exponentials relative to it; the lanes are
-    joined at the end. `logits_row` is the distance from row to row, in numbers.
+    joined at the end. Rows of logits are `row_stride` numbers apart.
     """
     row = tl.program_id(0).to(tl.int64)
-    row_logits = logits + row * logits_row
+    row_logits = logits + row * row_stride
     largest = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, vocabulary, COLUMNS):
@@ -33,7 +33,7 @@ def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, 
 
 
 @triton.jit
-def distribution_kernel(logits, ids, numbers, rows, vocabulary, logits_row, COLUMNS: tl.constexpr):
+def distribution_kernel(logits, ids, numbers, rows, vocabulary, row_stride, COLUMNS: tl.constexpr):
     """Compute the entropy, whether the token is the likeliest, the mean logit and log Σ p² of one row, in one pass.
 
     They go to `numbers` (4, rows). Each of COLUMNS lanes keeps the largest logit x that it saw and the first column
@@ -41,7 +41,7 @@ def distribution_kernel(logits, ids, numbers, rows, vocabulary, logits_row, COLU
     e^(2(y−x)) (`squares`) and of y (`plain`); lanes are joined at the end. The first three skip logits of −∞.
     """
     row = tl.program_id(0).to(tl.int64)
-    row_logits = logits + row * logits_row
+    row_logits = logits + row * row_stride
     largest = tl.full([COLUMNS], float("-inf"), tl.float32)
     place = tl.zeros([COLUMNS], tl.int32)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -77,7 +77,7 @@ def distribution_kernel(logits, ids, numbers, rows, vocabulary, logits_row, COLU
 
 
 @triton.jit
-def logit_gradient_kernel(logits, ids, slopes, log_total, gradient, vocabulary, logits_row, COLUMNS: tl.constexpr):
+def logit_gradient_kernel(logits, ids, slopes, log_total, gradient, vocabulary, row_stride, COLUMNS: tl.constexpr):
     """Compute slope · (onehot − softmax) of one row, COLUMNS columns in each program.
 
     It is the gradient of slope · log p(target) at the logits; `log_total` is the row's log-sum-exp.
@@ -85,7 +85,7 @@ def logit_gradient_kernel(logits, ids, slopes, log_total, gradient, vocabulary, 
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < vocabulary
-    x = tl.load(logits + row * logits_row + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(logits + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
     one_hot = tl.where(column == tl.load(ids + row), 1.0, 0.0)
     result = tl.load(slopes + row) * (one_hot - tl.exp(x - tl.load(log_total + row)))
     tl.store(gradient + row * vocabulary + column, result.to(gradient.dtype.element_ty), mask=inside)

@@ -71,7 +71,8 @@ class StepEnd:
         targets = sum(int((batch.labels != NO_TARGET).sum()) for batch in self.batches) if makes_loss else 0
         numbers = [loss_sum, [targets], *(term.sums() for term in passes.terms)]
         slot_sums = [torch.as_tensor(x, dtype=torch.float64).detach().flatten() for x in numbers]
-        if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums
+        # The tensor-parallel ranks of a slot have the same sums: the first adds them, the others zeros.
+        if self.world.coordinates.tp:
             slot_sums = [torch.zeros(len(x), dtype=torch.float64) for x in slot_sums]
         squares = torch.zeros(1, dtype=torch.float64)
         if passes.backward:  # of the whole model, encoders included

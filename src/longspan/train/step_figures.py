@@ -54,11 +54,11 @@ class StepFigures:
         measured and as predicted.
         """
         figures = dict[str, float]()
-        encoder_seconds = encoders.predicted_seconds if encoders else 0.0
+        predicted_encoder_seconds = encoders.predicted_seconds if encoders else 0.0
         if encoders is not None:
             figures["encoder_share"] = round(encoders.seconds / seconds, 4)
             figures["predicted_encoder_share"] = round(
-                encoder_seconds / (encoder_seconds + plan.predicted_seconds), 4
+                predicted_encoder_seconds / (predicted_encoder_seconds + plan.predicted_seconds), 4
             )
         if self.shape is not None and not (images and self.images is None):
             flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, bases=plan.bases)
@@ -68,8 +68,8 @@ class StepFigures:
             if self.peak is not None:
                 figures["mfu"] = round(tflops / self.peak, 6)
         if self.priced_here:
-            figures["predicted_seconds"] = round(plan.predicted_seconds + encoder_seconds, 6)
-            figures["bound_share"] = round((plan.lower_bound_seconds + encoder_seconds) / seconds, 6)
+            figures["predicted_seconds"] = round(plan.predicted_seconds + predicted_encoder_seconds, 6)
+            figures["bound_share"] = round((plan.lower_bound_seconds + predicted_encoder_seconds) / seconds, 6)
         return figures
 
 
@@ -79,7 +79,7 @@ def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: C
     shape = None
     images = None
     uncounted = ""
-    # a run has one
+    # the model of a run has one encoder at most
     encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None
     trained: Trained = "all"
     try:
@@ -95,7 +95,7 @@ def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: C
     dtype = str(model_execution(model).compute_dtype).removeprefix("torch.")
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tensorfloat32"
-    # longspan's own prices of H200s count too
+    # longspan has prices of H200s; those of other devices come from a file of the user's (run.machine)
     is_known_machine = "H200" in device and cost.source == Machine.known("H200").source
     return StepFigures(
         shape=shape,

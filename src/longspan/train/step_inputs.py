@@ -41,8 +41,9 @@ class StepDocuments:
         self._scores = score_columns(getattr(model, "language_model", model)) > 0
         self.lengths: tuple[int, ...] = tuple(lengths)
         self._parents: dict[int, int] = {}  # of documents that continue another, once they are counted
-        items = getattr(documents, "items", None)
-        items = None if callable(items) else items  # a dict of documents has a method of this name
+        given_items = getattr(documents, "items", None)
+        if callable(given_items):  # a dict of documents has a method of this name
+            given_items = None
         self.items: ItemTable | None = None
         if is_multimodal(model):
             from longspan.data.item_documents import find_item_table
@@ -53,9 +54,9 @@ class StepDocuments:
                     f"the documents ({type(documents).__name__}) have no items; a MultimodalModel takes "
                     "MediaDocuments, with an empty list of items where there are none"
                 )
-        elif items is not None and len(items):
+        elif given_items is not None and len(given_items):
             raise ModelError(
-                f"the documents have {len(items)} items, {type(model).__name__} has no encoder; run a "
+                f"the documents have {len(given_items)} items, {type(model).__name__} has no encoder; run a "
                 "MultimodalModel(encoders, language_model, world)"
             )
 
@@ -103,10 +104,10 @@ class StepDocuments:
         return count_text_targets(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
-        """Raise PlanError for a plan of other targets than the documents have, or of other families; counts them
-        before.
+        """Raise PlanError where the plan and the documents disagree; counts the documents' targets first.
 
-        Families are other where a document continues another than the plan says, or a shared prefix predicts tokens.
+        They disagree in the number of targets, in which document continues which, or in that a prefix which others
+        continue predicts tokens.
         """
         targets = sum(self.targets_by_document)
         if self._parents or plan.parents is not None:
@@ -209,11 +210,11 @@ def check_step_arguments(
 
 
 def check_update_arguments(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
-    """Raise ModelError for an optimizer without backward, or whose parameters it cannot update, or a norm that clips
-    nothing.
+    """Raise ModelError for an optimizer without backward, for one that cannot update its parameters, and for a
+    `max_grad_norm` without an optimizer.
 
-    It cannot update parameters that wait on the host, unless its states do too, and plain beside sharded ones in one
-    group of torch's fused or foreach kernels.
+    It cannot update parameters that wait on the host, unless it is an OffloadedStates. Torch's fused and foreach
+    kernels cannot update plain and sharded parameters of one group.
     """
     if optimizer is not None and not backward:
         raise ModelError(
@@ -226,7 +227,7 @@ def check_update_arguments(optimizer: Optimizer | None, max_grad_norm: float | N
         sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
         if not 0 < sharded < len(parameters):
             continue
-        # torch's default
+        # torch chooses its foreach kernels by itself where a parameter is on a GPU
         by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)
         if group.get("fused") or group.get("foreach") or by_default:
             raise ModelError(

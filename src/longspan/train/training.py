@@ -60,6 +60,7 @@ def build_run_optimizer(
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     chosen = config.train if memory is None else memory
+    # Trained weights that wait on the host take their states along; beside an adapter only frozen weights wait there.
     on_host = chosen.offload_optimizer_states or (chosen.offload_weights and not config.lora.rank)
     if on_host:
         return offload_optimizer_states(optimizer, world, hidden_in=model)

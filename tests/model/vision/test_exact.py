@@ -74,8 +74,8 @@ MUTATIONS: dict[str, Change] = {
     "a part replaces hidden states": ("bridge.item_rows", ".index_add(1", ".index_copy(1"),
     "positions by local index": (
         "train.rows.read_rows",
-        "parts_of_one[:, position_of_row[rows]]",
-        "parts_of_one[:, : len(rows)]",
+        "own_positions[:, position_of_row[rows]]",
+        "own_positions[:, : len(rows)]",
     ),
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),
     "an image's rows on another document": (INPUT_CODE, "torch.cat([*parts])", "torch.cat([*parts][::-1])"),

@@ -54,7 +54,9 @@ MUTATIONS = {
     "the axes of a mesh are permuted": Mutation(
         OWNERS, "needed[home.rank_at(slot, tp=tp, pp=pp)]", "needed[home.ranks[tp * home.slots + slot]]", FAN_IN
     ),
-    "a slice of what arrived is taken twice": Mutation(PASS, "starts[index] += rows", "pass", FAN_OUT),
+    "a slice of what arrived is taken twice": Mutation(
+        PASS, "starts += np.bincount(wave_of_row, minlength=len(self.waves))", "pass", FAN_OUT
+    ),
     "rows of an item are reversed": Mutation(
         "bridge.item_rows", "rows.to(embeddings.dtype)[None]", "rows.to(embeddings.dtype).flip(0)[None]", FAN_IN
     ),
@@ -65,13 +67,13 @@ MUTATIONS = {
     ),
     "labels in the places of items count": Mutation(
         "train.rows.read_rows",
-        "np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))",
+        "np.where(is_placeholder[1:], NO_TARGET, labels.astype(np.int64))",
         "labels",
         FAN_IN,
         "PlanError",
     ),
     "documents' labels are not read": Mutation(
-        "train.rows.read_rows", "isinstance(value, Labelled)", "False", LABELLED, "PlanError"
+        "train.rows.read_rows", "isinstance(source, Labelled)", "False", LABELLED, "PlanError"
     ),
     "documents' labels in the places of items are counted": Mutation(
         "data.item_documents", "document.targets - int((labels != NO_TARGET).sum())", "document.targets",

@@ -5,7 +5,10 @@
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(20)  # of a tensor's row in the table, 8 bytes each
+# A tensor's row of the table has columns of 8 bytes: addresses of parameter, gradient, mean and mean square (0 to 3),
+# how many numbers they have (4), the two words of the key (5, 6) and the six fields of `Places` (7 to 12) of rounding,
+# the words of the key (13, 14) and the first place (15) of moments in eight bits, and float32 factors, two in each.
+COLUMNS = tl.constexpr(20)
 FACTORS = tl.constexpr(16)  # the column with which float32 factors begin
 # As in stochastic_rounding.py.
 GOLDEN = tl.constexpr(0x9E3779B9)
@@ -34,11 +37,10 @@ def adamw_kernel(
 ):
     """Update the numbers of many tensors: of P programs a tensor, program (p, t) does blocks p, p + P, … of tensor t.
 
-    A row of the table has addresses of parameter, gradient and both moments, how many numbers they have, the key and
-    the places of the random bits, the key and the first place of moments in eight bits, and the float32 factors of
-    `update_block`. FLAT numbers lie one after another in the whole tensor too, so that an offset gives their places.
-    Whole blocks need no mask; the numbers left at the end are a masked block, done by the program that would do the
-    next whole one. A `scale` that is not a number (the gradients' norm was not finite) leaves everything as it is.
+    The factors of a row are those of `update_block`. FLAT numbers lie one after another in the whole tensor too, so
+    that an offset gives their places. Whole blocks need no mask; the numbers left at the end are a masked block, done
+    by the program that would do the next whole one. A `scale` that is not a number (the gradients' norm was not finite)
+    leaves everything as it is.
     """
     factor = 1.0
     if SCALED:
@@ -207,7 +209,7 @@ def encode_share(share, noise, scales, left, BLOCK: tl.constexpr):
     x = tl.div_rn(tl.abs(share), spread(tl.where(unit > 0, unit, 1.0), BLOCK))
     level = tl.sqrt_rn(x).to(tl.int32)
     above = tl.div_rn(x - (level * level).to(tl.float32), (2 * level + 1).to(tl.float32))
-    above += noise.to(tl.float32) * 0.0000152587890625
+    above += noise.to(tl.float32) * 0.0000152587890625  # 2^-16
     return tl.minimum(level + above.to(tl.int32), LEVELS) + tl.where(share < 0, 128, 0)
 
 
@@ -296,9 +298,7 @@ def random_words(place, start_key, middle_key):
 def round_by_bits(x, noise, DTYPE: tl.constexpr):
     """Round finite numbers to bfloat16, up or down, by sixteen random bits; return x itself for another DTYPE."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
-        noise = tl.where(tl.abs(x) < float("inf"), noise, 0)
-        bits = (
-            x.to(tl.uint32, bitcast=True) + noise
-        ) >> 16  # infinities and NaN have no noise: they keep their upper bits
+        noise = tl.where(tl.abs(x) < float("inf"), noise, 0)  # infinities and NaN keep their upper bits
+        bits = (x.to(tl.uint32, bitcast=True) + noise) >> 16
         x = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x

@@ -31,14 +31,12 @@ def numbers_per_chunk(device: torch.device) -> int:
     return 1 << 15 if device.type == "cpu" else 1 << 24
 
 
-# numbers that a program updates at a time, by so many warps
 _KERNELS = "longspan.train.optim.adamw_kernels"
-BLOCK = 1024
-WARPS = 4
+BLOCK = 1024  # numbers that a program updates at a time
+WARPS = 4  # of a program
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
 ALIGNMENT = 16  # bytes that one load of a thread takes
-COLUMNS = 20  # columns of the table, of eight bytes each: as in adamw_kernels.py
-# addresses, count, key and places, the key and first place of moments; from the column FACTORS on, factors
+COLUMNS = 20  # columns of the table, of eight bytes each: adamw_kernels.py says what is in them
 _ROW = Struct("=16q8f")
 _NEAREST = (0,) * 8  # in place of a key (2) and places (6), where numbers are rounded to the nearest
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.uint8: "uint8"}
@@ -96,7 +94,8 @@ def kernel_supports(update: Update) -> bool:
 
     `places` may only have rows of fewer than 2³¹ numbers, as the kernel divides by their length in 32 bits.
     """
-    parameter, gradient, mean, square = tensors = update[:4]
+    tensors = update[:4]
+    parameter, gradient, mean, square = tensors
     return (
         parameter.is_cuda
         and all(tensor.dtype in _DTYPES and tensor.is_contiguous() for tensor in tensors)
@@ -128,7 +127,7 @@ def launch_update_kernels(updates: Sequence[Update], scale: Tensor | None) -> in
             SCALED=scale is not None,
             BY_CHANCE=by_chance,
             FLAT=flat,
-            ALIGNMENT=ALIGNMENT if aligned else 2,
+            ALIGNMENT=ALIGNMENT if aligned else 2,  # the bytes of a bfloat16 number
             BLOCK=BLOCK,
             num_warps=WARPS,
             enable_fp_fusion=False,  # the same bits as the reference, which rounds every product
@@ -173,25 +172,28 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
     """Update one parameter and its moments, in place, by operations of torch: the reference of the kernel, in bounded
     chunks.
 
-    With a key, bfloat16 results are rounded by random words that a number's place in the whole tensor gives.
+    With a key, bfloat16 results are rounded by random words that a number's place in the whole tensor gives. Moments in
+    eight bits are unpacked and packed again chunk by chunk.
     """
     tensors = (update.parameter, update.gradient, update.mean, update.square)
     packed = (
         PackedMoments(update.mean, update.square, update.parameter.numel()) if update.moments_rounding else None
     )
-    flat = [tensor.contiguous().view(-1) for tensor in tensors]
+    flat_tensors = [tensor.contiguous().view(-1) for tensor in tensors]
+    flat_parameter, _, flat_mean, flat_square = flat_tensors
+    device = flat_parameter.device
     wide = torch.promote_types(update.parameter.dtype, torch.float32)
     scale = None if scale is None else scale.to(wide)
-    chunk = numbers_per_chunk(flat[0].device)
-    for start in range(0, len(flat[0]), chunk):
-        stop = min(start + chunk, len(flat[0]))
-        outputs = [flat[0][start:stop], flat[2][start:stop], flat[3][start:stop]]  # all but the gradient
-        inputs = [tensor[start:stop].to(wide) for tensor in flat]
+    chunk = numbers_per_chunk(device)
+    for start in range(0, len(flat_parameter), chunk):
+        stop = min(start + chunk, len(flat_parameter))
+        outputs = [flat_parameter[start:stop], flat_mean[start:stop], flat_square[start:stop]]
+        inputs = [tensor[start:stop].to(wide) for tensor in flat_tensors]
         if packed is not None:
             inputs[2:] = packed.read(start, stop)
         results = _compute_update(inputs, update.factors, scale)
         if update.key is not None and update.places is not None:
-            words = random_words(update.key, update.places.indices(start, stop, flat[0].device))
+            words = random_words(update.key, update.places.indices(start, stop, device))
             results = [
                 round_stochastically(result, rounding_noise(words, stream))
                 if output.dtype == torch.bfloat16
@@ -200,14 +202,14 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
             ]
         if packed is not None and update.moments_rounding is not None:
             key, first = update.moments_rounding
-            words = random_words(key, first + torch.arange(start, stop, device=flat[0].device))
+            words = random_words(key, first + torch.arange(start, stop, device=device))
             noise = [rounding_noise(words, stream) for stream in (0, 1)]
             packed.write(start, stop, results[1], results[2], noise)
-            outputs = outputs[:1]
+            outputs = outputs[:1]  # the parameter is left to write
             results = results[:1]
         for output, result in zip(outputs, results, strict=True):
             output.copy_(result)
-    for tensor, result in zip(tensors, flat, strict=True):
+    for tensor, result in zip(tensors, flat_tensors, strict=True):  # of others `contiguous` made copies
         if tensor is not update.gradient and not tensor.is_contiguous():
             tensor.copy_(result.view(tensor.shape))
 

@@ -62,8 +62,9 @@ class EightBitAdamW(OnePassAdamW):
                 self.state[parameter] |= _pack_moments(states[key], parameter)
 
     def _make_states_and_count_step(self, parameter: nn.Parameter) -> float:
-        """Do what OnePassAdamW does, with moments of zero in eight bits. Raises ModelError for another type of
-        parameter.
+        """Count a step of a parameter, as OnePassAdamW does; before its first, make moments of zero in eight bits.
+
+        Raises ModelError for another type of parameter.
         """
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(

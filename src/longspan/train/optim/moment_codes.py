@@ -55,7 +55,9 @@ class PackedMoments:
         return decode_mean(means[start:stop], units[blocks], square), square
 
     def write(self, start: int, stop: int, mean: Tensor, square: Tensor, noise: Sequence[Tensor]) -> None:
-        """Write means and squares, rounded by sixteen bits of noise each, int32."""
+        """Write means and squares (stop − start,), rounded by `noise`: sixteen bits for each mean, and for each square,
+        in int32.
+        """
         blocks = slice(start // SIZE, -(-stop // SIZE))
         encoded = (encode_mean(mean, square, noise[0]), encode_square(square, noise[1]))
         for (codes, scales), (new_codes, new_scales) in zip((self._means, self._squares), encoded, strict=True):
@@ -83,7 +85,10 @@ def encode_mean(mean: Tensor, square: Tensor, noise: Tensor) -> tuple[Tensor, Te
 
 
 def nearest_root(x: Tensor) -> Tensor:
-    """Return the float32 nearest to the root: torch's on a CPU (MKL's) is not always that, from float64 it is."""
+    """Return the square root, rounded to the nearest number of x's dtype.
+
+    It is computed in float64: torch's root in float32 on a CPU (MKL's) is not always the nearest.
+    """
     return x.double().sqrt().to(x.dtype)
 
 

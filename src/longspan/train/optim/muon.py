@@ -26,7 +26,7 @@ from longspan.train.optim.one_pass_adamw import OnePassAdamW
 EPS = 1e-7  # least norm of a matrix, as in torch
 HALVED = 2048  # rows from which symmetric products are computed in halves: a quarter fills a GPU
 _IN_LAYER = re.compile(r"(^|\.)\d+\.")
-_NO_MATRIX = re.compile(r"a_log$|conv\w*\.weight$")  # numbers of a state, and kernels
+_NO_MATRIX = re.compile(r"a_log$|conv\w*\.weight$")  # decays of a state-space layer, and kernels of convolutions
 
 
 def is_layer_matrix(name: str, parameter: Tensor) -> bool:
@@ -93,8 +93,8 @@ class Muon(OnePassAdamW):
         if scale is not None and bool(scale.isnan()):
             return
         begun = list[Iterator[None]]()  # all ranks have the same bundles in one order
-        # What is left over goes to other ranks than before. Ranks of one mesh have the same matrices there, but others
-        # elsewhere, as stages that share encoders.
+        # Matrices of a mesh so far, by which its ranks take turns in having one more than others. Each mesh has a count
+        # of its own: its ranks may have different matrices on other meshes, as pipeline stages do.
         turns = Counter[Any]()
         for group in self.param_groups:
             for bundle in _cut_bundles(group):
@@ -105,8 +105,7 @@ class Muon(OnePassAdamW):
             begun = _advance_bundles(begun)
 
     def _update_bundle(self, bundle: Sequence[Tensor], group: dict[str, Any], turn: int) -> Iterator[None]:
-        """Update the matrices of one bundle, in place; pauses at each exchange with other ranks, which take part in
-        all.
+        """Update the matrices of one bundle, in place; the generator pauses at each exchange with other ranks.
 
         `turn` counts the matrices of this mesh before it, by which ranks take turns in having one more than others.
         """
@@ -140,19 +139,21 @@ def _advance_bundles(begun: Sequence[Iterator[None]]) -> list[Iterator[None]]:
 
     Returns those that are not finished.
     """
-    return [work for work in begun if next(work, begun) is None]
+    finished = object()  # a bundle yields None at each exchange
+    return [bundle for bundle in begun if next(bundle, finished) is not finished]
 
 
 def _cut_bundles(group: dict[str, Any]) -> Iterator[list[Tensor]]:
-    """Yield a group's matrices that have gradients, in bundles of one shape and home.
+    """Yield a group's matrices that have gradients, in bundles of one shape, dtype and sharding.
 
-    Of matrices that ranks share a bundle has at least one for each rank, and as many as its bound of numbers allows.
+    A bundle has as many matrices as BUNDLE_NUMBERS per rank allow, and at least one for each rank that shares them,
+    except a last one.
     """
     alike = defaultdict[Any, list[Tensor]](list)
     for parameter in group["params"] if group["is_matrix"] else ():
         if parameter.grad is not None:
-            home = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else ()
-            alike[home, parameter.shape, parameter.dtype].append(parameter)
+            sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else ()
+            alike[sharding, parameter.shape, parameter.dtype].append(parameter)
     for parameters in alike.values():
         first = parameters[0]
         ranks = first.device_mesh.size() if isinstance(first, DTensor) else 1
@@ -172,9 +173,10 @@ class _MeshAxis(NamedTuple):
 
 
 def _list_axes(parameter: Tensor) -> list[_MeshAxis]:
-    """Return the axes along which a matrix is cut or copied, the one that cuts last first; see `local_block`.
+    """Return the axes of the mesh along which a matrix is cut or copied, in the order of the mesh.
 
-    Axes that divide experts are left out: each rank has whole matrices of its own.
+    The last axis cuts the whole matrix, and each axis before it what is left; see `local_block`. Axes that divide
+    experts are left out: each rank has whole matrices of its own.
     """
     axes = list[_MeshAxis]()
     shape = [*parameter.shape]
@@ -199,27 +201,28 @@ def _orthogonalize_bundle(
 ) -> Generator[None, None, Tensor]:
     """Orthogonalize matrices of which this rank has a part (matrices, …), and return this part of the results.
 
-    Along the first of `axes` each rank gathers a share of the matrices whole and sends rows back; then the next. The
-    generator pauses while rows travel.
+    The ranks along the first of `axes` share the matrices out: each gathers its share, so that the share is cut along
+    the other axes only, orthogonalizes it along these, and sends rows back. The generator pauses while rows travel.
     """
     if not axes:
         numbers = max(1, bundle.shape[-2] * bundle.shape[-1])
         parts = bundle.reshape(-1, *bundle.shape[-2:]).split(max(1, BUNDLE_NUMBERS // numbers))
         orthogonal_parts = [orthogonalize(part, group["ns_coefficients"], group["ns_steps"]) for part in parts]
         return torch.cat(orthogonal_parts).view(bundle.shape)
-    axis, *others = axes
+    axis, *other_axes = axes
     ranks = len(axis.sizes)
-    shares = [len(bundle) // ranks + ((member - turn) % ranks < len(bundle) % ranks) for member in range(ranks)]
+    each, left_over = divmod(len(bundle), ranks)
+    shares = [each + 1 if (member - turn) % ranks < left_over else each for member in range(ranks)]
     parts = bundle.split(shares)
-    if axis.dim is None:
-        own_share = yield from _orthogonalize_bundle(parts[axis.rank], others, group, turn // ranks)
+    if axis.dim is None:  # copies: the rank has all of its share
+        own_share = yield from _orthogonalize_bundle(parts[axis.rank], other_axes, group, turn // ranks)
         sends = [own_share] * ranks
     else:
         dim = axis.dim + 1
-        share = [shares[axis.rank], *bundle.shape[1:]]
-        shapes = [(*share[:dim], size, *share[dim + 1 :]) for size in axis.sizes]
+        share_shape = [shares[axis.rank], *bundle.shape[1:]]
+        shapes = [(*share_shape[:dim], size, *share_shape[dim + 1 :]) for size in axis.sizes]
         whole = torch.cat((yield from exchange_tensors(parts, shapes, axis.group)), dim)
-        sends = (yield from _orthogonalize_bundle(whole, others, group, turn // ranks)).split(axis.sizes, dim)
+        sends = (yield from _orthogonalize_bundle(whole, other_axes, group, turn // ranks)).split(axis.sizes, dim)
     return torch.cat((yield from exchange_tensors(sends, [(n, *bundle.shape[1:]) for n in shares], axis.group)))
 
 
@@ -240,18 +243,19 @@ def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: in
 def _symmetric_product(
     x: Tensor, y: Tensor, onto: Tensor | None = None, beta: float = 0, alpha: float = 1
 ) -> Tensor:
-    """Compute alpha · x y + beta · onto, which is symmetric, of stacks (n, rows, rows).
+    """Compute alpha · x y + beta · onto, which is symmetric, of stacks of matrices: results are (n, rows, rows).
 
     Of large ones a quarter is copied from its mirror.
     """
     product = x.new_empty((*x.shape[:-1], x.shape[-2]))
-    onto = product if onto is None else onto
+    onto = product if onto is None else onto  # which torch does not read where beta is 0
     rows = x.shape[-2]
     half = rows // 2 if rows >= HALVED else rows
-    blocks = [(slice(None), slice(half))] + [(slice(half, None), slice(half, None))] * (half < rows)
-    for here, there in blocks:
-        torch.baddbmm(
-            onto[:, here, there], x[:, here], y[..., there], beta=beta, alpha=alpha, out=product[:, here, there]
-        )
+    blocks = [(slice(None), slice(half))]  # (rows, columns) of the results: the left half
+    if half < rows:
+        blocks.append((slice(half, None), slice(half, None)))  # and the lower right quarter
+    for at_rows, at_columns in blocks:
+        place = (slice(None), at_rows, at_columns)
+        torch.baddbmm(onto[place], x[:, at_rows], y[..., at_columns], beta=beta, alpha=alpha, out=product[place])
     product[:, :half, half:] = product[:, half:, :half].mT
     return product

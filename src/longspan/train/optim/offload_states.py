@@ -82,8 +82,9 @@ def offload_optimizer_states(
         return total_state_bytes(optimizer)
 
     size = run_on_every_rank(world, measure_bytes, ConfigError)
-    pages = any(waits_on_host(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    if not world.control.reduce_object(size or pages, max, "bytes of the optimizer's states"):
+    # Parameters that wait on the host are brought to the device for their updates, also where they have no states.
+    any_waits = any(waits_on_host(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if not world.control.reduce_object(size > 0 or any_waits, max, "bytes of the optimizer's states"):
         raise ConfigError(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
             "leave out offload_optimizer_states (train.offload_optimizer_states = false)"
@@ -119,12 +120,13 @@ class OffloadedStates(Optimizer):
         self._bucket_bytes = bucket_bytes
         self._model = hidden_in
         optimizer.param_groups = self.param_groups
-        self._copies, self._arena = _StateCopies(device), HostArena(device, total_state_bytes(optimizer))
+        self._copies = _StateCopies(device)
+        self._arena = HostArena(device, total_state_bytes(optimizer))
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states = optimizer.state
         optimizer.state = defaultdict(dict)
+        # States of steps that the optimizer took before; each leaves the device before the next one is copied.
         for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
-            # of steps before this
             self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
 
     def _read_state(self) -> defaultdict[Tensor, Any]:
@@ -155,7 +157,10 @@ class OffloadedStates(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient, or begin to; returns what `closure` returns."""
+        """Update every parameter that has a gradient; returns what `closure` returns.
+
+        If updates are hidden and FSDP2 gathers all parameters of this one, the update only begins.
+        """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.finish_step()
@@ -166,7 +171,8 @@ class OffloadedStates(Optimizer):
         if hidden:
             with_states = [group for group in self.param_groups if STATES[type(self.inner)](group)]
             for parameter in [p for group in with_states for p in group["params"] if p.grad is not None]:
-                self.host_states[parameter]  # takes its place: files of checkpoints have states in this order
+                # An empty state takes its place here: files of checkpoints have states in the order of the groups.
+                self.host_states[parameter]
             buckets.sort(key=lambda bucket: places[bucket.parts[0].parameter])
         self._update = _OffloadedUpdate(self, self._copies, buckets)
         if hidden:
@@ -190,15 +196,20 @@ class OffloadedStates(Optimizer):
             self._update = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """With `set_to_none` a pending update keeps its own references to the gradients; without it they would be
-        zeroed in place under that update, so it is finished first.
+        """Drop or zero the gradients, as torch does.
+
+        An update that goes on keeps references to gradients that are dropped. Before any are zeroed in place, which it
+        would see, it is finished.
         """
         if not set_to_none:
             self.finish_step()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does; moments go to the host, `small` numbers through the inner optimizer."""
+        """Load a state as torch does; moments go to the host, other values through the inner optimizer.
+
+        A pending update is finished first, and one that failed is dropped.
+        """
         self.drop_failed_update()
         self.finish_step()
         state_dict = {**state_dict}
@@ -210,7 +221,8 @@ class OffloadedStates(Optimizer):
             for key, state in states.items()
         }
         self.inner.load_state_dict(state_dict | {"state": small})
-        loaded, self.inner.state = self.inner.state, defaultdict(dict)
+        loaded = self.inner.state  # the small values, where torch brought them
+        self.inner.state = defaultdict(dict)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
         saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = dict(zip(saved_keys, (p for group in self.param_groups for p in group["params"]), strict=True))
@@ -236,8 +248,10 @@ class OffloadedStates(Optimizer):
         return values
 
     def host_tensor(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """Return the host's memory of a moment, `name` in the optimizer's state, in the parameter's type, as torch has
-        it; the first call takes it.
+        """Return the host's memory of a parameter's moment, which is called `name` in the state; the first call takes
+        it.
+
+        It is a tensor in the parameter's dtype, and a DTensor of a parameter that is one.
         """
         local = local_tensor(parameter.detach())
         if (parameter, name) not in self._places:
@@ -260,7 +274,7 @@ class _OffloadedUpdate:
     """One step of an optimizer with states on the host: its buckets, those that are launched and those that wait.
 
     What a bucket's update needs is kept here as it was when the step was taken: gradients, settings, the scale, keys of
-    random bits, and `before`, the states, so that all parts of a parameter start from the same count of steps.
+    random bits, and the states (`_before`), so that all parts of a parameter start from the same count of steps.
     `failure` says, after an error between two buckets, what is updated.
     """
 
@@ -277,7 +291,7 @@ class _OffloadedUpdate:
         self._last_bucket = {part.parameter: index for index, bucket in enumerate(buckets) for part in bucket.parts}
         self._event: torch.cuda.Event | None = None  # after the last bucket that was waited for
         self._stream: torch.cuda.Stream | None = None  # None: that of the caller
-        self._replaced = dict[Any, str]()  # objects, and the method in whose place one of here stands
+        self._replaced = dict[Any, str]()  # readers of parameters, and which of their methods is replaced
         self.failure = ""
         inner = optimizer.inner
         self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None
@@ -290,8 +304,8 @@ class _OffloadedUpdate:
     def begin(self, groups: Sequence[Any]) -> None:
         """Launch the first buckets on a stream of their own, and have every reader of parameters wait for its updates.
 
-        Readers are FSDP2's `groups`, before they gather, and stores of parameters on the host, before they copy: a
-        method of each is replaced until it is called once, or until the end.
+        Readers are FSDP2's `groups`, which gather, and stores of parameters on the host, which copy. The method of a
+        group is replaced until it is called once, that of a store until the update ends.
         """
         self._stream = self._copies.begin_updates()
         for group in groups:
@@ -303,8 +317,9 @@ class _OffloadedUpdate:
         self._launch_buckets(self._ahead)
 
     def finish(self) -> None:
-        """Update what still waits, and restore replaced methods; the current stream waits for updates, the host for
-        states.
+        """Update what still waits, and restore replaced methods.
+
+        The current stream waits for updates, the host for what is copied to it.
 
         Raises ModelError for an update that failed before.
         """
@@ -319,7 +334,7 @@ class _OffloadedUpdate:
 
     @property
     def _ahead(self) -> int:
-        """Buckets to launch beyond those that are asked for: some of a hidden update, none of others."""
+        """How many buckets to launch beyond those that are asked for: AHEAD if the update is hidden, else none."""
         return AHEAD if self._stream is not None else 0
 
     def _restore_methods(self) -> None:
@@ -328,7 +343,7 @@ class _OffloadedUpdate:
             vars(waiter).pop(method, None)
 
     def _fetch_shards(self, store: Any, parameters: Iterable[Any]) -> None:
-        """Copy shards from a store of the host once their updates have ended; stands in for the store's `fetch`."""
+        """Copy parameters from a store of the host once their updates have ended; stands in for its `fetch`."""
         parameters = [*parameters]
         self._wait_for_updates_of(parameters)
         type(store).fetch(store, parameters)
@@ -354,8 +369,9 @@ class _OffloadedUpdate:
         self._copies.wait_for_event(self._event)
 
     def _launch_buckets(self, count: int) -> None:
-        """Launch updates until `count` buckets are, in whatever mode the caller runs; an error is noted
-        in `failure`.
+        """Launch updates until `count` buckets are launched, in whatever mode of autograd the caller runs.
+
+        An error is raised; one that leaves some buckets updated, or methods replaced, is also noted in `failure`.
         """
         missing = max(0, min(count, self._total) - self._launched)
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -405,9 +421,10 @@ class _OffloadedUpdate:
         Each part but the last of a parameter counts its step in a copy: the parameter's own count moves on once.
         """
         states = list[dict[str, Any]]()
-        pairs = list[tuple[Tensor, Tensor]]()
+        pairs = list[tuple[Tensor, Tensor]]()  # what is copied: on the device, on the host
 
         def place(host: Tensor) -> Tensor:
+            """Return an empty tensor on the device, and note that `host` is to be copied into it."""
             pairs.append((torch.empty_like(host, device=self._copies.device), host))
             return pairs[-1][0]
 
@@ -423,10 +440,10 @@ class _OffloadedUpdate:
         return _Fetched(stand_ins, states, self._copies.fetch(pairs))
 
     def _update_bucket(self, bucket: StateBucket, fetched: _Fetched) -> list[dict[str, Any]]:
-        """Let the optimizer update a bucket, whose stand-ins take the place of its groups meanwhile; return their new
-        states.
+        """Let the optimizer update a bucket, whose stand-ins are its only group meanwhile; return their new states.
 
-        Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels.
+        Where DTensors are in the group torch would not choose its foreach kernels, but for plain stand-ins it would:
+        an open choice becomes False.
         """
         inner = self._optimizer.inner
         settings = inner.param_groups

@@ -57,7 +57,8 @@ class OnePassAdamW(AdamW):
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=False
         )
-        self._rounding, self._parts = rounding, dict[nn.Parameter, ParameterPart]()
+        self._rounding = rounding
+        self._parts = dict[nn.Parameter, ParameterPart]()  # by stand-in, while `use_stand_ins` is entered
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -89,7 +90,10 @@ class OnePassAdamW(AdamW):
 
     @contextmanager
     def use_stand_ins(self, parts: dict[nn.Parameter, ParameterPart], scale: Tensor | None) -> Iterator[None]:
-        """Let the keys of `parts` stand in for parts of parameters, with keys of `draw_key`, under this scale."""
+        """Have `step` update parts of parameters, inside: the keys of `parts` stand in for them, under this scale.
+
+        The parts bring random keys that `draw_key` gave; the caller puts the stand-ins into the groups.
+        """
         scale_now = self.gradient_scale
         self._parts = parts
         self.gradient_scale = scale
@@ -100,7 +104,9 @@ class OnePassAdamW(AdamW):
             self.gradient_scale = scale_now
 
     def draw_key(self, parameter: nn.Parameter) -> RandomKey | None:
-        """Return the key by which this update rounds a parameter, and count the update; None: to the nearest."""
+        """Return the key by which an update rounds a parameter, and count that update; None, without counting, where
+        it rounds to the nearest.
+        """
         if self._rounding is None or parameter.dtype != torch.bfloat16:
             return None
         key = self._rounding.key(parameter)
@@ -110,7 +116,8 @@ class OnePassAdamW(AdamW):
     def take_back_counts(self, state: Mapping[Any, dict[str, Any]] | None = None) -> None:
         """Count the last step as not taken: its scale was not a number and nothing changed, or it only made states.
 
-        `state` has the counts if they are not in this optimizer's own state, as with states on the host.
+        Counts of steps go down in `state` (None: this optimizer's own), and counts of drawn keys with them. Gradients
+        are those of that step, by which it is known which parameters it counted.
         """
         state = self.state if state is None else state
         for group in self.param_groups:
@@ -157,4 +164,4 @@ class OnePassAdamW(AdamW):
         if self._rounding is None or part.key is None:
             return update
         places = self._rounding.places(part.parameter)
-        return Update(*update[:5], part.key, places._replace(start=part.start) if part.start else places)
+        return update._replace(key=part.key, places=places._replace(start=part.start) if part.start else places)

@@ -60,7 +60,8 @@ def optimizer_class(name: str) -> type[Optimizer]:
 def check_optimizer_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that the optimizer's class does not take, and for a wrong value of a switch.
 
-    A switch is true, false or null. Other values are left to the class. `name` is that of the class in [optimizer].
+    A switch is an argument whose default or annotation is bool; it takes true, false or null. Values of other arguments
+    are left to the class. `name` is that of the class in [optimizer].
     """
     kind = optimizer_class(name)
     parameters = inspect.signature(kind).parameters
@@ -70,14 +71,10 @@ def check_optimizer_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     for key, value in arguments.items():
         if key not in parameters or isinstance(value, bool | None):
             continue
-        kinds = {*re.findall(r"\w+", str(parameters[key].annotation))} - {
-            "class",
-            "typing",
-            "Optional",
-            "Union",
-            "None",
-        }
-        if isinstance(parameters[key].default, bool) or kinds == {"bool"}:
+        # An annotation of a switch, in whatever form, has no other type's name than bool.
+        words = {*re.findall(r"\w+", str(parameters[key].annotation))}
+        types = words - {"class", "typing", "Optional", "Union", "None"}
+        if isinstance(parameters[key].default, bool) or types == {"bool"}:
             raise ConfigError(f"optimizer.class {name!r} is given {key}={value!r}, which is true or false")
 
 

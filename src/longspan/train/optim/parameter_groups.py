@@ -4,8 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +18,16 @@ from longspan.train.optim.optimizer_classes import accepts_argument, optimizer_c
 
 _SHOWN = 16  # kinds of names that an error lists
 _BIAS_OR_NORM = re.compile(r"bias$|(norm\d*|ln_\w+)\.[^.]+$")  # the parameter itself, or the module that it is in
+
+
+class _GroupKey(NamedTuple):
+    """What the parameters of one group have in common; groups come in the order of their keys."""
+
+    without_decay: bool
+    is_plain: bool  # no DTensor
+    rate: float
+    is_matrix: bool
+    decay: float
 
 
 def parameter_groups(
@@ -38,13 +47,13 @@ def parameter_groups(
     knows_decay = accepts_argument(optimizer_class(name), "weight_decay")
     if (weight_decay or any(group.weight_decay for group in named_groups)) and not knows_decay:
         raise ConfigError(f"optimizer.class {name!r} knows no weight decay; set optimizer.weight_decay to 0")
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    if unknown := [name for name in rates or () if name not in modules]:
+    modules = {module for module, _ in model.named_modules(remove_duplicate=False)}
+    if unknown := [module for module in rates or () if module not in modules]:
         raise ConfigError(
             f"lr has a rate for {unknown[0]!r}, which is no module of this {type(model).__name__}; it has "
-            f"{', '.join(name for name, _ in model.named_children())}, and modules inside these"
+            f"{', '.join(child for child, _ in model.named_children())}, and modules inside these"
         )
-    groups = defaultdict[tuple[bool, bool, float, bool, float], list[nn.Parameter]](list)
+    groups = defaultdict[_GroupKey, list[nn.Parameter]](list)
     for parameter, names in names_of_parameters(model).items():
         if parameter.requires_grad:
             parameter_name = names[0]
@@ -55,18 +64,19 @@ def parameter_groups(
             if (named := find_named_group(named_groups, names)) is not None:
                 rate = rate if named.lr is None else named.lr
                 decay = decay if without_decay or named.weight_decay is None else named.weight_decay
-            groups[without_decay, not isinstance(parameter, DTensor), rate, is_matrix, decay].append(parameter)
-    if name == "muon" and groups and not any(is_matrix for *_, is_matrix, _ in groups):
+            key = _GroupKey(without_decay, not isinstance(parameter, DTensor), rate, is_matrix, decay)
+            groups[key].append(parameter)
+    if name == "muon" and groups and not any(key.is_matrix for key in groups):
         raise ConfigError(
             f"optimizer.class 'muon' found none of the {sum(map(len, groups.values()))} trained parameters to be a "
             "matrix inside a layer, which it is for; use adamw"
         )
     settings = [
-        {"params": parameters}
-        | ({} if rates is None else {"lr": rate})
-        | ({"weight_decay": decay} if knows_decay else {})
-        | ({"is_matrix": True} if is_matrix else {})
-        for (_, _, rate, is_matrix, decay), parameters in sorted(groups.items(), key=itemgetter(0))
+        {"params": groups[key]}
+        | ({} if rates is None else {"lr": key.rate})
+        | ({"weight_decay": key.decay} if knows_decay else {})
+        | ({"is_matrix": True} if key.is_matrix else {})
+        for key in sorted(groups)
     ]
     return settings or [{"params": []}]
 
@@ -80,7 +90,7 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def find_named_group(groups: Sequence[NamedGroup], names: Iterable[str]) -> NamedGroup | None:
-    """Return the last group that meets one of a parameter's names."""
+    """Return the last group that meets one of a parameter's names; None if none does."""
     return next((group for group in reversed(groups) if any(meets_any([group.pattern], x) for x in names)), None)
 
 
@@ -125,16 +135,21 @@ def freeze_by_name(model: Any, patterns: Sequence[str]) -> None:
 
 
 def check_named_groups(model: nn.Module, texts: Sequence[str], *, stages: int) -> None:
-    """Raise ConfigError for a group that meets no parameter that is trained, for weight decay of parameters that have
-    none, and for a group that meets one end of tied weights alone, of which first and last of several `stages` have a
-    copy each.
+    """Raise ConfigError for groups that name parameters wrongly, by the names of a whole model.
+
+    A group (one of `texts`) must meet a parameter that is trained, and one with weight decay must meet a parameter that
+    has decay. With several pipeline `stages` all names of a tied weight must get the same settings, for the first and
+    the last stage have a copy of it each.
     """
     groups = [*map(NamedGroup.from_text, texts)]
     names = {p: own_names for p, own_names in names_of_parameters(model).items() if p.requires_grad}
     _check_patterns_meet("optimizer.groups", [group.pattern for group in groups], names.values())
     for text, group in zip(texts, groups, strict=True):
         met_parameters = {
-            x: p for p, own_names in names.items() for x in own_names if meets_any([group.pattern], x)
+            name: parameter
+            for parameter, own_names in names.items()
+            for name in own_names
+            if meets_any([group.pattern], name)
         }
         if group.weight_decay and not any(
             has_weight_decay(name, parameter) for name, parameter in met_parameters.items()

@@ -24,7 +24,8 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
     It is tried on small parameters, sharded as the model's; the model is not changed. Entered by all ranks.
     """
     pairs = list(_make_whole_and_sharded(model, world.device))
-    refusal = reason = ""
+    refusal = ""  # the error of an optimizer that cannot be made
+    reason = ""  # how its updates of sharded parameters are wrong, or the error that they raise
     try:
         reason = _update_and_compare(choice, pairs) if pairs else ""
     except ConfigError as error:
@@ -32,13 +33,13 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
     except Exception as error:  # an optimizer of any package may raise anything
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
     reports = world.control.gather_objects((refusal, reason), "optimizer on sharded parameters")
-    for rank, (refusal, reason) in zip(world.home.ranks, reports, strict=True):
-        if refusal:
-            raise ConfigError(refusal)
-        if reason:
+    for rank, (rank_refusal, rank_reason) in zip(world.home.ranks, reports, strict=True):
+        if rank_refusal:
+            raise ConfigError(rank_refusal)
+        if rank_reason:
             raise ConfigError(
                 f"optimizer.class {choice.name!r} does not work on sharded parameters (DTensor), as a trial on small "
-                f"ones showed on rank {rank}: {reason}; use adamw, sgd, or another class, or try "
+                f"ones showed on rank {rank}: {rank_reason}; use adamw, sgd, or another class, or try "
                 'optimizer.arguments = ["foreach=false"] where it has that'
             )
 
@@ -46,9 +47,9 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
 def _make_whole_and_sharded(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Yield a small sharded parameter and the same one whole, for each way in which the model's parameters are sharded.
 
-    Sharded dims have 4 numbers on each rank, others 4 in all.
+    Sharded dims have 4 numbers on each rank, others 4 in all. All ranks draw the same numbers.
     """
-    kinds = dict[Any, nn.Parameter]()
+    kinds = dict[Any, nn.Parameter]()  # the first parameter of each way
     for parameter in model.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):
             kinds.setdefault((parameter.device_mesh, parameter.placements, parameter.ndim), parameter)

@@ -14,7 +14,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 
 CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
-# Classes that update each number by itself, and the numbers that they keep of it under a group's settings.
+# Classes that update each number by itself, and how many numbers they keep for it under a group's settings.
 STATES: dict[type[optim.Optimizer], Callable[[Mapping[str, Any]], int]] = {
     **dict.fromkeys((OnePassAdamW, optim.Adam, optim.AdamW), lambda group: 2 + bool(group["amsgrad"])),
     **dict.fromkeys((optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop), lambda _: 2),
@@ -59,8 +59,10 @@ class StatePart:
         return self.local_view(local_tensor(self.parameter.detach()))
 
     def make_stand_in(self, place: Callable[[Tensor], Tensor]) -> nn.Parameter:
-        """Return a plain parameter that is updated in place of the part: its memory, and gradient, unless `place` gives
-        others for those that wait on the host.
+        """Return a plain parameter that is updated in place of the part, with its gradient.
+
+        It has the part's own memory. Where the parameter waits on the host, `place` gives memory on the device for
+        numbers and gradient.
         """
         assert self.gradient is not None
         numbers = self.numbers
@@ -85,11 +87,14 @@ class StateBucket:
 def cut_buckets(
     optimizer: Optimizer, bucket_bytes: int, places: Mapping[nn.Parameter, int], *, every: bool = False
 ) -> Iterator[StateBucket]:
-    """Cut parameters with gradients, or `every` one, into buckets; only one parameter that is not flat takes more.
+    """Cut parameters with gradients, or `every` one, into buckets of at most `bucket_bytes`.
 
-    In each group those with the first of `places`, if they have any, come first.
+    Only a parameter whose memory cannot be cut makes a larger bucket, alone. Within a group parameters are in the order
+    of their `places`, where they have some. Bytes are those of states, and of parameters and gradients that wait on the
+    host: of all that a bucket brings to the device.
     """
     for group in optimizer.param_groups:
+        # the settings as they are now: those of the optimizer may change before the bucket is updated
         group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         parts = list[StatePart]()
         filled = 0
@@ -101,7 +106,8 @@ def cut_buckets(
             if waits_on_host(parameter):
                 tensors += 2  # itself and its gradient
             number_bytes = tensors * parameter.dtype.itemsize
-            for part in _split_parameter(parameter, max(bucket_bytes // max(number_bytes, 1) // CUT, 1) * CUT):
+            most_cuts = max(bucket_bytes // max(number_bytes, 1) // CUT, 1)
+            for part in _split_parameter(parameter, most_cuts * CUT):
                 part_bytes = number_bytes * (part.stop - part.start)
                 if parts and filled + part_bytes > bucket_bytes:
                     yield StateBucket(group, tuple(parts), filled)
@@ -126,13 +132,11 @@ def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
         yield StatePart(parameter, gradient, start, stop, flat, last=stop == local.numel())
 
 
-def sharded_state(value: Tensor, local: Tensor) -> Tensor:
-    """Return a rank's local numbers as a DTensor sharded as `value` is, on whatever device; themselves if that is no
-    DTensor.
-    """
-    if not isinstance(value, DTensor):
+def sharded_state(like: Tensor, local: Tensor) -> Tensor:
+    """Return a rank's local numbers as a DTensor sharded as `like`, on whatever device; as they are if that is none."""
+    if not isinstance(like, DTensor):
         return local
-    spec = value._spec
+    spec = like._spec
     assert spec.tensor_meta is not None
     spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     # `from_local` would copy a tensor of the host to the mesh's device; FSDP2 places parameters on the host like this

@@ -23,9 +23,8 @@ FIRST = 0x21F0AAAD
 SECOND = 0xD35A2D97
 THIRD = 0xB5297A4D  # of the third stream
 WORD = (1 << 32) - 1  # mask of 32 bits
-# random bits that round one number; a parameter and both moments are rounded
-NOISE_BITS = 16
-STREAMS = 3
+NOISE_BITS = 16  # random bits that round one number
+STREAMS = 3  # numbers at one place: of a parameter and of both moments
 _KEY = struct.Struct("<2I")  # the two words of a key in a digest
 
 
@@ -76,7 +75,8 @@ class Places(NamedTuple):
         stride = 1
         levels = [(1, 1)]
         for size, part in zip(reversed(shape), reversed(block), strict=True):
-            count, (level_count, level_stride) = part.stop - part.start, levels[-1]
+            count = part.stop - part.start
+            level_count, level_stride = levels[-1]
             offset += part.start * stride
             if count != 1:
                 if level_count * level_stride == stride:

@@ -39,7 +39,7 @@ class Facts(NamedTuple):
     targets: Integers
     prefix_rows: Integers  # rows before the first target
     scored: Integers  # 0 or 1: whether they are ScoredDocuments
-    weighted: Integers  # 0 or 1
+    weighted: Integers  # 0 or 1: whether they bring weights
     starts: Integers  # the number of the first row, among the rows of all documents in the order of ranks
 
 
@@ -150,7 +150,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
             raise IndexError(f"positions {positions.min()} to {positions.max()} of a document of {length} tokens")
         rows = positions + int(self._facts.starts[document])
         places = np.searchsorted(local_rows.numbers, rows)
-        is_here = places < len(local_rows.numbers)  # and the row at that place is the one that was looked for
+        # A row is here if there is a number at its place, and it is the row's own.
+        is_here = places < len(local_rows.numbers)
         is_here[is_here] = local_rows.numbers[places[is_here]] == rows[is_here]
         if not is_here.all():
             raise DataError(
@@ -220,8 +221,8 @@ def _merge_runs(runs: Integers) -> Integers:
     if not len(runs):
         return runs
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(runs[:, 1])
-    # runs that begin after the end of all before
+    reach = np.maximum.accumulate(runs[:, 1])  # the furthest end of each run and all before it
+    # A merged run begins where a run begins after the end of all before.
     firsts = np.append(0, np.flatnonzero(runs[1:, 0] > reach[:-1]) + 1)
     return np.stack([runs[firsts, 0], reach[np.append(firsts[1:], len(runs)) - 1]], axis=1)
 
@@ -305,7 +306,8 @@ class _ReadDocuments:
     """The documents that this rank brings, read into columns of int64: token ids, labels, and bits of numbers."""
 
     def __init__(self) -> None:
-        self._facts, self._documents = list[tuple[int, ...]](), list[dict[str, Integers]]()
+        self._facts = list[tuple[int, ...]]()
+        self._documents = list[dict[str, Integers]]()  # columns by name
         self._names = NamesOfValues()
         self._labelled = False
 
@@ -343,6 +345,7 @@ class _ReadDocuments:
         values = document.token_values(positions) if isinstance(document, Valued) else {}
         self._names.check_values(number, values, positions)
         scored = int(getattr(document, "makes_scores", False))
+        # No row predicts the token at position 0; where rows have scores, the first row may have a label.
         targets = int((labels[0 if scored else 1 :] != NO_TARGET).sum())
         prefix_rows = count_prefix_rows(document, number, len(ids))
         self._facts.append((len(ids), targets, prefix_rows, scored, int(WEIGHTS in values)))  # as in `_Share.facts`
@@ -388,18 +391,40 @@ class _ReadDocuments:
 def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
     """Exchange shares with all ranks and return the documents of all, numbered in the order of ranks; all enter.
 
-    Raises DataError on every rank for names of values that not all have, and for documents that two ranks bring.
+    Raises DataError on every rank for shares that do not go together.
     """
     shares = world.control.gather_objects(local.make_share(), "lengths of documents")
-    having = [(rank, share) for rank, share in zip(world.home.ranks, shares, strict=True) if len(share.facts)]
+    _check_shares(dict(zip(world.home.ranks, shares, strict=True)))
+    shared_facts = np.concatenate([share.facts for share in shares])  # columns: length, 4 more
+    lengths = shared_facts[:, 0]
+    facts = np.column_stack([shared_facts, np.cumsum(lengths) - lengths])  # and where a document starts
+    ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
+    index = world.home.ranks.index(world.rank)
+    first = sum(len(share.facts) for share in shares[:index])
+    numbers = tuple(range(first, first + len(shares[index].facts)))
+    columns = [IDS]
+    if any(share.labelled for share in shares):
+        columns.append(LABELS)
+    columns += sorted({name for share in shares for name in share.names})
+    table = local.row_table(columns)
+    rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
+    return GatheredDocuments(world, numbers, tuple(columns), ends, Facts(*facts.T), rows, rows)
+
+
+def _check_shares(shares: Mapping[int, _Share]) -> None:
+    """Raise DataError, on every rank, for names of values that not all ranks have, and for documents that two bring.
+
+    `shares` are those of all ranks, by rank. Ranks without documents have no names.
+    """
+    having = [(rank, share) for rank, share in shares.items() if len(share.facts)]
     all_names = {name for _, share in having for name in share.names} - {number_column(WEIGHTS)}
     for name in sorted(all_names):
         lacking = [rank for rank, share in having if name not in share.names]
         if lacking:
-            brings = [rank for rank, share in having if name in share.names]
+            bringing = [rank for rank, share in having if name in share.names]
             raise on_all_ranks(
                 DataError(
-                    f"documents of ranks {excerpt(brings)} have {name[1:]!r} and those of ranks {excerpt(lacking)} "
+                    f"documents of ranks {excerpt(bringing)} have {name[1:]!r} and those of ranks {excerpt(lacking)} "
                     "have not; give the documents of a step the same values, 0 where they do not matter"
                 )
             )
@@ -414,15 +439,3 @@ def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
                     "ranks of one slot may. Documents that all ranks have go to run_step as they are"
                 )
             )
-    facts = np.concatenate([share.facts for share in shares])  # columns: length, 4 more
-    lengths = facts[:, 0]
-    facts = np.column_stack([facts, np.cumsum(lengths) - lengths])
-    ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
-    index = world.home.ranks.index(world.rank)
-    first = sum(len(share.facts) for share in shares[:index])
-    numbers = tuple(range(first, first + len(shares[index].facts)))
-    columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
-    columns += sorted({name for share in shares for name in share.names})
-    table = local.row_table(columns)
-    rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
-    return GatheredDocuments(world, numbers, tuple(columns), ends, Facts(*facts.T), rows, rows)

@@ -73,7 +73,9 @@ class NamesOfValues:
         Weights may be left out.
         """
         names = set(values) - {WEIGHTS}
-        first, first_names = self._first_names = self._first_names or (document, names)
+        if self._first_names is None:
+            self._first_names = (document, names)
+        first, first_names = self._first_names
         for name in sorted(names ^ first_names):
             having, lacking = (document, first) if name in names else (first, document)
             raise DataError(
@@ -123,7 +125,10 @@ def target_rows(batch: LocalBatch) -> Integers:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Fills the batches of one micro-batch, run by run; `at_depth` are the batch itself and those of each depth."""
+    """Fills the batches of one micro-batch, run by run; `at_depth` are the batch itself and those of each depth.
+
+    A run is consecutive tokens of one document that this rank holds.
+    """
 
     documents: Any
     vocabulary: int | None
@@ -138,33 +143,33 @@ class _Reader:
         Tokens after `stop` are read too: one for the last label and one for each depth, as far as there are any. Raises
         DataError for ids or labels outside the vocabulary, and for values that do not fit.
         """
-        value = self.documents[document]
-        # no tokens follow a document's end, if it is no prefix
-        end = min(stop + len(self.at_depth), length + getattr(value, "ahead", 0))
+        source = self.documents[document]
+        # Tokens follow the end of a document only if it is a prefix, which knows `ahead` of them.
+        end = min(stop + len(self.at_depth), length + getattr(source, "ahead", 0))
         # True at the placeholders of items, which are neither inputs nor targets.
-        hidden = None if self.items is None else self.items.placeholder_mask(document, start, end)
+        is_placeholder = None if self.items is None else self.items.placeholder_mask(document, start, end)
         positions = np.arange(start, end)
-        indexed = np.asarray(value) if isinstance(value, list | tuple) else value
+        indexed = np.asarray(source) if isinstance(source, list | tuple) else source
         tokens = np.asarray(indexed[torch.from_numpy(positions) if isinstance(indexed, Tensor) else positions])
         check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
-        if hidden is not None:
-            tokens = np.where(hidden, 0, tokens)
+        if is_placeholder is not None:
+            tokens = np.where(is_placeholder, 0, tokens)
         self._check_vocabulary(document, tokens, positions, "token id")
         tokens = tokens.astype(np.int64)
         # A row predicts the next token, or has a score of its own.
-        predicted_by_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
+        predicted_by_rows = slice(0, stop - start) if getattr(source, "makes_scores", False) else slice(1, None)
         next_positions = positions[predicted_by_rows]
         next_tokens = tokens[predicted_by_rows]
         labels = next_tokens
-        if isinstance(value, Labelled):
-            labels = np.asarray(value.labels(next_positions))
+        if isinstance(source, Labelled):
+            labels = np.asarray(source.labels(next_positions))
             check_integers(document, labels, next_positions, "its labels are token ids, or −100")
-        if hidden is not None:  # it begins one position before labels
-            labels = np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))
-        if labels is not next_tokens:  # tokens have been checked
+        if is_placeholder is not None:  # it begins one position before labels
+            labels = np.where(is_placeholder[1:], NO_TARGET, labels.astype(np.int64))
+        if labels is not next_tokens:  # which have been checked with the tokens
             ids_or_0 = np.where(labels == NO_TARGET, 0, labels)
             self._check_vocabulary(document, ids_or_0, next_positions, "the label")
-        values = value.token_values(next_positions) if isinstance(value, Valued) else {}
+        values = source.token_values(next_positions) if isinstance(source, Valued) else {}
         self.names.check_values(document, values, next_positions)
         for depth, batch in enumerate(self.at_depth):
             ahead = slice(depth, depth + stop - start)
@@ -248,13 +253,15 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
 
 
 def read_own_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
-    """Return the positions (n, T) of a shard's local rows; None if no document has positions of its own.
+    """Return the positions (n, T) of a shard's local rows; None if no document here has positions of its own.
 
     `positions_of(d)` gives the positions (n, tokens) of a whole document d, or None if they are plain: then each of the
     n parts counts its tokens. Raises DataError for positions of another shape or type.
     """
     lengths = {
-        d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)
+        document: length
+        for group in shard.micro_batch.groups
+        for document, length in zip(group.documents, group.lengths, strict=True)
     }
     document_of_row, position_of_row = documents_and_positions(shard)
     by_document = dict[int, Integers]()  # without documents of plain positions
@@ -262,24 +269,25 @@ def read_own_positions(positions_of: Callable[[int], Any], shard: SequenceShard)
         if document < 0 or (given_positions := positions_of(document)) is None:  # −1: padding
             continue
         length = lengths[document]
-        positions = np.asarray(given_positions)
-        is_valid = positions.ndim == 2 and len(positions) in PARTS_OF_POSITIONS and positions.shape[1] == length
-        if not is_valid or positions.dtype.kind not in "iu":
+        own_positions = np.asarray(given_positions)
+        has_shape = own_positions.ndim == 2 and own_positions.shape[1] == length
+        is_valid = has_shape and len(own_positions) in PARTS_OF_POSITIONS
+        if not is_valid or own_positions.dtype.kind not in "iu":
             raise DataError(
-                f"document {document} gave positions of {positions.dtype} and shape {positions.shape}; give integers "
-                f"of shape (3, {length}), one column for each of its {length} tokens"
+                f"document {document} gave positions of {own_positions.dtype} and shape {own_positions.shape}; give "
+                f"integers of shape (3, {length}), one column for each of its {length} tokens"
             )
-        by_document[document] = positions.astype(np.int64, copy=False)
-    parts = {len(positions) for positions in by_document.values()}
-    if not parts:
+        by_document[document] = own_positions.astype(np.int64, copy=False)
+    numbers_of_parts = {len(own_positions) for own_positions in by_document.values()}
+    if not numbers_of_parts:
         return None
-    if len(parts) > 1:
-        raise DataError(f"documents have positions in {sorted(parts)} parts; give all of them as many")
-    positions = np.tile(position_of_row, (parts.pop(), 1))
-    for document, parts_of_one in by_document.items():
+    if len(numbers_of_parts) > 1:
+        raise DataError(f"documents have positions in {sorted(numbers_of_parts)} parts; give all of them as many")
+    positions = np.tile(position_of_row, (numbers_of_parts.pop(), 1))
+    for document, own_positions in by_document.items():
         is_token = position_of_row < lengths[document]  # rows after these pad the document
         rows = np.flatnonzero((document_of_row == document) & is_token)
-        positions[:, rows] = parts_of_one[:, position_of_row[rows]]
+        positions[:, rows] = own_positions[:, position_of_row[rows]]
     return positions
 
 

@@ -17,14 +17,17 @@ _RUN = 4096  # labels that are read at a time, until one is a target
 
 
 def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None") -> SequenceShard:
-    """Return the shard with the rows that see each other both ways: a prefix's or an item's, by the model's rules.
+    """Return the shard with its spans: rows that see each other both ways, a prefix's or an item's, by the model's
+    rules.
 
     `items` is the table of the step's items, None without encoders. Spans are runs (first row, end) by document. Raises
     DataError for a prefix that is longer than the layers' window, which would cut it.
     """
     if not rules.prefix:
-        of_items = {} if items is None else {d: items.runs(d, rules.in_spans) for d in shard.micro_batch.documents}
-        return shard.with_spans(of_items)
+        item_spans = (
+            {} if items is None else {d: items.runs(d, rules.in_spans) for d in shard.micro_batch.documents}
+        )
+        return shard.with_spans(item_spans)
     prefixes = dict[int, list[tuple[int, int]]]()
     groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]  # −1: padding
     for number, length in (pair for group in groups for pair in zip(group.documents, group.lengths, strict=True)):
@@ -44,16 +47,16 @@ def count_prefix_rows(document: Any, number: int, length: int, items: "ItemTable
     `number` is the document's in the plan, by which `items` know its placeholders: these are no targets. Labels are
     read a few thousand at a time, until one is a target.
     """
-    # gathered: rows are on other ranks
+    # A gathered document, whose rows may be on other ranks, knows the number.
     if (known_rows := getattr(document, "rows_before_targets", None)) is not None:
         return known_rows
     for start in range(0, length, _RUN):
         positions = np.arange(start, min(start + _RUN, length))
-        targets = positions > 0
+        is_target = positions > 0  # without labels every token but the first is one
         if isinstance(document, Labelled):
-            targets = np.asarray(document.labels(positions)) != NO_TARGET
+            is_target = np.asarray(document.labels(positions)) != NO_TARGET
         if items is not None:
-            targets = targets & ~items.placeholder_mask(number, start, int(positions[-1]) + 1)
-        if targets.any():
-            return start + int(targets.argmax())
+            is_target = is_target & ~items.placeholder_mask(number, start, int(positions[-1]) + 1)
+        if is_target.any():
+            return start + int(is_target.argmax())
     return length

@@ -32,15 +32,18 @@ def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedCo
     else:
         configuration = preset_config(config.model.preset_name, vocab_size=vocabulary)
     name = next((name for name in configuration.architectures or () if name.endswith(SCORE_HEADS)), None)
-    if name is not None and (name.endswith(SCORE_HEADS[1]) or labels != configuration.num_labels):
+    sequence_head, token_head = SCORE_HEADS
+    if name is not None and (name.endswith(token_head) or labels != configuration.num_labels):
         raise ModelError(
             f"{source} holds a {name} of {plural(configuration.num_labels or 0, 'score')}, and model.num_labels is "
-            f"{labels}; give a …{SCORE_HEADS[0]} of as many, as rows of a run have labels of documents, or are pairs"
+            f"{labels}; give a …{sequence_head} of as many, as rows of a run have labels of documents, or are pairs"
         )
     if labels and name is None:
         from longspan.model.score_heads import score_class
 
-        configuration.num_labels, configuration.architectures = labels, [score_class(configuration).__name__]
+        architecture = score_class(configuration).__name__
+        configuration.num_labels = labels
+        configuration.architectures = [architecture]
     return configuration
 
 
@@ -51,18 +54,18 @@ def load_run_model(config: RunConfig, configuration: PreTrainedConfig, *, images
     """
     model = config.model
     seed = config.train.seed
-    tiny = model.preset_name and not PRESETS[model.preset_name].embedding_rows  # it has no vocabulary of its own
-    options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not tiny, "images": images}
+    is_tiny = model.preset_name and not PRESETS[model.preset_name].embedding_rows  # it has no vocabulary of its own
+    options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not is_tiny, "images": images}
     options["quantized"] = config.lora.rank > 0  # full training would move weights that were rounded to a few bits
     if model.num_labels and model.path:
-        names = read_configuration(Path(model.path)).architectures
-        if names != configuration.architectures:  # a language model, which gets a new head
+        architectures = read_configuration(Path(model.path)).architectures
+        if architectures != configuration.architectures:  # a language model, which gets a new head
             from longspan.model.score_heads import add_score_head
 
-            configuration = deepcopy(configuration)
-            configuration.architectures = names
+            language_configuration = deepcopy(configuration)
+            language_configuration.architectures = architectures
             return add_score_head(
-                load_model(model.path, config=configuration, **options), model.num_labels, seed=seed
+                load_model(model.path, config=language_configuration, **options), model.num_labels, seed=seed
             )
     return add_configured_mtp(config, load_model(model.path or None, config=configuration, **options))
 
@@ -85,8 +88,14 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
     from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 
     lora = config.lora
-    folder = Path(config.model.path).resolve()
-    name = hub_name(folder) if config.model.path else ""
+    base = ""  # the model's name on the hub, or its folder; they are saved with the adapter
+    revision = ""
+    if config.model.path:
+        folder = Path(config.model.path).resolve()
+        base = str(folder)
+        if name := hub_name(folder):
+            base = name
+            revision = folder.name
     adapter = NewAdapter(
         rank=lora.rank,
         alpha=lora.alpha,
@@ -94,8 +103,8 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         targets=lora.target_modules,
         whole=(MTP,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
         seed=config.train.seed,
-        base=name or str(folder) if config.model.path else "",  # is saved with the adapter
-        revision=folder.name if name else "",
+        base=base,
+        revision=revision,
     )
     return add_lora(model, adapter)
 
@@ -118,15 +127,17 @@ def find_depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     With mtp.weights "auto" it is model.path if that has any. Raises ModelError for a folder with fewer
     than mtp.num_layers.
     """
-    weights_path = config.mtp.weights
-    folder = config.model.path if weights_path == AUTO else "" if weights_path == RANDOM else weights_path
+    if config.mtp.weights == RANDOM:
+        return None
+    is_auto = config.mtp.weights == AUTO
+    folder = config.model.path if is_auto else config.mtp.weights
     if not folder:
         return None
     available = count_depths(Path(folder), configuration.get_text_config().num_hidden_layers)
     depths = config.mtp.num_layers
     if available >= depths:
         return Path(folder)
-    if weights_path == AUTO and not available:
+    if is_auto and not available:
         return None
     raise ModelError(
         f"mtp.num_layers is {depths}, and {folder} has weights of {plural(available, 'depth')} of multi-token "
@@ -140,6 +151,9 @@ def depths_line(config: RunConfig, configuration: Any) -> str:
     """Return the line of a run's log about its depths: how many, whose weights, and what is trained of them."""
     folder = find_depth_weights(config, configuration)
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
-    adapter_note = ", which stay as they are beside their adapters" if config.lora.rank else ""
-    adapter_note = ", trained whole beside the model's adapter" if config.mtp.train_whole else adapter_note
+    adapter_note = ""
+    if config.mtp.train_whole:
+        adapter_note = ", trained whole beside the model's adapter"
+    elif config.lora.rank:
+        adapter_note = ", which stay as they are beside their adapters"
     return f"multi-token prediction: {plural(config.mtp.num_layers, 'depth')}, {source}{adapter_note}"

@@ -45,19 +45,22 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
     """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines
     for the log.
 
-    The model is made without weights, checked as `prepare` would on the host, and dropped again. The data decide
-    whether a model with towers sees images: it is refused here if it could run neither way. Raises a LongspanError with
-    the first reason of a feature, or of its layers, and with that beside images where it is another.
+    The model is made without weights, checked as `prepare` would on the host, and dropped again. The data decide later
+    whether a model with towers sees images: it is refused here only if it can run neither without nor with them. Raises
+    the LongspanError of the first check that fails; where both ways fail by different reasons, one error with both.
     """
     from longspan.model.adapters.new_adapter import adapter_notes
 
-    ways = [True] if encoder_is_given(config) else [False, True]
-    if not ways[0] and type(configuration) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        ways = [False]
+    if encoder_is_given(config):
+        possible_images = [True]
+    elif type(configuration) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        possible_images = [False, True]
+    else:
+        possible_images = [False]
     errors = list[LongspanError]()
-    for images in ways:
+    for images in possible_images:
         try:
-            with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the run loads the model
+            with warnings.catch_warnings(action="ignore"):  # they come once more when the run loads the model
                 model = load_run_model(config, configuration, images=images)
                 _add_adapter_and_freeze(config, model, images=images)
             lines = [*adapter_notes(model)] if config.lora.rank else []
@@ -78,9 +81,9 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
             return lines
         except LongspanError as error:
             errors.append(error)
-    first, *others = errors
-    if others and str(others[0]) != str(first):
-        raise type(first)(f"{first}; and with images: {others[0]}") from first
+    first, *errors_with_images = errors
+    if errors_with_images and str(errors_with_images[0]) != str(first):
+        raise type(first)(f"{first}; and with images: {errors_with_images[0]}") from first
     raise first
 
 
@@ -152,8 +155,7 @@ def _prepare_options(
         dtypes |= {p.dtype for p in model.parameters() if p.requires_grad}
     float8 = config.train.float8
     if float8 and not training and world.control.flag_on_any_rank(bool(float8_device_reason(world.device))):
-        # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
-        float8 = ""
+        float8 = ""  # an evaluation goes on without it where a device cannot; `prepare` refuses training there
     return PrepareOptions(
         virtual_stages=config.parallel.vpp,
         pipeline_schedule=config.parallel.pipeline_schedule,
@@ -169,7 +171,7 @@ def _prepare_options(
 def _frozen_form_and_saving(
     config: RunConfig, model: PreTrainedModel
 ) -> tuple[Literal["whole", "nf4", "stored"], int]:
-    """Return how frozen weights lie, and how many bytes fewer than whole ones all ranks together hold."""
+    """Return how frozen weights lie, and how many bytes that saves on all ranks together, 0 for whole ones."""
     frozen = config.model.frozen
     if frozen == AUTO:
         frozen = "stored" if stored_formats(model) else "whole"
@@ -194,7 +196,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
             "reshard_after_forward": not memory.gathered_once,
             "sync_each_batch": not memory.summed_once,
             "mlp_tile_tokens": memory.mlp_tile_tokens,
-            # of recomputing ones
+            # Segments are of layers that recompute: where none does, there are none.
             "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,
         }
     return {
@@ -240,10 +242,12 @@ def check_model_fits(
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad and training) // shards
         moments = 0.0
         if trained and not train.offload_optimizer_states:
-            size = max(p.dtype.itemsize for p in model.parameters() if p.requires_grad)
-            moments = known_state_numbers(config.optimizer.class_, config.optimizer.moments, size) or 0.0
-        if gpu and training and train.offload_weights:  # `prepare` checks the host
-            weights, trained = (trained, trained) if config.lora.rank else (0, 0)
+            itemsize = max(p.dtype.itemsize for p in model.parameters() if p.requires_grad)
+            moments = known_state_numbers(config.optimizer.class_, config.optimizer.moments, itemsize) or 0.0
+        if gpu and training and train.offload_weights:
+            # Weights wait on the host, for which `prepare` checks its room; of adapters the GPU keeps the trained ones.
+            trained = trained if config.lora.rank else 0
+            weights = trained
         parts = {"weights": weights, "gradients": trained, "optimizer states": int(moments * trained)}
         needed = sum(parts.values())
         ranks = world.ranks_of_host

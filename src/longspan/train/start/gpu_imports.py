@@ -9,9 +9,9 @@ from importlib import import_module
 GPU_MODULES = ("triton", "torch._inductor.compile_fx", "flash_attn.cute.interface")
 
 
-# Seconds that a thread which imports may keep the main one waiting (Python's: 5 ms). An operator or a message of some
-# tens of microseconds gives the interpreter away, and waits that long to have it back: 300 products of 160 x 160 on a
-# CPU took 0.03 s alone, 2.1 s beside a thread of Python's default, and 0.4 s beside one that takes turns of this.
+# Seconds for which a thread that imports may keep the main one waiting (Python's own: 5 ms). The main thread gives the
+# interpreter away in each operator or message of some tens of microseconds, and waits for a turn to have it back: 300
+# products of 160 x 160 on a CPU took 0.03 s alone, 2.1 s beside a thread with Python's turns, 0.4 s with turns of TURN.
 TURN = 0.0005
 
 
@@ -22,12 +22,13 @@ def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread
     that needs it. Threads take turns of at most TURN seconds until it ends.
     """
 
-    # here: of two threads that import transformers at once, one gets it without its names
+    # Imported here and not in the thread: of two threads that import transformers at once, one gets it without names.
     from longspan.model.compiled_layers import start_compile_workers
 
     def import_modules() -> None:
-        """Start the compile processes, import the modules one by one, and give threads their usual turns back; errors
-        pass.
+        """Start the compile processes, import the modules one by one, and give threads their usual turns back.
+
+        Errors are passed over.
         """
         if compiled:
             with suppress(Exception):  # `prepare` starts them where this failed

@@ -34,7 +34,7 @@ _ROWS = 2048  # of each document: more than a block of the kernels has
 class BlockKind:
     """A kind of block of attention, for which kernels are compiled."""
 
-    several: bool  # documents
+    several: bool  # whether it has several documents, or one
     causal: bool
     backward: bool
 
@@ -73,7 +73,7 @@ def compile_kernels_ahead(
                 "FLASH_ATTENTION_NUM_SMS": str(multiprocessors),
                 "OMP_NUM_THREADS": "1",
             }
-            # several slots: whole blocks of others' keys too
+            # With several slots there are also blocks without a causal mask, of another slot's keys.
             causal_values = (True,) if slots == 1 else (True, False)
             for kind in [
                 BlockKind(several, causal, backward) for several in (True, False) for causal in causal_values
@@ -91,8 +91,10 @@ def _kernel_notes_digest(model: ModelConfig) -> str:
     """Return a digest of the configuration and the versions of the kernel packages, by which notes are named; ""
     without FlashAttention-4 or a file of the model.
     """
-    file = Path(model.source) if model.source else None
-    file = file / "config.json" if file is not None and file.is_dir() else file
+    file = None
+    if model.source:
+        source = Path(model.source)
+        file = source / "config.json" if source.is_dir() else source
     try:
         parts = [version(package) for package in _PACKAGES]
         parts.append(model.preset_name if file is None else file.read_text(encoding="utf-8"))
@@ -102,10 +104,11 @@ def _kernel_notes_digest(model: ModelConfig) -> str:
 
 
 def serve_block_compilation(connection: "Connection[Any, Any]", parent: int) -> None:
-    """Compile one kind of block in a worker, and note that the cache has it. `connection` brings one message, (model,
-    kind, note), from `compile_kernels_ahead`; `parent` is the id of the process that sends it, without which the worker
-    ends. Output goes to /dev/null, for compilers write to the terminal, and errors are silent: ranks compile what fails
-    here, and raise its error.
+    """Compile one kind of block in a worker, and note that the cache has it.
+
+    `connection` brings one message, (model, kind, note), from `compile_kernels_ahead`; `parent` is the id of the
+    process that sends it, without which the worker ends. Output goes to /dev/null. Errors are silent: ranks compile
+    what fails here, and raise its error.
     """
     request = next_request(connection, parent)
     if request is not None:
@@ -119,8 +122,9 @@ def serve_block_compilation(connection: "Connection[Any, Any]", parent: int) -> 
 
 
 def compile_block_kernels(model: ModelConfig, kind: BlockKind) -> None:
-    """Compile the kernels of a kind of block of a model in bfloat16, forward and if it says so backward, from fake
-    tensors. Raises ValueError for latent attention.
+    """Compile the kernels of a kind of block of a model in bfloat16, from fake tensors: forward, and `kind.backward`.
+
+    Raises ValueError for latent attention.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -141,18 +145,18 @@ def compile_block_kernels(model: ModelConfig, kind: BlockKind) -> None:
     if getattr(text, "kv_lora_rank", None):
         raise ValueError("latent attention")
     device = torch.device("cuda")
-    documents = 1 + kind.several
+    documents = 2 if kind.several else 1
     with FakeTensorMode():
         right = 0 if kind.causal else None  # keys that a row sees after its own position; None: all
         starts = [document * _ROWS for document in range(documents)]
-        tiles = [Tile(start, start + _ROWS, start, start + _ROWS, None, right) for start in starts]
+        tiles = [Tile(start, start + _ROWS, start, start + _ROWS, right=right) for start in starts]
         launch = Launch(Tiling.from_tiles(tiles), device)
         ends = tuple(torch.empty(documents + 1, dtype=torch.int32, device=device) for _ in range(2))
         vars(launch)["cu_seqlens"] = ends  # the property would copy to a GPU; values are not read here
         call = AttendCall(heads, kv_heads, size, size, torch.bfloat16, device, scale=size**-0.5)
         q, k, v = (
-            torch.empty(documents * _ROWS, n, size, dtype=torch.bfloat16, device=device)
-            for n in (heads, kv_heads, kv_heads)
+            torch.empty(documents * _ROWS, count, size, dtype=torch.bfloat16, device=device)
+            for count in (heads, kv_heads, kv_heads)
         )
         out, lse = fa4.forward(q, k, v, launch, call)
         if kind.backward:

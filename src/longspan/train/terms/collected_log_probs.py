@@ -23,8 +23,8 @@ class TokenLogProbs:
     """Log-probabilities of the tokens of documents of these lengths, the same on every rank; `values` end to end.
 
     `sums` (D,) are those of each document times the weights of its tokens, as a DocumentLoss gets them. `also` are
-    other numbers of tokens by name, end to end as well. Where documents share prefixes, `bases` (D,) are the tokens
-    before each document's own: all these are 0.
+    other numbers of tokens by name, end to end as well. Where documents share prefixes, `lengths` are of their own
+    tokens, and `bases` (D,) count the tokens of prefixes before these, of which every number is 0.
     """
 
     lengths: tuple[int, ...]
@@ -123,6 +123,7 @@ class CollectedLogProbs:
                     sums, targets.weighted_rows(numbers, self._columns, self._scores), strict=True
                 ):
                     np.add.at(total, targets.documents, column)
+        # one collective for both tables; elsewhere than on this rank's tokens both are 0
         flat = np.concatenate([values.ravel(), sums.ravel()])
         flat = world.control.sum_array_over_ranks(flat, "log-probabilities of tokens")
         return flat[: values.size].reshape(values.shape), flat[values.size :].reshape(sums.shape)

@@ -147,7 +147,7 @@ class DocumentPasses:
         self._coefficients: Floats = np.zeros((len(plan.lengths), self._width))  # of sets not in one micro-batch
         # this rank's part of the sums of documents
         self.sums: Floats = np.zeros((len(plan.lengths), self._width + len(self._also)))
-        self._index = {
+        self._micro_batch_indices = {  # by document
             document: index
             for index, micro_batch in enumerate(plan.micro_batches)
             for group in micro_batch.groups
@@ -157,7 +157,7 @@ class DocumentPasses:
         self._sets_across: list[tuple[int, ...]] = []
         for documents in sets:
             # −1: a plan left the document out, for which the step raises when it counts targets.
-            indices = {self._index.get(document, -1) for document in documents}
+            indices = {self._micro_batch_indices.get(document, -1) for document in documents}
             if len(indices) == 1 and plan.mode == "lockstep":
                 self._sets_inside.setdefault(indices.pop(), []).append(documents)
             else:
@@ -172,15 +172,19 @@ class DocumentPasses:
             refuse_head_dropout(model, self._world, "DocumentLoss")
 
     def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
-        """Compute the coefficients of sets that no micro-batch holds, from a forward pass of theirs; entered by all
-        ranks.
+        """Compute the coefficients of sets that no micro-batch holds, by a forward pass over the micro-batches of
+        their documents; entered by all ranks.
 
-        Returns this rank's part of the loss of these sets, which the first rank alone counts. Adds to `sums` what their
-        documents have there.
+        Returns the loss of these sets on the first rank, 0 on the others. The first rank also adds the sums of their
+        documents to `sums`, except those of documents whose sums are added by sets inside a micro-batch.
         """
         # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
         indices = sorted(
-            {self._index.get(document, -1) for documents in self._sets_across for document in documents}
+            {
+                self._micro_batch_indices.get(document, -1)
+                for documents in self._sets_across
+                for document in documents
+            }
         )
         if not indices:
             return 0.0
@@ -190,14 +194,14 @@ class DocumentPasses:
             passes.plan.lengths, self._chunk_rows, self._also, scores=self._scores, columns=self.loss.columns
         )
         run_passes(replace(passes, backward=False, routing=None, loss_fn=collected, depths=0, terms=()), ahead)
-        sums = collected.gather_tables(passes.world)[1].T
-        loss, self._coefficients = self._compute_set_losses(self._sets_across, sums)
+        document_sums = collected.gather_tables(passes.world)[1].T
+        loss, self._coefficients = self._compute_set_losses(self._sets_across, document_sums, inside=False)
         self.forward_twice: int = len(indices)
         if not is_first_rank(self._world):
             return 0.0
         inside = {d for sets in self._sets_inside.values() for documents in sets for d in documents}
         ahead_alone = sorted({d for documents in self._sets_across for d in documents} - inside)
-        self.sums[ahead_alone] += sums[ahead_alone]
+        self.sums[ahead_alone] += document_sums[ahead_alone]
         return loss
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
@@ -211,35 +215,39 @@ class DocumentPasses:
         coefficients = self._coefficients
         loss = 0.0
         groups = batch.shard.micro_batch.groups
-        if groups and (sets := self._sets_inside.get(self._index[groups[0].documents[0]])):
+        # Any of a micro-batch's documents tells which one it is.
+        if groups and (sets := self._sets_inside.get(self._micro_batch_indices[groups[0].documents[0]])):
             numbers = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
             local = np.zeros_like(self.sums)
-            sums = np.zeros_like(self.sums)
+            document_sums = np.zeros_like(self.sums)
             rows = targets.weighted_rows(numbers, self.loss.columns, self._scores)
             np.add.at(local, targets.documents, rows.T)
             ids = sorted({document for documents in sets for document in documents})
             over_slots = self._world.control.sum_over_slots(local[ids].ravel().tolist(), "numbers of documents")
-            sums[ids] = np.reshape(over_slots, local[ids].shape)
+            document_sums[ids] = np.reshape(over_slots, local[ids].shape)
             self.sums[ids] += local[ids]
-            loss, coefficients_inside = self._compute_set_losses(sets, sums)
+            loss, coefficients_inside = self._compute_set_losses(sets, document_sums, inside=True)
             coefficients = coefficients + coefficients_inside
         slopes = targets.weighted_rows(coefficients[targets.documents].T, self.loss.columns, self._width).T
-        slopes = slopes if self._scores > 1 else slopes.sum(-1)
+        if self._scores <= 1:  # each weighted copy of a log-probability, or the only score, adds to its derivative
+            slopes = slopes.sum(-1)
         return loss_with_slopes(loss, [slopes], self._world, hidden, targets, head, self._chunk_rows)
 
-    def _compute_set_losses(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
+    def _compute_set_losses(
+        self, sets: Sequence[tuple[int, ...]], sums: Floats, *, inside: bool
+    ) -> tuple[float, Floats]:
         """Return the loss of sets by the caller's function, and its coefficients (D, width); an error is kept in
-        `error`.
+        `error`, and loss and coefficients are 0 from then on.
 
-        `sums` (D, …) are those of all ranks, of which the first `width` columns are the function's. What was computed
-        is noted for the comparison of ranks.
+        `sums` (D, …) are those of all ranks, of which the first `width` columns are the function's. Loss and
+        coefficients are noted for the comparison of ranks; `inside`: each of the sets is in one micro-batch.
         """
         numbers = sums[:, : self._width]
         if self.error is None:
             try:
                 loss_sums = numbers[:, 0] if self._width == 1 else numbers
                 loss, coefficients = sum_set_losses(self.loss.function, sets, loss_sums)
-                self.check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
+                self.check.add_sums(loss, coefficients, inside=inside)
                 return loss, coefficients.reshape(numbers.shape)
             except Exception as error:  # of the caller's function
                 self.error = error

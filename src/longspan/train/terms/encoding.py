@@ -30,6 +30,7 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import defer_until_last_pass, reshard, sum_gradients_over_slots
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
+from longspan.plan.items.item_table import ItemRows
 from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.terms.slot_pace import DeviceClock
 
@@ -155,9 +156,13 @@ class ModalityPass:
                     wave.deliveries = []
 
     def encode_waves(self) -> ModelError | None:
-        """Run the encoder over all waves; returns the error of a wave that made other rows than its items take."""
+        """Run the encoder over all waves and keep their outputs; return the error of the first wave that made other
+        rows than its items take, None if all are right.
+
+        No output is kept from that wave on.
+        """
         error: ModelError | None = None
-        # all of them, whatever one made: other ranks may wait in the collectives of an encoder
+        # All waves run, also after an error: other ranks may wait in the collectives of an encoder.
         for wave in self.waves:
             if self.encoder.recompute and self.trains:  # backward runs the wave again, with the same dropout
                 wave.random_states = [torch.get_rng_state()]
@@ -209,45 +214,56 @@ class ModalityPass:
     def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
         """Exchange the rows of every wave, and give each shard of these micro-batches the rows at its placeholders.
 
-        A micro-batch takes its rows as one leaf of the graph. The first part of a row replaces an embedding, at each
-        depth of prediction (`ahead` 0: the model itself); its further parts are added to outputs of decoder layers.
+        A micro-batch takes its rows as one leaf of the graph, whose gradients `run_backward` reads.
         """
-        arrived: list[Tensor] = []
+        arrived: list[Tensor] = []  # the rows that this rank needs of each wave
         for wave in self.waves:
             assert wave.output is not None
             with torch.no_grad():
                 arrived.append(wave.bridge(wave.output.detach()))
-            if self.encoder.recompute or not self.trains:
+            if self.encoder.recompute or not self.trains:  # backward needs no graph of this output
                 wave.output = None
-        starts = [0] * len(self.waves)
-        by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
+        starts = np.zeros(len(self.waves), dtype=np.int64)  # by wave: its first row that is not delivered yet
+        shards = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
             # for this rank's own tokens, and for those further on, depth by depth
             needed_rows = [needed[self.world.rank][index] for needed in (self.plan.needed, *self.plan.ahead)]
             rows = np.concatenate([item_rows.row for item_rows in needed_rows])
             if not len(rows):
                 continue
-            shard = by_micro_batch[id(micro_batch)]
-            leaf = self._collect_rows(self.plan.wave_of_row[rows], arrived, starts).requires_grad_(self.trains)
-            with torch.set_grad_enabled(self.trains):
-                rows_by_depth = leaf.split([len(item_rows.row) for item_rows in needed_rows])
-            spliced = dict[int, RowsAt]()
-            added = dict[int, RowsAt]()
-            for ahead, (item_rows, part_rows) in enumerate(zip(needed_rows, rows_by_depth, strict=True)):
-                places = to_device(item_rows.local, shard.device)
-                with torch.set_grad_enabled(self.trains):
-                    parts = part_rows.split(self.width, -1) if self.encoder.deep_layers else (part_rows,)
-                embedding_rows, *layer_rows = parts
-                spliced[ahead] = ((places, embedding_rows),)
-                if not ahead:
-                    added = {layer: ((places, rows_of_layer),) for layer, rows_of_layer in enumerate(layer_rows)}
+            wave_of_row = self.plan.wave_of_row[rows]
+            leaf = self._collect_rows(wave_of_row, arrived, starts).requires_grad_(self.trains)
+            starts += np.bincount(wave_of_row, minlength=len(self.waves))
+            shard = shards[id(micro_batch)]
+            spliced, added = self._rows_at_places(leaf, needed_rows, shard.device)
             shard.derived.add_items(leaf, spliced, added)
 
-    def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
+    def _rows_at_places(
+        self, leaf: Tensor, needed_rows: Sequence[ItemRows], device: torch.device
+    ) -> tuple[dict[int, RowsAt], dict[int, RowsAt]]:
+        """Return the parts of a leaf with their local rows: those in place of embeddings, by depth of prediction (0:
+        the model itself), and those that decoder layers add to their outputs, by layer.
+
+        The first `width` columns of a row are an embedding, each further `width` columns are added in one layer.
+        """
+        spliced = dict[int, RowsAt]()
+        added = dict[int, RowsAt]()
+        with torch.set_grad_enabled(self.trains):
+            rows_by_depth = leaf.split([len(item_rows.row) for item_rows in needed_rows])
+            for depth, (item_rows, rows) in enumerate(zip(needed_rows, rows_by_depth, strict=True)):
+                places = to_device(item_rows.local, device)
+                parts = rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
+                embedding_rows, *layer_rows = parts
+                spliced[depth] = ((places, embedding_rows),)
+                if depth == 0:
+                    added = {layer: ((places, rows_of_layer),) for layer, rows_of_layer in enumerate(layer_rows)}
+        return spliced, added
+
+    def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: Integers) -> Tensor:
         """Return the rows of one micro-batch as a leaf of autograd, from what waves brought (`arrived`, by wave).
 
-        `wave_of_row` (n,) says which wave has each row; in wave i they begin at `starts[i]`, which moves past them, in
-        place. The wave keeps the leaf and the indices of its rows in it (None: all), to read their gradients from.
+        `wave_of_row` (n,) says which wave has each row; in wave i they begin at `starts[i]`. Each wave keeps the leaf
+        and the indices of its rows in it (None: all), to read their gradients from.
         """
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
@@ -258,10 +274,8 @@ class ModalityPass:
             leaf = arrived[0].new_empty((len(wave_of_row), *arrived[0].shape[1:]))
             places = [to_device((wave_of_row == index).nonzero()[0], leaf.device) for index in waves]
         for index, place in zip(waves, places, strict=True):
-            rows = len(wave_of_row) if place is None else len(place)
             if place is not None:
-                leaf[place] = arrived[index][starts[index] : starts[index] + rows]
-            starts[index] += rows
+                leaf[place] = arrived[index][starts[index] : starts[index] + len(place)]
             self.waves[index].deliveries.append((leaf, place))
         return leaf
 
@@ -272,7 +286,7 @@ class ModalityPass:
         device = self.world.device
         with defer_until_last_pass(self.encoder.module) as finish:
             for wave in reversed(self.waves):
-                if wave is self.waves[0]:  # the last to run
+                if wave is self.waves[0]:  # the last to run, with which gradients are summed
                     finish()
                 output = wave.output
                 if self.encoder.recompute:  # once more, with the random state of the first time
@@ -337,17 +351,16 @@ class Encoding:
         backward: bool,
         depths: int = 0,
     ) -> None:
-        """Plan the waves of these micro-batches, from the items of their documents in `table`; entered by no other
-        rank.
+        """Plan the waves of these micro-batches, from the items of their documents in `table`.
 
         `depths` of multi-token prediction need rows of later tokens too, on the last stage.
         """
         world = model.world
         documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
-        index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
-        items = (
-            table if len(index) == len(table) else ItemTable(table.lengths, [table.items[i] for i in index], index)
-        )
+        numbers = tuple(i for i, item in enumerate(table.items) if item.document in documents)
+        items = table
+        if len(numbers) < len(table):
+            items = ItemTable(table.lengths, [table.items[i] for i in numbers], numbers)
         language_model = model.language_model
         multiple = call_rules(language_model).row_multiple
         needed_by = NeededBy(

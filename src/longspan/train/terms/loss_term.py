@@ -37,13 +37,16 @@ class LossTerm(Term):
     def __init__(
         self, loss: GivenLoss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int
     ) -> None:
-        """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
+        """Check the loss and the divisor, which may fail on any rank: all ranks first agree that it did not, then
+        compare kind, divisor and sets.
+        """
         world = inputs.world
         self._world = world
         read_loss = partial(_check_loss_and_divisor, loss, divisor, inputs.plan, world, chunk_rows, scores)
         names = {"what": "losses, sets or divisors", "hint": _HINT}
         self.loss_fn: StepLoss
         self.divisor: float
+        # This digest is the same on all ranks with a LossTerm; a rank without one comes with another to the collective.
         self.loss_fn, self.divisor, loss_text = read_and_compare_digest(
             read_loss, text_digest("a loss or a divisor"), world, _to_loss_error, **names
         )
@@ -106,31 +109,34 @@ def _check_loss_and_divisor(
     if loss is not None and not isinstance(loss, DocumentLoss | MicroBatchLoss) and not callable(loss):
         kinds = "a function of (log_probs, at), a DocumentLoss, a MicroBatchLoss, or None"
         raise LossError(f"loss is {short_text(loss)}; give {kinds}")
+    # `compared` are arguments of the loss that are to be the same on all ranks.
     if isinstance(loss, DocumentLoss):
         sets = loss.check_sets(plan)
         loss_fn = DocumentPasses(loss, sets, plan, world, chunk_rows, scores)
         default = float(max(len(sets), 1))
+        compared = (*sets, *loss.columns, *loss.also)
     elif isinstance(loss, MicroBatchLoss):
         loss_fn = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
-        sets = tuple(loss.also)
         default = 1.0
+        compared = tuple(loss.also)
     else:
-        sets = ()
-        default = float(max(plan.targets, 1))
         loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
-    if isinstance(loss, DocumentLoss):
-        sets = (*sets, *loss.columns, *loss.also)  # which ranks compare
-    used_divisor = default
-    if divisor is not None:
-        is_one = isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1
-        number = divisor.item() if is_one else divisor
-        if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
-            raise LossError(
-                f"divisor is {short_text(divisor)}; give a positive number, the same on every rank: the number of "
-                "documents, or of targets, or of prompts"
-            )
-        used_divisor = float(number)
-    return loss_fn, used_divisor, f"{type(loss_fn).__name__} {used_divisor} {sets}"
+        default = float(max(plan.targets, 1))
+        compared = ()
+    used_divisor = default if divisor is None else _check_divisor(divisor)
+    return loss_fn, used_divisor, f"{type(loss_fn).__name__} {used_divisor} {compared}"
+
+
+def _check_divisor(divisor: Any) -> float:
+    """Return a divisor, a number or a tensor or array of one, as a float. Raises LossError for any other."""
+    is_one = isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1
+    number = divisor.item() if is_one else divisor
+    if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
+        raise LossError(
+            f"divisor is {short_text(divisor)}; give a positive number, the same on every rank: the number of "
+            "documents, or of targets, or of prompts"
+        )
+    return float(number)
 
 
 def _to_loss_error(error: Exception, world: World) -> LongspanError:

@@ -143,35 +143,37 @@ class BatchTargets:
         self._device = device
 
     def weighted_rows(self, numbers: Floats, columns: Sequence[str], scores: int) -> Floats:
-        """Multiply numbers of targets (k, n) by the weights of these names; return (k', n), to be summed by document.
+        """Multiply numbers of targets (k, n) by the weights that `columns` names; return (k', n), to be summed by
+        document.
 
-        The first `scores` numbers (0: one log-probability) are what a loss reads, the others are values beside them. A
-        log-probability is there once for each name; others, and scores, have the first one's weights. Raises DataError
-        for a name that documents do not bring.
+        The first numbers are those that a loss reads: one log-probability where `scores` is 0, which is returned once
+        with each of the weights, or `scores` numbers, with one weight for all or each with its own. The numbers behind
+        them have the first weights. Raises DataError for a name that documents do not bring.
         """
         if len(self.documents) and (missing := [name for name in columns if name not in self._values]):
             raise DataError(
                 f"the loss weights tokens by {missing[0]!r}, documents have {', '.join(sorted(self._values))}; give it "
                 f"with each: longspan.Document(ids, {missing[0]}=…)"
             )
+        # A rank without targets may lack a name: the weights, which are empty there, stand in for it.
         weights = np.stack([self._values.get(name, self.weights) for name in columns])
         read_by_loss = scores or 1
         return np.concatenate([numbers[:read_by_loss] * weights, numbers[read_by_loss:] * weights[:1]])
 
     def compute_values(self, hidden: Tensor, head: Head, also: Sequence[str], chunk_rows: int) -> Tensor:
-        """Compute log-probabilities or scores of these targets, and the distributions' numbers that `also` names.
+        """Compute log-probabilities or scores of these targets, and the distributions' k numbers that `also` names.
 
-        Returns (1 + k, n), or of L scores (L + k, n), on the device without a gradient. The head runs `chunk_rows` rows
-        at a time (0: as many as fit).
+        Returns (1 + k, n), or with L scores (L + k, n), on the device without a gradient. The head runs `chunk_rows`
+        rows at a time (0: as many as fit), and one row of padding where there are no targets.
         """
-        numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
+        compute_numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
         rows, ids = self.targets.with_padding()
         chunk_rows = chunk_rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
         values = list[Tensor]()  # (k, t) of each chunk
         with torch.no_grad():
             for chunk in cut_into_chunks(len(rows), chunk_rows):
                 logits = head(hidden.index_select(0, rows[chunk]))
-                chunk_values = numbers(logits, ids[chunk])[0].movedim(0, -1).reshape(-1, len(rows[chunk]))
+                chunk_values = compute_numbers(logits, ids[chunk])[0].movedim(0, -1).reshape(-1, len(rows[chunk]))
                 if also:
                     chunk_values = torch.cat([chunk_values, distribution_values(logits, ids[chunk], also)])
                 del logits  # before those of the next chunk are made

@@ -26,11 +26,12 @@ TOLERANCE = 1e-6  # relative: hosts of other kinds may differ in the last bits
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchTokens:
-    """All tokens of a micro-batch's documents, of these numbers in the plan, in this order, the same on every rank.
-    Prefixes that documents share are none of them: tokens of a document are those of its prefix, all 0, and its own.
+    """All tokens of a micro-batch's documents, the same on every rank; `documents` are their numbers in the plan.
 
-    `values` are by name, (tokens of these documents,) end to end in float64 on the host: "log_probs", and what `also=`
-    of the loss names, 0 at tokens without a label; of a head of one score "scores", 0 at rows that do not count.
+    `values` have one number for each token, by name, of the documents end to end in this order: float64 tensors on the
+    host. They are "log_probs" and what `also=` of the loss names, 0 at tokens without a label; with a head of one score
+    "scores", 0 at rows that do not count. A document that continues a shared prefix has the prefix's tokens too, with
+    values 0; the prefix itself is none of the documents.
     """
 
     documents: tuple[int, ...]
@@ -57,7 +58,9 @@ class MicroBatchLoss:
     also: Sequence[str] = field(default=())
 
     def check(self, plan: Plan, scores: int) -> tuple[str, ...]:
-        """Return the names of values. Raises LossError for others, for a plan in free mode and for several scores."""
+        """Return the names in `also`, each once. Raises LossError for unknown names, for what is no function, for a
+        plan in free mode and for several scores of a row.
+        """
         if not callable(self.function):
             raise LossError(
                 f"the function of a MicroBatchLoss is {short_text(self.function)}; give one of (tokens)"
@@ -98,22 +101,21 @@ class MicroBatchPasses:
         groups = batch.shard.micro_batch.groups
         documents = tuple(d for group in groups for d in group.documents if d not in self._prefixes)
         lengths = tuple(self._path_lengths[d] for d in documents)
-        starts = dict(zip(documents, np.cumsum((0, *lengths)), strict=False))
+        starts = dict(zip(documents, np.cumsum((0, *lengths)), strict=False))  # without the end of the last one
         starts_of_rows = np.array([starts[d] for d in targets.documents.tolist()], dtype=np.int64)
-        at = starts_of_rows + targets.path_positions + self._ahead
-        table = np.zeros((len(self._names), sum(lengths)))
-        table[:, at] = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
-        over_slots = self._world.control.sum_over_slots(table.ravel().tolist(), "values of tokens")
-        table = np.reshape(over_slots, table.shape)
-        loss, slopes = self._differentiate(documents, lengths, table)
-        local = [slope[at] for slope in slopes.values()]
-        return loss_with_slopes(loss, local, self._world, hidden, targets, head, self._chunk_rows)
+        places = starts_of_rows + targets.path_positions + self._ahead  # of this rank's targets in the table
+        local = np.zeros((len(self._names), sum(lengths)))
+        local[:, places] = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
+        over_slots = self._world.control.sum_over_slots(local.ravel().tolist(), "values of tokens")
+        loss, slopes = self._differentiate(documents, lengths, np.reshape(over_slots, local.shape))
+        local_slopes = [slope[places] for slope in slopes.values()]
+        return loss_with_slopes(loss, local_slopes, self._world, hidden, targets, head, self._chunk_rows)
 
     def _differentiate(
         self, documents: tuple[int, ...], lengths: tuple[int, ...], table: Floats
     ) -> tuple[float, dict[str, Floats]]:
-        """Compute the loss and its derivatives by the first value, and by entropies where they are not 0; each
-        (tokens,).
+        """Return the loss and its derivatives (tokens,) by name: by the first value, and by entropies where any is
+        not 0.
 
         `table` (values, tokens) has the values of the micro-batch's documents end to end. An error is kept in `error`:
         loss and derivatives are 0 from then on.
@@ -145,7 +147,8 @@ class MicroBatchPasses:
 class SameOnRanks:
     """Sums by which ranks see whether losses that each computes by itself are the same everywhere.
 
-    They are of losses and coefficients, apart for sets whose sums every rank has and those that only a last stage has.
+    They are sums of losses and of coefficients. Sets of one micro-batch have sums of their own: in a pipeline only last
+    stages compute their losses.
     """
 
     def __init__(self) -> None:
@@ -173,8 +176,10 @@ class SameOnRanks:
         One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
         """
         finite = np.isfinite(self._sums)
-        low = np.where(finite, -self._sums, -np.inf)
-        values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
+        negated = np.where(finite, -self._sums, -np.inf)
+        values = np.concatenate(
+            [np.where(finite, self._sums, -np.inf), negated, np.where(finite, self._sizes, 0.0)]
+        )
         extremes = np.array(
             world.control.largest_over_ranks(values.ravel().tolist(), "comparison of losses")
         ).reshape(3, 2, 2)
@@ -191,10 +196,11 @@ def loss_with_slopes(
     head: Head,
     chunk_rows: int,
 ) -> Tensor:
-    """Return the part of one slot in a loss that every slot has computed whole, with given derivatives as gradient.
+    """Return this slot's part of a loss that every slot has computed whole, with a gradient by given derivatives.
 
-    Slot 0 alone counts `loss`. `slopes` are the derivatives of this rank's targets, (n,) or (n, L) by log-probabilities
-    or scores, and if there is a second (n,) by entropies. Without gradients the head does not run.
+    The value is `loss` on slot 0, and 0 on the others. `slopes` are the derivatives for this rank's n targets: by
+    log-probabilities (n,) or scores (n,) or (n, L), then, if there is a second, by entropies (n,). Where gradients are
+    off the head does not run.
     """
     total = torch.tensor(loss if world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
     if not torch.is_grad_enabled():
@@ -202,6 +208,7 @@ def loss_with_slopes(
     on_device = [to_device(slope, hidden.device) for slope in slopes]
 
     def zero_loss_and_slopes(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, ...]:
+        """Return a loss of 0, whose value is in `total` already, and the slopes of these targets; a LossOfRows."""
         return log_probs.new_zeros((), dtype=torch.float64), *(slope[part] for slope in on_device)
 
     return total + chunked_loss(hidden, targets.targets, zero_loss_and_slopes, head, chunk_rows)

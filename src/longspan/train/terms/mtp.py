@@ -75,7 +75,8 @@ class DepthsTerm(Term):
                 "depths=1) before prepare"
             )
         rules = call_rules(model)
-        if spans := ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]:
+        spans = ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]
+        if spans:
             raise ModelError(
                 f"mtp= was given, and rows of {' and '.join(spans)} see each other in {name}: at a depth a row would "
                 "see later ones that hold the tokens it is to predict; leave mtp= out"
@@ -118,16 +119,16 @@ class DepthsTerm(Term):
     def _add_depth_losses(
         self, main: LossFn, shares: Sequence[float], batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
-        """Return the loss of `main`, with the depths' losses in its gradient, times `shares`, and not in its value.
+        """Return the loss of `main`; its gradient also has that of each depth's loss times its share, its value not.
 
-        `deeper` are the hidden states (T, D) of each depth. The losses are also added to the term's sums, for the
-        step's result.
+        `deeper` are the hidden states (T, D) of each depth, `shares` what their losses are multiplied by. The losses
+        are also added to the term's sums, for the step's result.
         """
         total = main(batch, hidden, head)
         for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):
             loss = self._cross_entropy(rows, states, head)
             self._sums[depth] += loss.detach()
-            total = total + share * (loss - loss.detach())  # 0, except for the gradient
+            total = total + share * (loss - loss.detach())  # adds 0 to the value, and the gradient of share · loss
         return total
 
     def sums(self) -> Tensor:

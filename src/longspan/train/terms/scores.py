@@ -36,22 +36,22 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
 
     >>> run_step(model, plan, [ScoredDocument(ids, label=2)], world, optimizer, loss=score_loss())
 
-    Of scores (t,) or (t, L) by `at["label"]`, or `at["label_0"]` to L − 1: the squared error, the cross entropy of one
-    of L classes, or the binary cross entropy of L, which are means over the L; times `at["weights"]`. None chooses:
-    regression for one score, one class for one label, several classes for L labels. Without a `loss=` a step's is this,
-    by the configuration's `problem_type`. Raises LossError for labels that do not fit.
+    A row has one score or L, and one label, `at["label"]`, or L, `at["label_0"]` and so on. Its loss is the squared
+    error (the mean over L), the cross entropy of one of L classes, or the binary cross entropy of L classes (their
+    mean), times its weight in `at["weights"]`. A `problem` None is chosen by the rows: regression for one score,
+    single-label classification for one label, multi-label classification for L labels. A step without `loss=` takes
+    this loss, by the configuration's `problem_type`. Raises LossError for another `problem`, and the loss raises it for
+    labels that do not fit.
     """
     if problem not in (None, *_PROBLEMS):
         raise LossError(f"the problem of a loss of scores is {problem!r}; use {', '.join(_PROBLEMS)}, or None")
 
     def losses(scores: Tensor, at: LossTokens) -> Tensor:
-        """Return the weighted losses (t,) of scores (t,) or (t, L), by the problem that was asked for or that labels
-        suggest.
-        """
+        """Return the weighted losses (t,) of scores (t,) or (t, L), by `problem` or the one that the labels suggest."""
         count = 1 if scores.ndim == 1 else scores.shape[1]
-        one = LABEL in at.values or count == 1
-        chosen = problem or default_problem_type(count, 1 if one else count)
-        names = [LABEL] if one else [f"{LABEL}_{i}" for i in range(count)]
+        has_one_label = LABEL in at.values or count == 1
+        chosen = problem or default_problem_type(count, 1 if has_one_label else count)
+        names = [LABEL] if has_one_label else [f"{LABEL}_{i}" for i in range(count)]
         labels = torch.stack([at[name] for name in names], -1)
         table = scores.reshape(len(at), count)
         if chosen == "single_label_classification":
@@ -73,7 +73,7 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
 
 def refuse_other_labels(problem: str | None, scores: int, labels: int) -> None:
     """Raise LossError for a number of labels of a row that a `problem_type` (None: any) does not take."""
-    labels_of_problem = 1 if problem == _PROBLEMS[1] else scores
+    labels_of_problem = 1 if problem == "single_label_classification" else scores
     if problem is not None and labels != labels_of_problem:
         raise LossError(
             f"problem_type {problem!r} takes {plural(labels_of_problem, 'label')} of a row, and rows have {labels} "
@@ -84,7 +84,9 @@ def refuse_other_labels(problem: str | None, scores: int, labels: int) -> None:
 
 def default_problem_type(scores: int, labels: int) -> ProblemType:
     """Return the `problem_type` that transformers' classifiers take for so many scores and labels of a row."""
-    return "regression" if scores == 1 else _PROBLEMS[1 if labels == 1 else 2]
+    if scores == 1:
+        return "regression"
+    return "single_label_classification" if labels == 1 else "multi_label_classification"
 
 
 def configured_loss(model: nn.Module) -> LossFunction:

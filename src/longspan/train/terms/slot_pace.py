@@ -16,7 +16,7 @@ from longspan.train.loss import Head
 from longspan.train.passes import LossFn, Passes, Term
 from longspan.train.rows.read_rows import LocalBatch
 
-LEAST_LOGITS = 1 << 27  # of a micro-batch that is timed: on fewer the launches of kernels count
+LEAST_LOGITS = 1 << 27  # of a micro-batch that is timed: with fewer, most of the time is that of launching kernels
 
 
 class DeviceClock:
@@ -32,8 +32,8 @@ class DeviceClock:
         """Add the time of the `with` block; a block that raises is not counted."""
         started = time.perf_counter()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._gpu else []
-        for event in events[:1]:
-            event.record()
+        if events:
+            events[0].record()
         yield
         self._seconds += time.perf_counter() - started
         if events:
@@ -62,27 +62,26 @@ class SlotPaceTerm(Term):
     def extend_passes(self, passes: Passes) -> Passes:
         return replace(passes, loss_fn=partial(self._time_loss, passes.loss_fn))
 
-    def _time_loss(self, measure: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
-        """Return the loss of `loss_fn`, timed where the micro-batch has enough logits for its kernels to count."""
+    def _time_loss(self, loss_fn: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
+        """Return the loss of `loss_fn`; where the micro-batch has LEAST_LOGITS, add its rows and its time."""
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
-            return measure(batch, hidden, head, *deeper)
+            return loss_fn(batch, hidden, head, *deeper)
         self._rows += rows
         with self._clock.add_time():
-            return measure(batch, hidden, head, *deeper)
+            return loss_fn(batch, hidden, head, *deeper)
 
     def sums(self) -> list[float]:
         self._seconds = self._clock.seconds()
         return [self._seconds, float(self._rows)]
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return this slot's seconds a row over the other slots' seconds a row; None if one of these was not timed.
+        """Return this slot's seconds per row over the other slots' seconds per row; None where either was not timed.
 
         Of a slot's tensor-parallel ranks only the first is in the sums; the others return None.
         """
-        # of the others
-        seconds = sums[0] - self._seconds
-        rows = sums[1] - self._rows
-        if self._world.coordinates.tp or not self._rows or rows <= 0 or seconds <= 0:
+        other_seconds = sums[0] - self._seconds
+        other_rows = sums[1] - self._rows
+        if self._world.coordinates.tp or not self._rows or other_rows <= 0 or other_seconds <= 0:
             return {"slot_ratio": None}
-        return {"slot_ratio": self._seconds / self._rows / (seconds / rows)}
+        return {"slot_ratio": self._seconds / self._rows / (other_seconds / other_rows)}

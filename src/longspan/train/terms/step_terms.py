@@ -51,17 +51,17 @@ def step_terms(
     """
     model = inputs.language_model
     terms = list[Term]()
-    has_routers = hasattr(getattr(model, "config", None), "router_aux_loss_coef")
-    has_routers = has_routers or (router is not None and router.any)
+    has_coefficient = hasattr(getattr(model, "config", None), "router_aux_loss_coef")
+    has_routers = has_coefficient or (router is not None and router.any)
     if inputs.backward and getattr(model, "adapter", None) is not None:
         from longspan.model.adapters.disable_adapter import refuse_adapter_left_out
 
         refuse_adapter_left_out(inputs.model)
-    depths = list[Term]()
+    depth_terms = list[Term]()
     if mtp is not None:
         from longspan.train.terms.mtp import DepthsTerm
 
-        depths.append(DepthsTerm(mtp, inputs, chunk_rows))
+        depth_terms.append(DepthsTerm(mtp, inputs, chunk_rows))
     scores = score_columns(model)
     if scores and loss is None:
         from longspan.train.terms.scores import configured_loss
@@ -71,7 +71,7 @@ def step_terms(
         from longspan.train.terms.loss_term import LossTerm
 
         terms.append(LossTerm(loss, divisor, inputs, chunk_rows, scores))
-    terms += depths  # to the measure of the loss they add their own
+    terms += depth_terms  # behind the loss: to its function they add the losses of depths
     if has_routers:
         from longspan.model.experts.router import make_router_statistics
 
@@ -81,7 +81,7 @@ def step_terms(
     if time_slots:
         from longspan.train.terms.slot_pace import SlotPaceTerm
 
-        terms.append(SlotPaceTerm(inputs.world))  # last: it times the measure of all others
+        terms.append(SlotPaceTerm(inputs.world))  # last: it times the loss function that all others have made
     return (*encoder_terms(inputs, sum(term.depths for term in terms)), *terms)
 
 

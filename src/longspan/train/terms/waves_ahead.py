@@ -27,10 +27,10 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, dept
     >>> plan_waves_ahead(model, following, documents_of(step + 1))
     >>> run_step(model, plan, documents, world, optimizer=optimizer)
 
-    `depths` of multi-token prediction are those of the step. What is planned is on the host: which items a rank
-    encodes, and which rows go where. A method `read_ahead(items)` of the documents is called
-    with the items that this rank will read; nothing else is read. An error is raised by the step. Raises what
-    `run_step` raises for documents without items.
+    `depths` of multi-token prediction are those of the step. A thread plans, on the host, which items a rank encodes
+    and which rows go where. It calls the documents' method `read_ahead(items)`, if they have one, with the items that
+    this rank will read; nothing else is read. An error in the thread is raised by the step that takes the waves. Raises
+    what `run_step` raises for documents without items.
     """
     table = StepDocuments(model, documents, plan.lengths).items
     assert table is not None  # a MultimodalModel's documents have items
@@ -38,9 +38,8 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, dept
     device = model.world.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     make = partial(Encoding, model, plan, plan.micro_batches, table, backward=True, depths=depths)
-    planned[_encoding_key(model, plan, table, (True, depths))] = _pool.submit(
-        _plan_in_thread, stream, make, documents
-    )
+    key = _encoding_key(model, plan, table, backward=True, depths=depths)
+    planned[key] = _pool.submit(_plan_in_thread, stream, make, documents)
     while len(planned) > MOST_AHEAD:
         planned.pop(next(iter(planned)))
 
@@ -48,8 +47,11 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, dept
 def take_planned_encoding(
     model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int
 ) -> Encoding:
-    """Return the waves of a step: those that were planned ahead, for which it waits, or planned now."""
-    key = _encoding_key(model, plan, table, (backward, depths))
+    """Return the waves of a step: those that were planned ahead, for which it waits, or planned now.
+
+    Waves are taken once. Raises the error of the thread that planned them.
+    """
+    key = _encoding_key(model, plan, table, backward=backward, depths=depths)
     ahead = _planned_encodings.get(model, {}).pop(key, None)
     if ahead is None:
         return Encoding(model, plan, plan.micro_batches, table, backward=backward, depths=depths)
@@ -57,9 +59,10 @@ def take_planned_encoding(
 
 
 def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
-    """Plan the waves of a coming step and begin to read their items; run by the thread of `plan_waves_ahead`.
+    """Plan the waves of a coming step by `make` and begin to read their items; run by the thread of
+    `plan_waves_ahead`.
 
-    `stream` is that of the caller, on which tensors of the plan are made.
+    `stream` is that of the caller, on which tensors of the plan are made (None: no GPU).
     """
     if stream is not None:
         torch.cuda.set_stream(stream)
@@ -70,12 +73,11 @@ def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encodin
 
 
 def _encoding_key(
-    model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]
+    model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int
 ) -> tuple[object, ...]:
     """Return the key by which a step finds the waves that were planned ahead for it.
 
-    A caller may freeze an encoder between planning ahead and the step: the key has which ones are frozen. `passes` are
-    (backward, depths).
+    It holds all that waves depend on, and which encoders are frozen: a caller may freeze one in between.
     """
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
-    return plan.digest(), table.digest(), passes, frozen
+    return plan.digest(), table.digest(), backward, depths, frozen
