@@ -239,7 +239,7 @@ def test_positions_continue_those_of_the_prefix():
 OF_FAMILIES = (
     *(Group.bases.func, Group.longest_paths.func, Group.leaf_counts.func, Group.ancestors),
     *(check_shared_prefixes, branch_tilings, find_copies, _sum_copies),
-    *(Members._add_prefix_ends, BackwardFold._sum_over_branches),
+    *(Members._join_prefix_ends, BackwardFold._sum_over_branches),
 )
 
 

@@ -125,7 +125,7 @@ def test_on_one_host_and_on_one_rank_links_are_assumed() -> None:
 
 
 def test_experts_of_an_unknown_device_are_as_much_faster_as_its_products() -> None:
-    known, other = (fit_samples(_measured(), BASE, is_known=known).machine for known in (True, False))
+    known, other = (fit_samples(_measured(), BASE, device_is_known=known).machine for known in (True, False))
     assert known.expert_flops_per_second == BASE.expert_flops_per_second
     assert other.expert_flops_per_second == pytest.approx(BASE.expert_flops_per_second * 3e14 / 700e12)
 

@@ -86,8 +86,7 @@ def _gather_slices(
     """Yield each slice of heads with all rows of its k and v in document order, (S, heads, size); the next slice
     travels meanwhile.
 
-    `tensors` are this member's k and v. A yielded pair should be freed before the next is asked for: then one is in
-    memory.
+    `tensors` are this member's k and v. A caller that drops a pair before it asks for the next has one in memory.
     """
     channel = members.gather_channel
     order = members.document_order(channel.row_starts(members.counts))
@@ -107,12 +106,11 @@ def _gather_slices(
 
 
 def _send_gradients(addends: list[Addend], k: Tensor, v: Tensor, members: Members) -> Handle:
-    """Add up a slice's gradients, which frees them, and start sending each member those of its rows.
+    """Add up a slice's gradients, one addend for each launch, and start sending each member those of its rows.
 
-    `wait()` returns (dk, dv) of this member's rows, summed over members. k and v (S, heads, size) give shapes and
-    dtype. On their way dk and dv lie side by side: (S, columns) in the accumulation dtype, rows member after member.
-    Every call of the kernel gave one addend; its index (S,) says for each row which of the addend's rows it is (−1:
-    none).
+    `addends` is emptied, which frees them. `wait()` returns (dk, dv) of this member's rows, summed over members. k and
+    v (S, heads, size) give shapes and dtype. On their way dk and dv lie side by side: (S, columns) in the accumulation
+    dtype, rows member after member.
     """
     row_shapes = [x.shape[1:] for x in (k, v)]
     widths = [shape.numel() for shape in row_shapes]

@@ -77,7 +77,9 @@ class HeadSwap:
         return self.opens_run(slice_index + 1)
 
     def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-        """Of each slice: its queries, and keys and values if no slice before has those."""
+        """Return for each slice the tensors (T, all heads) of which it sends some heads: q, k and v, or q alone where
+        the slice before has brought its keys and values. Heads of k and v are repeated for the members that share them.
+        """
         copies = self.split.kv_copies
         tensors = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
         return [tensors if self.opens_run(slice_index) else tensors[:1] for slice_index in range(self.slices)]
@@ -95,19 +97,22 @@ class HeadSwap:
         return call.for_heads(start, start + self.heads_of_slice)
 
     def send_heads(self, tensors: Sequence[Tensor], slice_index: int, label: str) -> Handle:
-        """Start sending a slice of the heads of tensors (T, N, size), to every member its own."""
+        """Start sending every member its heads of this slice, side by side, of the local rows of tensors (T, N, size).
+
+        `receive_heads` takes the handle.
+        """
         rows = tensors[0].shape[0]
         degree = self._degree
-        places = self._slice_views(tensors, slice_index)
-        widths = [x.shape[2] for x in places]
+        slice_views = self._slice_views(tensors, slice_index)
+        widths = [x.shape[2] for x in slice_views]
         packed = tensors[0].new_empty((degree * rows, sum(widths)))
-        copy_rows(list(zip(places, views_by_member(packed, degree, widths), strict=True)))
+        copy_rows(list(zip(slice_views, views_by_member(packed, degree, widths), strict=True)))
         return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
 
     def _slice_views(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
         """View this slice of every member's heads in tensors (T, N, size): (T, members, columns).
 
-        Key/value heads may be cut into fewer slices, of which each serves several slices of query heads.
+        Key/value heads may be cut into fewer slices (`cuts`), of which each serves several slices of query heads.
         """
         return [
             head_slice_by_member(x, self._degree, cuts, slice_index * cuts // self.slices)
@@ -115,13 +120,15 @@ class HeadSwap:
         ]
 
     def _slice_count(self, x: Tensor) -> int:
-        """How many slices a member's query heads, or key/value heads, are cut into."""
+        """How many slices a member's heads of x are cut into: x has all query heads, or else all key/value heads."""
         if x.shape[1] == self.split.heads:
             return self.slices
         return self.slices // self._shared
 
     def receive_heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Receive what `send_heads` sent: (R, n, size) of all rows in document order, for tensors like those sent."""
+        """Wait for what the members sent by `send_heads`: of each tensor this member's n heads of all the members' R
+        rows, (R, n, size), in document order. `like` are the tensors that this member sent.
+        """
         arrived = handle.wait()
         orders = self.members.arrival_orders
         in_order = arrived if orders is None else join_columns((arrived,), orders[0])
@@ -130,16 +137,18 @@ class HeadSwap:
         )
 
     def send_rows(self, tensors: Sequence[Tensor], label: str) -> Handle:
-        """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
+        """Start sending every member its rows of tensors (R, n, size) of one dtype: the way back of `receive_heads`."""
         orders = self.members.arrival_orders
         packed = join_columns(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, self._local_counts, label)
 
     def write_rows(self, handle: Handle, into: Sequence[Tensor], slice_index: int) -> None:
-        """Write the rows of `send_rows` to this slice of every head group of `into` (T, N, size)."""
-        places = self._slice_views(into, slice_index)
-        arrived = views_by_member(handle.wait(), self._degree, [x.shape[2] for x in places])
-        copy_rows(list(zip(arrived, places, strict=True)))
+        """Wait for what the members sent by `send_rows`, and write it into `into` (T, N, size): the local rows, of each
+        member this slice of its heads.
+        """
+        slice_views = self._slice_views(into, slice_index)
+        arrived = views_by_member(handle.wait(), self._degree, [x.shape[2] for x in slice_views])
+        copy_rows(list(zip(arrived, slice_views, strict=True)))
 
 
 _Pair = tuple[Tensor, Tensor]
@@ -211,25 +220,25 @@ class _SlicedForward:
     def ring_turns(self, run: range) -> Iterator[None]:
         """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
 
-        A slice is received right before its first block; only the first of the run brings keys and values.
+        A slice is received right before its first block; only the first of the run brings keys and values. After its
+        last block its output is on the way back (`leaving`) and `saved` has it. Yields between turns.
         """
         members = self._swap.members
-        q, own_k, own_v = self._receive_slice(run.start)
+        first_q, own_k, own_v = self._receive_slice(run.start)
         blocks = key_blocks(own_k, own_v, members)
         totals = list[tuple[Tensor, Partial, AttendCall]]()  # of each slice: its queries, their sum, its call
         for turn in range(members.turns):
             launches, k, v = next(blocks)
             for slice_index in run:
                 if turn == 0:
-                    if slice_index > run.start:
-                        (q,) = self._receive_slice(slice_index)
-                    total = Partial(q, v.shape[2])
-                    totals.append((q, total, self._swap.slice_call(self._call, slice_index)))
+                    arrived_q = first_q if slice_index == run.start else self._receive_slice(slice_index)[0]
+                    total = Partial(arrived_q, v.shape[2])
+                    totals.append((arrived_q, total, self._swap.slice_call(self._call, slice_index)))
                 q, total, slice_call = totals[slice_index - run.start]
                 add_block(total, q, k, v, launches, slice_call)
                 if turn + 1 == members.turns:
-                    out, lse = total.result_with_sinks(slice_call.sinks)
-                    out = out.to(q.dtype)
+                    total_out, lse = total.result_with_sinks(slice_call.sinks)
+                    out = total_out.to(q.dtype)
                     self.leaving.append(self._swap.send_rows((out,), f"{_FORWARD}, back"))
                     self.saved.append(Saved(q, own_k, own_v, out, lse))
                     own_k = own_v = q.new_empty(0)  # the other slices of the run save no keys and values
@@ -332,10 +341,12 @@ class _SlicedBackward:
             self._kv_addends.clear()
         if self._in_flight < swap.slices:  # memory is short: those of the slice before have travelled meanwhile
             self.receive_gradients()
-        # dk and dv leave with the last slice that shares them. A message has one dtype: where heads have copies, these
-        # two are in the accumulation dtype, and leave in one of their own.
-        messages = [slice(0, 3)] if swap.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
-        for gradient_slice in messages if swap.closes_run(slice_index) else [slice(0, 1)]:
+        messages = [slice(0, 1)]  # dq alone
+        if swap.closes_run(slice_index):
+            # dk and dv leave with the last slice that shares them. A message has one dtype: where heads have copies,
+            # these two are in the accumulation dtype, and leave in one of their own.
+            messages = [slice(0, 3)] if swap.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
+        for gradient_slice in messages:
             self._send_gradients(slice_index, gradient_slice, gradients[gradient_slice])
 
     def ring_turns(self, run: range) -> Iterator[None]:
@@ -398,7 +409,8 @@ class _SlicedBackward:
         self._arriving.append(self._swap.send_heads(self._sent[slice_index], slice_index, _BACKWARD))
 
     def _receive_queries(self, slice_index: int) -> Queries:
-        """Receive dout for the query heads of a slice, and join it with what forward saved of them.
+        """Receive dout for the query heads of a slice, and join it with what forward saved of them: exchanged ones are
+        here, local ones come with dout.
 
         The slice after those in flight is sent, to travel while this one is computed.
         """
@@ -407,7 +419,8 @@ class _SlicedBackward:
         if slice_index + self._in_flight < swap.slices:
             self._send_output_gradients(slice_index + self._in_flight)
         if self._is_local:
-            q, *kv, dout, out = arrived  # k and v only with the first of the slices that share them
+            # k and v come only with the first of the slices that share them; `out` may be the packed deltas
+            q, *kv, dout, out = arrived
             k, v = self._shared_kv = tuple(kv) or self._shared_kv
             saved = Saved(q, k, v, unpack_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
         else:

@@ -40,7 +40,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Arguments(NamedTuple):
-    """The arguments of `attend` without its tensors and its seed; lists are tuples; `sizes` are (a2a, p2p)."""
+    """The arguments of `attend` without its tensors and its seed, unchecked; lists are tuples.
+
+    `sizes` is the argument `hierarchical_context_parallel_sizes`.
+    """
 
     causal: bool = True
     window: int | None = None
@@ -165,11 +168,15 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
     `choose_communication`.
 
     The call's type wins over the group's; of a list of types the layer's is taken, and "auto" is the fastest one by the
-    world's machine.
+    world's machine. A group of one member is ("p2p", 1), after the same checks of the type.
     """
     group = shard.micro_batch.groups[index]
     where = f" of group {index}"
-    types, owner = (group.cp_comm_type, where) if arguments.cp_comm_type is None else (arguments.cp_comm_type, "")
+    owner = ""  # whose types they are, in messages
+    types = arguments.cp_comm_type
+    if types is None:
+        owner = where
+        types = group.cp_comm_type
     if isinstance(types, str):
         comm_type = types
     else:
@@ -295,7 +302,12 @@ def pack_call(
             "each other; give chunks or spans, not both"
         )
     call = AttendCall(
-        *(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device),
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        value_dim=v.shape[2],
+        dtype=q.dtype,
+        device=q.device,
         mask=mask,
         scale=abs(scale) or 1.0,
         sign=(scale > 0) - (scale < 0),
@@ -315,10 +327,10 @@ def pack_call(
         parts.append(CallPart(slice(part.start, part.stop), comm_type, members))
     replays = None
     if kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS:
-        size = world_of(shard.world_key).node_size
+        node_size = world_of(shard.world_key).node_size
         groups_here = [part.group for part in shard.parts if part.index >= 0]
         # graphs whose exchanges go between hosts were never tried
-        if all(len({slot // size for slot in group.slots}) == 1 for group in groups_here):
+        if all(len({slot // node_size for slot in group.slots}) == 1 for group in groups_here):
             replays = dict[Any, Replay]()
     return replace(call, kernel=kernel, parts=tuple(parts), replays=replays)
 
@@ -444,9 +456,10 @@ def attend(
                 f"dropout is {dropout!r} while a CUDA graph is captured: it holds the seed, so that every replay would "
                 "drop the same weights; capture with dropout=0.0, or call attend outside the graph"
             )
-        words = (*shard.seed, -1 if layer is None else layer) if dropout_seed is None else (dropout_seed,)
+        layer_word = -1 if layer is None else layer
+        words = (*shard.seed, layer_word) if dropout_seed is None else (dropout_seed,)
         call = replace(call, dropout=Dropout(dropout, mix_seed(*words), first_head))
-    q = q if call.sign == 1 else q * call.sign
+    q = q if call.sign == 1 else q * call.sign  # the call's scale has no sign
     # a node of autograd would only cost the host
     if not torch.is_grad_enabled() and active_recording.get() is None:
         q, k, v = map(contiguous_heads, (q, k, v))
@@ -507,22 +520,22 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         """Return the output (T, N, Hv) and save what backward needs; a recomputed layer takes both from its recording.
 
-        None in `saved` stands for the output of a part, whose rows `out` has: `out` is saved once then. `slices` has
-        for each part in how many slices of heads it ran.
+        `saved` and `slice_counts` are those of `_attend_parts`.
         """
         q, k, v = map(contiguous_heads, (q, k, v))
         recording = active_recording.get()
         layer_call = _add_layer_tensors(call, sinks, indices)
         if recording is None:
-            out, saved, slices = _attend_parts(q, k, v, layer_call)
+            out, saved, slice_counts = _attend_parts(q, k, v, layer_call)
         else:
             save_local = not recording.keep_exchanged
-            out, saved, slices = recording.record_or_replay(
+            out, saved, slice_counts = recording.record_or_replay(
                 lambda: _attend_parts(q, k, v, layer_call, save_local), (q, k, v), indices
             )
         ctx.call = call
-        ctx.slices = slices
+        ctx.slice_counts = slice_counts
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
+        # `out` is saved once, for all the parts whose output is None in `saved`
         ctx.save_for_backward(sinks, indices, out if any(x is None for x in saved) else None, *saved)
         # A view, for autograd refuses writes into a view that a function returns. A write into `out` would change what
         # backward reads, and in a checkpoint, where saved tensors are not checked for writes, without an error.
@@ -531,29 +544,32 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of q, k, v and sinks. Parts go from the last to the first, as on every member.
+        """Return the gradients of q, k, v and sinks, in the inputs' dtypes, and None for indices and call.
 
-        `saved` is [whole out or None, then _SAVED tensors a slice]; None among these stands for the output of a part.
-        `run` takes the tensors that are not None, in order, because a recorded replay accepts tensors only.
+        Parts go from the last to the first, as on every member.
         """
         sinks, indices, *saved = ctx.saved_tensors
         call = _add_layer_tensors(ctx.call, sinks, indices)
-        slices = ctx.slices
+        slice_counts = ctx.slice_counts
         shapes = ctx.shapes
-        dout_and_saved = [gradients[0].contiguous(), *saved]
+        dout_and_saved = [gradients[0].contiguous(), *saved]  # dout, the whole out or None, `saved` of `forward`
 
+        # It gets the tensors of `dout_and_saved` that are not None, in order: a recorded replay takes tensors only.
         def run(call: AttendCall, *tensors: Tensor) -> list[Any]:
             remaining = iter(tensors)
             dout, out, *unread = cast(list[Any], [x if x is None else next(remaining) for x in dout_and_saved])
             parts: list[Gradients] = []
-            for (rows, cp_comm_type, members), count in zip(reversed(call.parts), reversed(slices), strict=True):
+            for (rows, cp_comm_type, members), count in zip(
+                reversed(call.parts), reversed(slice_counts), strict=True
+            ):
+                # the part's own tensors, which are the last unread ones; None is its output
                 part_tensors = [take_rows(out, rows) if x is None else x for x in unread[-_SAVED * count :]]
                 del unread[-_SAVED * count :]
                 saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
                 with _disable_autocast(dout):
-                    compute = find_comm_pattern(cp_comm_type)[1]
+                    pattern_backward = find_comm_pattern(cp_comm_type)[1]
                     part_call = call.for_rows(rows)
-                    parts.insert(0, compute(take_rows(dout, rows), saved_slices, members, part_call))
+                    parts.insert(0, pattern_backward(take_rows(dout, rows), saved_slices, members, part_call))
             dq, dk, dv = _join_rows_of_parts([part_gradients[:3] for part_gradients in parts], dout, shapes)
             dsinks = None
             if call.sinks is not None:
@@ -565,7 +581,7 @@ class _Attend(torch.autograd.Function):
             return [dq, dk, dv, dsinks]
 
         present = [x for x in dout_and_saved if x is not None]
-        key = (*slices, *(x is None for x in dout_and_saved))
+        key = (*slice_counts, *(x is None for x in dout_and_saved))
         return *_run_or_replay(run, present, call, "backward", key), None, None
 
 
@@ -579,7 +595,8 @@ def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: 
     varies = call.indices is not None or call.dropout is not None
     if call.replays is None or varies or torch.cuda.is_current_stream_capturing():
         return run(call, *tensors)
-    key = torch.is_inference_mode_enabled(), *key  # whose tensors cannot be written outside of it
+    # a recording of inference mode has tensors of its own that nothing outside of that mode may write to
+    key = torch.is_inference_mode_enabled(), *key
     if key not in call.replays:
         call.replays[key] = Replay(world_of(call.parts[0].members.part.world_key).watch)
     if call.sinks is None:
@@ -602,7 +619,8 @@ def _attend_parts(
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
     """Attend in all parts: return the output (T, N, Hv), what is saved for backward, and each part's number of slices.
 
-    None stands for the output of a part. With `save_local` the own rows' q, k, v and out are saved under every type, in
+    What is saved are the tensors of each `Saved`, slice after slice and part after part. None stands for an output that
+    is the part's rows of the output. With `save_local` the own rows' q, k, v and out are saved under every type, in
     place of what was exchanged: backward exchanges them once more.
     """
 
@@ -619,8 +637,8 @@ def _attend_parts(
         saved = [None if x is part_out else x for part_out, slices in parts for one in slices for x in one]
         return [out, [len(slices) for _, slices in parts], *saved]
 
-    out, slices, *saved = _run_or_replay(run, (q, k, v), call, "forward", save_local)
-    return out, saved, slices
+    out, slice_counts, *saved = _run_or_replay(run, (q, k, v), call, "forward", save_local)
+    return out, saved, slice_counts
 
 
 def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -43,13 +43,14 @@ def cut_heads(heads: int, kv_heads: int, at_once: int) -> list[HeadSlice]:
     """
     per_kv_head = heads // kv_heads
     bounds = [(start, min(start + at_once, kv_heads)) for start in range(0, kv_heads, at_once)]
-    return [HeadSlice(slice(a, b), slice(a * per_kv_head, b * per_kv_head)) for a, b in bounds]
+    return [HeadSlice(slice(start, stop), slice(start * per_kv_head, stop * per_kv_head)) for start, stop in bounds]
 
 
 def backward_head_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]:
     """Return the groups of heads that backward computes one after another, to hold one group's float32 sums at a time.
 
-    `rows` is how many the largest member has, so that all members cut alike; q (T, N, H) are one member's queries.
+    `rows` is how many rows the member with the most has, so that all members cut alike; q (T, N, H) are this member's
+    queries.
     """
     count = count_head_groups(rows * q.shape[1] * q.shape[2] * 4, kv_heads)  # 4 bytes a number
     return cut_heads(q.shape[1], kv_heads, -(-kv_heads // count))
@@ -106,7 +107,7 @@ class Partial:
 
 @dataclass(eq=False)
 class RowSum:
-    """A sum of tensors that each cover some of the rows of one `like` it; rows that none covers are zero."""
+    """The sum of tensors that each cover some rows of a tensor shaped like `_like`; rows that none covers are zero."""
 
     _like: Tensor
     _total: Tensor | None = None
@@ -141,10 +142,10 @@ class RowSum:
 def add_block(
     total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], call: AttendCall
 ) -> None:
-    """Run the kernel on every launch of a block, and merge into `total`: q (T, N, H) to the block's k (Tk, K, H), v
-    (Tk, K, Hv).
+    """Attend from q (T, N, H) to a block's k (Tk, K, H) and v (Tk, K, Hv), and merge the result into `total`, in place.
 
-    The tensors hold all rows of this member and of the block; each launch takes its own rows of them.
+    The kernel runs once a launch. The tensors hold all rows of this member and of the block; each launch takes its own
+    rows of them.
     """
     assert call.kernel is not None
     for launch in launches:
@@ -161,7 +162,7 @@ def block_gradients(
 ) -> list[Addend]:
     """Add a block's part of the queries' gradient to `dq`; return the gradients of its keys and values by launch.
 
-    The k and v of `saved` are the block's.
+    The k and v of `saved` are the block's, and its out (or deltas) and lse are over the keys of all blocks.
     """
     assert call.kernel is not None
     addends = list[Addend]()

@@ -150,10 +150,12 @@ class HeadSizes:
 class Kernel:
     """A row of the support table: what a kernel can do, and its two functions.
 
-    `needs` is what it depends on; `unsupported_reason` returns what this installation or device lacks of that ("" where
-    nothing). `required` are features that a call must have. `one_document_only`: by name it runs every launch, but
-    without a name it is chosen only for calls with one document in each group. `takes_deltas` tells of a call whether
-    backward takes dout · out of each row and head in place of the output.
+    `forward(q, k, v, launch, call)` returns out and lse, `backward(dout, saved, launch, call)` dq, dk and dv. `needs`
+    is what the kernel depends on; `unsupported_reason` returns what this installation or device lacks of that ("" where
+    nothing). `features` are those of a call that it can compute, `required` those that a call must have.
+    `one_document_only`: by name it runs every launch, but without a name it is chosen only for calls with one document
+    in each group. `takes_deltas` tells of a call whether backward takes dout · out of each row and head in place of the
+    output.
     """
 
     name: str

@@ -57,7 +57,7 @@ def tiles_between(
     as there is no window and no chunk ends inside a run; with a window, their number depends on the partition and not
     on how many documents there are.
     """
-    if chunk is not None:
+    if chunk is not None:  # in what follows a chunk is a document
         longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
         q, k = _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
     if window is not None:
@@ -77,34 +77,37 @@ def _window_tilings(q: Segments, k: Segments, window: int, *, repeats_keys: bool
 def branch_tilings(
     q: Segments, k: Segments, prefix: Integers, bases: Integers, window: int | None
 ) -> tuple[Tiling, ...]:
-    """Return the tilings that cover what rows of `q` see of the documents that theirs continue, among the rows of `k`.
+    """Return the tilings that cover what rows of `q` see of one ancestor of their documents, among the rows of `k`.
 
-    `prefix[d]` is what document d continues in one generation (−1: nothing), and `bases[d]` the position of its first
-    row. Without a window all of a prefix is seen: the rows of its branches, which follow each other, are one tile.
-    Under a window each branch sees rows at the prefix's end through a band of its own: these are repeated for each
-    branch, so that one launch has all bands of one form.
+    `prefix[d]` is document d's ancestor in one generation (−1: none), and `bases[d]` how many rows all its ancestors
+    have. A document with an ancestor is a branch of it. Without a window a branch sees all of its prefix: the rows of
+    branches that follow each other are one tile. Under a window each branch sees rows at the prefix's end through a
+    band of its own: these keys are repeated for each branch, so that one launch has all bands of one form.
     """
     continues = prefix[q.document] >= 0
-    q = Segments(*(column[continues] for column in (q.document, q.start, q.stop, q.offset)))
-    branches = np.unique(q.document)
-    no_rows = np.zeros_like(branches)
-    branch, run, _ = pair_runs(Segments(prefix[branches], no_rows, no_rows, no_rows), k)
-    document = branches[branch]
-    base = bases[q.document]
+    branch_rows = Segments(*(column[continues] for column in (q.document, q.start, q.stop, q.offset)))
+    branches = np.unique(branch_rows.document)
+    branch_index, run, _ = pair_runs(prefix[branches], k.document)
+    document = branches[branch_index]
+    # Rows and keys of one document, as the functions of tiles take them: a key is of the branch that sees it, and
+    # positions count from the first row of all ancestors.
+    base = bases[branch_rows.document]
     base_of_keys = bases[prefix[document]]
-    q = Segments(q.document, q.start + base, q.stop + base, q.offset)
+    queries = Segments(branch_rows.document, branch_rows.start + base, branch_rows.stop + base, branch_rows.offset)
     keys = Segments(document, k.start[run] + base_of_keys, k.stop[run] + base_of_keys, k.offset[run])
     if window is not None:
-        return _window_tilings(q, keys, window, repeats_keys=True)
-    tiles = _join_neighbours(_prefix_tiles(q, keys))
+        return _window_tilings(queries, keys, window, repeats_keys=True)
+    tiles = _join_neighbours(_prefix_tiles(queries, keys))
+    # Branches of one prefix have its keys in common, which may be in one tile of a launch only: as tiles of one
+    # document, these go into different tilings.
     return make_tilings(tiles._replace(document=prefix[tiles.document]))
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
     """Cut runs at chunk ends, and make each chunk of a document a document of its own, positions unchanged.
 
-    Every document has as many numbers as `longest` positions have chunks, so that no two chunks share one; q and k must
-    be cut with the same `longest`.
+    Chunks are numbered document after document, each of which gets as many numbers as `longest` positions have chunks.
+    So no two chunks share a number, and q and k have the same ones if both are cut with one `longest`.
     """
     first_chunk = segments.start // chunk
     end_chunk = -(-segments.stop // chunk)
@@ -117,9 +120,10 @@ def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
 
 
 def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False) -> tuple[Tiling, ...]:
-    """Make the tilings of some tiles: of each mask as many as the most tiles that one document has of it.
+    """Make tilings of these tiles: the tiles of one tiling have the same mask, and each document has one at most.
 
-    The i-th tile of each document with a mask goes into that mask's i-th tiling, as a kernel takes one tile a document.
+    The i-th tile of a document with some mask goes into that mask's i-th tiling. Tilings come in the order of their
+    first tiles; `repeats_keys` is passed on to them.
     """
     if not len(tiles.document):
         return ()
@@ -127,10 +131,9 @@ def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False) -> tuple[Tili
     same_mask = (np.diff(tiles.left[order]) == 0) & (np.diff(tiles.right[order]) == 0)
     is_first = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))  # of its document and mask
     index = np.arange(len(order))
-    turn = np.empty_like(index)
-    mask = np.empty_like(index)
-    # `turn`: the number of a tile among those of its document and mask; `mask`: the number of its mask
+    turn = np.empty_like(index)  # the number of each tile among those of its document and mask
     turn[order] = index - np.maximum.accumulate(np.where(is_first, index, 0))
+    mask = np.empty_like(index)  # the number of its mask
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
     _, first_tiles = np.unique(launch, return_index=True)
@@ -147,21 +150,22 @@ def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False) -> tuple[Tili
 
 
 def _find_hiding_limits(tiles: TileArrays) -> tuple[Flags, Flags]:
-    """Return of each tile whether its left and its right limit hide a key that the tile has; the others do nothing."""
+    """Return for each tile whether its left limit, and whether its right one, hides a key of the tile from a row."""
     left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
     right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
 
 
-def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
-    """Pair every run of q with every run of k of its document.
+def pair_runs(q_document: Integers, k_document: Integers) -> tuple[Integers, Integers, Integers]:
+    """Pair every run of q with every run of k of the same document; the arguments are the runs' documents.
 
-    Three arrays, one entry a pair: the run of q, the run of k, and the first run of k of that document.
+    Returns three arrays, one entry a pair: the run of q, the run of k, and the first run of k of that document. Runs of
+    k of one document follow each other.
     """
-    documents, first_runs, runs = np.unique(k.document, return_index=True, return_counts=True)
+    documents, first_runs, runs = np.unique(k_document, return_index=True, return_counts=True)
     # Of a document after the last one of k, the search gives an index past the end.
-    document_index = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
-    is_in_k = documents[document_index] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
+    document_index = np.minimum(np.searchsorted(documents, q_document), max(len(documents) - 1, 0))
+    is_in_k = documents[document_index] == q_document if len(documents) else np.zeros(len(q_document), dtype=bool)
     q_run = np.flatnonzero(is_in_k)
     starts = first_runs[document_index[q_run]]
     count = runs[document_index[q_run]]
@@ -190,12 +194,13 @@ def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
 
 
 def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Return the causal tiles of some rows and keys: each query row sees a prefix of the keys.
+    """Return the tiles of a causal mask, without a window: each row sees its document's keys up to its position.
 
-    For each pair of a run of q and a run of k there are two tiles: the rows at the positions of the run of k, which see
-    one key more with every row, and those after it up to the next run of k, which see all of it.
+    For each pair of a run of q and a run of k there are two tiles, with the keys from the document's first run of k on:
+    the rows at the positions of this run of k, which see one key more with every row, and the rows after it up to the
+    next run of k, which see all of it.
     """
-    q_run, k_run, first_k_run = pair_runs(q, k)  # indices: of q's run, of k's run, of the document's first run of k
+    q_run, k_run, first_k_run = pair_runs(q.document, k.document)
     document = q.document[q_run]
     start = q.start[q_run]
     stop = q.stop[q_run]
@@ -240,11 +245,11 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
     """Return the tiles of runs of q and k where position p sees p − window + 1 … p.
 
     A pair of runs gives one tile: the rows that see any of the keys, and the keys that any of these sees. Its last row
-    is aligned to its last key; where the row's position is `after_key` positions after that key's, every row sees so
-    many keys to the right of the key that it is aligned to, and that many fewer than window − 1 to the left. `left` ≥
-    0, because a row more than window − 1 positions after the last key sees none.
+    is aligned to its last key, whose position may be `after_key` positions before the row's. Then every row is so many
+    positions after the key that it is aligned to: it sees `after_key` keys to the right of that key, and window − 1 −
+    `after_key` to the left. This is ≥ 0, because a row more than window − 1 positions after the last key sees none.
     """
-    q_run, k_run, _ = pair_runs(q, k)
+    q_run, k_run, _ = pair_runs(q.document, k.document)
     q_start, q_stop = (q.start[q_run], q.stop[q_run])
     k_start, k_stop = (k.start[k_run], k.stop[k_run])
     first_position = np.maximum(q_start, k_start)
@@ -266,13 +271,15 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
 
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
-    """Take away limits that hide nothing of tiles whose last row is after their last key; the others, whose last row
-    and last key are at one position, keep theirs, so that all of them have one mask.
+    """Take away limits that hide nothing from the tiles whose last row is at a later position than their last key.
+
+    Tiles whose last row and last key are at one position keep such limits too, so that all of these have one mask.
     """
-    left, right = _find_hiding_limits(tiles)
-    after = tiles.right > 0
+    hides_left, hides_right = _find_hiding_limits(tiles)
+    is_after_keys = tiles.right > 0
     return tiles._replace(
-        left=np.where(after & ~left, -1, tiles.left), right=np.where(after & ~right, -1, tiles.right)
+        left=np.where(is_after_keys & ~hides_left, -1, tiles.left),
+        right=np.where(is_after_keys & ~hides_right, -1, tiles.right),
     )
 
 
@@ -300,20 +307,19 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     """
     if not len(spans):
         return ()
-    # of these the documents are spans
-    q = spans.find_rows(q)
-    k = spans.find_rows(k)
-    q_run, k_run, _ = pair_runs(q, k)
-    start = q.start[q_run]
-    k_stop = k.stop[k_run]
-    stop = np.minimum(q.stop[q_run], k_stop - 1)
-    k_start = np.maximum(k.start[k_run], start + 1)
-    to_row = q.offset[q_run] - start
-    to_key = k.offset[k_run] - k.start[k_run]
+    queries = spans.find_rows(q)  # their `document` is a span, as that of keys
+    keys = spans.find_rows(k)
+    q_run, k_run, _ = pair_runs(queries.document, keys.document)
+    start = queries.start[q_run]
+    k_stop = keys.stop[k_run]
+    stop = np.minimum(queries.stop[q_run], k_stop - 1)
+    k_start = np.maximum(keys.start[k_run], start + 1)
+    to_row = queries.offset[q_run] - start
+    to_key = keys.offset[k_run] - keys.start[k_run]
     left = k_stop - 1 - stop  # the last row, at position stop − 1, sees keys from position stop on
     hides = left < k_stop - k_start - 1
     tiles = TileArrays(
-        q.document[q_run],
+        queries.document[q_run],
         start + to_row,
         stop + to_row,
         k_start + to_key,

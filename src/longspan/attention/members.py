@@ -91,8 +91,9 @@ class Members:
         channels = world_of(self.part.world_key).channels
         channel = channels.find_channel(slots)
         if len(slots) > 1:
-            kind = "a2a+p2p" if self.inner > 1 and self.degree > 1 else level.replace("ring", "p2p")
-            channels.attended.add((kind, self.part.degree, level, channel.ranks))
+            has_both_levels = self.inner > 1 and self.degree > 1
+            comm_type = "a2a+p2p" if has_both_levels else level.replace("ring", "p2p")
+            channels.attended.add((comm_type, self.part.degree, level, channel.ranks))
         return channel
 
     def segments(self, member: int) -> Segments:
@@ -175,7 +176,9 @@ class Members:
                 laid_out, starts = self._rows_and_starts_of_documents()
                 lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
                 keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
-                self._launches[owner] = self._make_launches(keys, lambda: expand_runs(0 * laid_out, laid_out))
+                self._launches[owner] = self._make_launches(
+                    keys, lambda: expand_runs(np.zeros_like(laid_out), laid_out)
+                )
             else:  # rows that pad documents out are no keys, but have positions in the block
                 segments = self.segments(owner)
                 self._launches[owner] = self._make_launches(self.real_segments(owner), lambda: segments.positions)
@@ -266,17 +269,20 @@ class Members:
         # What a run sees begins where that of the run before ends, at the earliest: so no row is in two.
         start[1:] = np.where(same_document, np.maximum(start[1:], stop[:-1]), start[1:])
         if self.part.group.parents is not None:
-            return self._add_prefix_ends(runs, start, stop)
+            return self._join_prefix_ends(runs, start, stop)
         return segments_from_runs(runs.document, start, stop)
 
-    def _add_prefix_ends(self, runs: Segments, start: Integers, stop: Integers) -> Segments:
-        """Add what branches among the runs see of their prefixes: of each one run, up to its end."""
+    def _join_prefix_ends(self, runs: Segments, start: Integers, stop: Integers) -> Segments:
+        """Return what `runs` see of their documents, rows `start` to `stop`, and what they see of their prefixes.
+
+        Of each prefix that is one run: from the first row that any of its branches here sees to the prefix's end.
+        """
         group = self.part.group
         window = self.mask.window
         assert window is not None
         bases = np.asarray(group.bases, dtype=np.int64)
         lengths = np.asarray(group.lengths, dtype=np.int64)
-        first_seen = lengths.copy()  # row of each document
+        first_seen = lengths.copy()  # by document, the first row that branches see; its length: none
         for ancestors in group.ancestors():
             prefix = np.asarray(ancestors, dtype=np.int64)[runs.document]
             run = np.flatnonzero(prefix >= 0)
@@ -284,10 +290,11 @@ class Members:
             np.minimum.at(first_seen, prefix[run], np.maximum(first_position - bases[prefix[run]], 0))
         prefixes = np.flatnonzero(first_seen < lengths)
         document = np.append(runs.document, prefixes)
-        start = np.append(start, first_seen[prefixes])
-        stop = np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes])
-        order = np.lexsort((start, document))
-        return segments_from_runs(document[order], start[order], stop[order])
+        all_starts = np.append(start, first_seen[prefixes])
+        # A prefix's own runs stop where what its branches see begins: so no row is in two.
+        all_stops = np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes])
+        order = np.lexsort((all_starts, document))
+        return segments_from_runs(document[order], all_starts[order], all_stops[order])
 
     def _find_rows_among_keys(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
         """Return which rows of `owner` are among `keys`, and where in the keys' tensor each of them is.

@@ -84,17 +84,18 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
         return _backward_of_head_slice(dout, saved, members, call)
     dq = saved.q.new_empty(saved.q.shape)
     group_gradients = list[Gradients]()
-    for kv, q in groups:
+    for kv_heads, heads in groups:
         group_saved = Saved(
-            saved.q[:, q],
-            saved.k[:, kv].contiguous(),
-            saved.v[:, kv].contiguous(),
-            saved.out[:, q],
-            saved.lse[:, q],
+            saved.q[:, heads],
+            saved.k[:, kv_heads].contiguous(),
+            saved.v[:, kv_heads].contiguous(),
+            saved.out[:, heads],
+            saved.lse[:, heads],
         )
-        gradients = _backward_of_head_slice(dout[:, q], group_saved, members, call.for_heads(q.start, q.stop))
-        dq[:, q] = gradients.q
-        group_gradients.append(gradients._replace(q=dq))  # keeps no group's dq in float32
+        group_call = call.for_heads(heads.start, heads.stop)
+        gradients = _backward_of_head_slice(dout[:, heads], group_saved, members, group_call)
+        dq[:, heads] = gradients.q
+        group_gradients.append(gradients._replace(q=dq))  # so that no group's dq in float32 is kept
     dk, dv = (concat_heads([getattr(gradients, name) for gradients in group_gradients]) for name in "kv")
     dsinks = [gradients.sinks for gradients in group_gradients if gradients.sinks is not None]
     return Gradients(dq, dk, dv, torch.cat(dsinks) if dsinks else None)

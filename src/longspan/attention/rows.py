@@ -29,9 +29,10 @@ _compiled: dict[Hashable, Any] = {}  # kernels, by all that their compiled form 
 
 
 def launch_row_copies(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
-    """Do what `copy_rows` does on a GPU, in launches of at most _MOST_MOVES moves; columns are contiguous.
+    """Do what `copy_rows` does, on a GPU, in launches of at most _MOST_MOVES moves; columns are contiguous.
 
-    Where a launch has fewer, the others repeat its first, and COUNT leaves them out.
+    A launch always gets arguments for _MOST_MOVES moves. Where it has fewer, the first is repeated in their place, and
+    the kernel copies only the first COUNT.
     """
     rows, members, _ = moves[0][1].shape
     for first in range(0, len(moves) if rows and members else 0, _MOST_MOVES):
@@ -46,7 +47,7 @@ def launch_row_copies(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | No
 
 
 def launch_deltas(dout: Tensor, out: Tensor) -> Tensor:
-    """Do what `deltas` does on a GPU in one launch, for dout and out with contiguous heads: (T, N) float32."""
+    """Do what `deltas` does, on a GPU in one launch, for dout and out with contiguous heads: (T, N) float32."""
     rows, heads, size = out.shape
     sums = out.new_empty((rows, heads), dtype=torch.float32)
     if sums.numel():
@@ -66,7 +67,8 @@ def _launch_kernel(
     arguments: Sequence[Any],
     constants: dict[str, Any],
 ) -> None:
-    """Launch a kernel; its compiled form is remembered by the launch's numbers, dtypes, devices and constants.
+    """Launch a kernel of `row_kernels.py`; its compiled form is remembered by the launch's numbers, dtypes, devices and
+    constants.
 
     Triton would look for it in every launch, which takes the host several times as long as the launch. The form depends
     on no more than that, and on whether 16 divides each address: only launches where it divides all are remembered.
@@ -157,13 +159,14 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
     A launch takes two pairs; an odd last one is passed twice, and HAS_B leaves the second out.
     """
     index = rows if isinstance(rows, Tensor) else None
-    moves = [(source, into if index is not None else take_rows(into, rows)) for source, into in moves]
-    if all(into.dtype == torch.float32 and can_run_row_kernels(into) for _, into in moves):
-        count = len(moves[0][0])
-        for first in range(0, len(moves) if count else 0, 2):
+    # `into`: the rows themselves of a slice, which are a view; all rows where an index picks them
+    row_moves = [(source, into if index is not None else take_rows(into, rows)) for source, into in moves]
+    if all(into.dtype == torch.float32 and can_run_row_kernels(into) for _, into in row_moves):
+        count = len(row_moves[0][0])
+        for first in range(0, len(row_moves) if count else 0, 2):
             pair_arguments = [
                 (x, x.stride(0), into, into.stride(0), into.shape[1:].numel())
-                for x, into in ((_flat_rows(source), into) for source, into in moves[first : first + 2])
+                for x, into in ((_flat_rows(source), into) for source, into in row_moves[first : first + 2])
             ]
             a = pair_arguments[0]
             b = pair_arguments[-1]
@@ -171,7 +174,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
             constants = {"HAS_B": len(pair_arguments) > 1, "HAS_INDEX": index is not None} | widths
             _launch_kernel("add_rows_kernel", (count, 1, 1), (index, *a, *b), constants)
         return
-    for source, into in moves:
+    for source, into in row_moves:
         if index is None:
             into += source
         else:
@@ -284,18 +287,19 @@ def concat_heads(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Sum into total[r] the x[index[r]] of addends (x, index), for total (R, W); an index of −1 adds nothing.
+    """Overwrite total (R, W): total[r] is the sum of x[index[r]] over the addends (x, index); an index of −1 adds
+    nothing.
 
     A launch adds two addends; the first of all overwrites the total. An odd last one is passed twice, added once.
     """
     if addends and can_run_row_kernels(total) and total.dtype == torch.float32:
-        rows, width = total.shape
-        for first in range(0, len(addends) if rows else 0, 2):
+        total_rows, width = total.shape
+        for first in range(0, len(addends) if total_rows else 0, 2):
             a, a_index = addends[first]
             b, b_index = addends[min(first + 1, len(addends) - 1)]
             arguments = (total, total.stride(0), a, a_index, a.stride(0), b, b_index, b.stride(0), width)
             constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _padded_width(width)}
-            _launch_kernel("sum_rows_kernel", (rows, 1, 1), arguments, constants)
+            _launch_kernel("sum_rows_kernel", (total_rows, 1, 1), arguments, constants)
         return
     total.zero_()
     for x, index in addends:
@@ -314,7 +318,8 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
         return launch_deltas(contiguous_heads(dout), contiguous_heads(out))
     at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
     sums = [
-        (a.to(dtype) * b.to(dtype)).sum(-1) for a, b in zip(dout.split(at_once), out.split(at_once), strict=True)
+        (dout_rows.to(dtype) * out_rows.to(dtype)).sum(-1)
+        for dout_rows, out_rows in zip(dout.split(at_once), out.split(at_once), strict=True)
     ]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 

@@ -1,8 +1,8 @@
 """Attention outputs that outlive the forward pass of a layer whose other activations are recomputed in backward.
 
-Inside `Recording.record_outputs()` what `attend` gives is kept, in `replay_outputs()` it is taken from there, call by
-call in the same order: the kernels of attention do not run a second time. Kept are the output and the log-sum-exp of
-the local rows: queries, keys and values are recomputed, and where heads are exchanged for rows, exchanged once more.
+Inside `Recording.record_outputs()` the results of `attend` are kept. Inside `replay_outputs()` the same calls, in the
+same order, return them, and the kernels of attention do not run a second time. Kept are the output and the log-sum-exp
+of the local rows: queries, keys and values are recomputed, and where heads are exchanged for rows, exchanged once more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,10 +51,11 @@ class Recording:
     def record_or_replay(
         self, compute: Callable[[], Result], inputs: Sequence[Tensor], indices: Tensor | None = None
     ) -> Result:
-        """Return what a call gives: `compute()`, or what that gave in the forward pass that is being recomputed.
+        """Return the result of a call: of `compute()`, which is recorded; in a recomputation the recorded one instead.
 
         The result is a tree of tensors; those that share memory with `inputs` are made again from the inputs at hand.
-        RuntimeError, on a GPU where it next waits, if `indices` are not those of the forward pass.
+        Raises RuntimeError if a recomputation has other `indices` than the forward pass had: at once on a CPU, on a GPU
+        where the host next waits for it.
         """
         checksums = None
         if indices is not None:  # a number (T,) int64 for each row, which depends on its values and their order
@@ -69,18 +70,21 @@ class Recording:
         )
         call, checksums_before = self._calls[self._next]
         if checksums is not None:
-            same = (checksums == checksums_before).all()
-            torch._assert_async(same, "a recomputed layer chose other keys than its forward pass did")
+            are_same = (checksums == checksums_before).all()
+            torch._assert_async(are_same, "a recomputed layer chose other keys than its forward pass did")
         self._next += 1
         return tree_map(lambda x: x(inputs) if callable(x) else x, call)
 
     def _keep_output(self, x: Any, inputs: Sequence[Tensor]) -> Any:
-        """For a tensor a function that makes it again from the inputs at hand: it is parked, or, in the memory of an
-        input, a view of that. Empty tensors are parked: they have no memory by which an input is recognised.
+        """Return for a tensor a function that gives it back, from the inputs at hand then; other values unchanged.
+
+        A tensor in the memory of an input comes back as a view of that input, any other from where it was parked. Empty
+        tensors are parked: they have no memory by which an input is recognised.
         """
         if not isinstance(x, Tensor):
             return x
         for i, source in enumerate(inputs):
+            # `_cdata` is one address for all tensors in one memory; a storage has no public identity
             if x.untyped_storage()._cdata == source.untyped_storage()._cdata and x.numel():
                 offset = int(x.storage_offset()) - int(source.storage_offset())
                 return partial(_view_of_input, i, tuple(x.size()), x.stride(), offset)

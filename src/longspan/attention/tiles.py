@@ -91,7 +91,7 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        return tuple(Tile(a, b, c, d, self.left, self.right) for a, b, c, d in self.bounds.tolist())
+        return tuple(Tile(*bounds, self.left, self.right) for bounds in self.bounds.tolist())
 
     def q_rows(self) -> slice | Integers:
         """The query rows of all tiles in order; a slice where they follow each other."""
@@ -115,20 +115,20 @@ class Tiling:
         return Tiling(bounds, self.left, self.right)
 
     def blocks(self, rows: int, *, of_keys: bool) -> npt.NDArray[np.int32]:
-        """Cut every tile into blocks of `rows` query rows, or of keys: the tile and the block's first row in it (n, 2).
+        """Cut every tile into blocks of `rows` query rows, or with `of_keys` of so many keys.
 
-        Blocks that meet the most keys (or rows) come first: those between the limits around the keys that the block's
-        first and last row are aligned to.
+        Returns for each block its tile, and its first row (or key) in the tile: (n, 2). Blocks that meet the most keys
+        (or rows) come first: a block meets those within the limits of what its rows are aligned to.
         """
         lengths = self.sizes[:, int(of_keys)]
         other_lengths = self.sizes[:, int(not of_keys)]
         counts = -(-lengths // rows)
         tile = np.repeat(np.arange(len(self)), counts)
         start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
-        # A row sees from `left` keys before its own to `right` after it: so a key is seen from `right` rows before on.
+        # A row sees from `left` keys before its own to `right` after it: so a key is seen by rows from `right` before
+        # its own to `left` after it.
         limit_before, limit_after = (self.right, self.left) if of_keys else (self.left, self.right)
-        # What the block's first row (or key) is aligned to on the other side, and what the block meets there.
-        aligned = start + (other_lengths - lengths)[tile]
+        aligned = start + (other_lengths - lengths)[tile]  # to what the block's first row (or key) is aligned
         most = other_lengths[tile]
         first_met = 0 if limit_before is None else np.maximum(aligned - limit_before, 0)
         end_met = most if limit_after is None else np.minimum(aligned + rows + limit_after, most)
@@ -157,11 +157,13 @@ class RowIdentities(NamedTuple):
     k_position: Integers
 
 
-class ChosenKeys(NamedTuple):
-    """How positions become bits, one for each row and key of a tile, a row's in whole words of 64.
+class KeyBits(NamedTuple):
+    """Where the keys that rows choose by position lie in a launch's tiles, and where a bit for each row and key lies.
 
-    `places` has the key that lies at each position of a tile's document (−1: none), tile after tile: (P,) int32. Tiles
-    begin there at `place_starts`, and among all `words` at `bit_starts`: (tiles + 1,) int64.
+    `places` has for each tile, one after another, the tile's key at each position of its document from 0 to its last
+    key's (−1: no key of the tile), (P,) int32; `place_starts` (tiles + 1,) int64 is where each tile begins there. Bits
+    lie in words of 64, of which each row of a tile takes as many as the tile's keys fill: `words` in all, and tile i
+    begins at word `bit_starts[i]`, (tiles + 1,) int64. The kernel makes the bits themselves.
     """
 
     places: Tensor
@@ -174,8 +176,9 @@ class Launch:
     """One tiling, bound to a device. Made once per block and kept, so that layers share its index tensors.
 
     A kernel receives q[q_rows], k[k_rows], v[k_rows] (views where the rows follow each other) and `tiles` over those,
-    each beginning where the one before ends; all have the mask `left`, `right` (see `Tile`). The gradients of keys are
-    those of `gradient_rows`: of rows that the tiling repeats, the sum over `key_copies` (`find_copies`).
+    each beginning where the one before ends; all have the mask `left`, `right` (see `Tile`). `gradient_rows` are the
+    rows whose gradients of k and v result: `k_rows`; or, where the tiling repeats keys, each of these once, with the
+    sum over its copies, which `key_copies` lists (`find_copies`).
     """
 
     def __init__(
@@ -237,24 +240,27 @@ class Launch:
         return documents, q_positions, k_positions
 
     @cached_property
-    def chosen_keys(self) -> ChosenKeys:
-        """The keys by their positions in documents, and how a kernel numbers a bit for each row and key
-        (`ChosenKeys`).
-        """
+    def key_bits(self) -> KeyBits:
+        """For a call with indices: which key of a tile is at a position, and where its bits lie (`KeyBits`)."""
         assert self._identities is not None, "this launch was made without identities of rows"
         positions = self._identities().k_position[self.tiling.k_rows()]
-        starts = self.tiling.packed_tiling().bounds[:, 2]
+        key_starts = self.tiling.packed_tiling().bounds[:, 2]  # of tiles, among the keys that a kernel receives
         rows, keys = self.tiling.sizes.T
-        ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int64)
-        ends[:, 1:] = np.cumsum([np.maximum.reduceat(positions, starts) + 1, rows * -(-keys // 64)], axis=1)
-        places = np.full(ends[0, -1], -1, dtype=np.int32)
-        places[np.repeat(ends[0, :-1], keys) + positions] = np.arange(len(positions)) - np.repeat(starts, keys)
-        place_starts, bit_starts = to_device(ends, self.device)
-        return ChosenKeys(to_device(places, self.device), place_starts, bit_starts, int(ends[1, -1]))
+        position_counts = np.maximum.reduceat(positions, key_starts) + 1
+        word_counts = rows * -(-keys // 64)
+        starts = np.zeros((2, len(self.tiling) + 1), dtype=np.int64)  # of tiles among places, and among words
+        starts[:, 1:] = np.cumsum([position_counts, word_counts], axis=1)
+        places = np.full(starts[0, -1], -1, dtype=np.int32)
+        key_in_tile = np.arange(len(positions)) - np.repeat(key_starts, keys)
+        places[np.repeat(starts[0, :-1], keys) + positions] = key_in_tile
+        place_starts, bit_starts = to_device(starts, self.device)  # in one copy
+        return KeyBits(to_device(places, self.device), place_starts, bit_starts, int(starts[1, -1]))
 
 
 def find_copies(rows: Integers) -> tuple[Integers, list[Integers]]:
-    """Return the distinct rows (n,), rising, and for each copy the places in `rows` of that copy of each: −1 for none.
+    """Return the distinct rows (n,), rising, and as many index arrays (n,) as the most frequent row has copies.
+
+    Array i has the place in `rows` of each distinct row's i-th copy, −1 where it has fewer.
 
     >>> find_copies(np.array([4, 5, 5, 6, 5]))
     (array([4, 5, 6]), [array([0, 1, 3]), array([-1,  2, -1]), array([-1,  4, -1])])

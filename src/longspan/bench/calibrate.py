@@ -60,7 +60,10 @@ def time_run(run: Callable[[], object], world: World) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSample:
-    """One measurement: how often each thing that has a price counts in it, and its seconds; messages have a kind."""
+    """One measurement: its seconds, and `counts`, how much it has of each thing whose seconds are fitted.
+
+    `level` and `kind` are those of a message.
+    """
 
     part: Part
     name: str
@@ -85,68 +88,120 @@ class Calibration:
         return float(np.mean([abs(seconds / sample.seconds - 1) for seconds, sample in pairs]))
 
 
-def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, is_known: bool = False) -> Calibration:
-    """Fit the machine under which the samples' relative errors are least, in squares, over `base`. Figures that no
-    sample decides are those of `base`, and their names stand in `assumed_parts`; if the device is not known
-    (`is_known`), the rate of experts is scaled by how much faster its products are.
+class _Fit(NamedTuple):
+    """What a part's samples decide: figures by the names of the machine's fields, and fitted seconds by sample."""
+
+    figures: dict[str, Any]
+    seconds: dict[str, float]
+
+
+def fit_samples(
+    samples: Sequence[CalibrationSample], base: Machine, *, device_is_known: bool = False
+) -> Calibration:
+    """Fit the machine under which the samples' relative errors are least, in squares.
+
+    Figures that no sample decides are those of `base`, and their names stand in `assumed_parts`. The rate of experts is
+    always one of these: that of `base`, which is scaled by how much faster the measured products are than those of
+    `base`, unless this device is known and `base` is its own machine (`device_is_known`).
     """
-    parts = defaultdict[Part, list[CalibrationSample]](list)
+    by_part = defaultdict[Part, list[CalibrationSample]](list)
     for sample in samples:
-        parts[sample.part].append(sample)
-    figures = dict[str, Any]()
-    fitted = dict[str, float]()
-
-    def fit_line(rows: Sequence[CalibrationSample], *names: str) -> dict[str, float]:
-        """Fit the seconds of one of each of these counts, without those of 0; `fitted` gets what samples take."""
-        counts = [[sample.counts.get(name, 0.0) for name in names] for sample in rows]
-        columns = np.array(counts).reshape(-1, len(names))
-        seconds = np.array([sample.seconds for sample in rows])
-        solution = least_squares(columns, seconds, seconds)
-        fitted.update(zip((sample.name for sample in rows), (columns @ solution).tolist(), strict=True))
-        return {name: value for name, value in zip(names, solution, strict=True) if value}
-
-    attention = fit_line(parts["attention"], "flops", "flops a row", "calls")
-    if flop := attention.get("flops"):
-        figures |= {
-            "attention_flops_per_second": 1 / flop,
-            "half_speed_rows": attention.get("flops a row", 0.0) / flop,
-        }
-    if byte := fit_line(parts["memory"], "bytes", "calls").get("bytes"):
-        figures["memory_bytes_per_second"] = 1 / byte
-    machine = replace(base, **figures)
-    other_seconds_of = dict[str, float]()  # what of a step is attention and passes over memory, half of it at most
-    for s in parts["step"]:
-        attended = s.counts["attention flops"] + machine.half_speed_rows * s.counts["attention flops a row"]
-        other_seconds = attended / machine.attention_flops_per_second
-        other_seconds += s.counts["passes"] * LAYER_BYTES / machine.memory_bytes_per_second
-        other_seconds_of[s.name] = min(other_seconds, s.seconds / 2)
-    products = [replace(s, seconds=s.seconds - other_seconds_of[s.name]) for s in parts["step"]]
-    steps = fit_line(products, "flops", "micro-batches", "steps")
-    fitted |= {name: fitted[name] + other_seconds for name, other_seconds in other_seconds_of.items()}
-    if flop := steps.get("flops"):
-        figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": steps.get("micro-batches", 0.0)}
-    if host := fit_line(parts["host"], "layers", "groups", "documents", "steps"):
-        figures |= {f"{name}_seconds": host.get(f"{name}s", 0.0) for name in ("layer", "group", "document")}
-    for level in LEVELS:
-        wires: dict[str, Wire] = {}
-        for kind in KINDS:
-            rows = [s for s in parts["link"] if (s.level, s.kind) == (level, kind)]
-            if rows:
-                message = fit_line(rows, "bytes", "messages")
-                longest = max(s.counts["bytes"] for s in rows)
-                latency = message.get("messages", 0.0)
-                # Where the latency hides all bytes, the longest message takes a tenth more.
-                wires[kind] = Wire(latency, 1 / message["bytes"] if "bytes" in message else 10 * longest / latency)
-        if len(wires) == len(KINDS):
-            figures[level] = Link(**wires)
-    if not is_known and "product_flops_per_second" in figures:
+        by_part[sample.part].append(sample)
+    attention = _fit_attention(by_part["attention"])
+    memory = _fit_memory(by_part["memory"])
+    rates = replace(base, **attention.figures, **memory.figures)
+    fits = (
+        attention,
+        memory,
+        _fit_steps(by_part["step"], rates),
+        _fit_host(by_part["host"]),
+        _fit_links(by_part["link"]),
+    )
+    figures = {name: figure for fit in fits for name, figure in fit.figures.items()}
+    fitted_seconds = {name: seconds for fit in fits for name, seconds in fit.seconds.items()}
+    assumed_parts = tuple(name for name in [*base.float_fields(), *LEVELS] if name not in figures)
+    if not device_is_known and "product_flops_per_second" in figures:
         ratio = figures["product_flops_per_second"] / base.product_flops_per_second
         figures["expert_flops_per_second"] = base.expert_flops_per_second * ratio
-    assumed = tuple(
-        n for n in [*base.float_fields(), *LEVELS] if n not in figures or n == "expert_flops_per_second"
-    )
-    machine = replace(base, **figures, assumed=False, assumed_parts=assumed)
-    return Calibration(machine, tuple(samples), tuple(fitted[sample.name] for sample in samples))
+    machine = replace(base, **figures, assumed=False, assumed_parts=assumed_parts)
+    return Calibration(machine, tuple(samples), tuple(fitted_seconds[sample.name] for sample in samples))
+
+
+def _fit_line(samples: Sequence[CalibrationSample], *names: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Fit the samples' seconds as a sum over these counts.
+
+    Returns the seconds of one of each count, without counts that take none, and each sample's fitted seconds by name.
+    """
+    counts = [[sample.counts.get(name, 0.0) for name in names] for sample in samples]
+    columns = np.array(counts).reshape(-1, len(names))
+    seconds = np.array([sample.seconds for sample in samples])
+    solution = least_squares(columns, seconds, seconds)
+    seconds_of_one = {name: value for name, value in zip(names, solution, strict=True) if value}
+    return seconds_of_one, dict(zip((s.name for s in samples), (columns @ solution).tolist(), strict=True))
+
+
+def _fit_attention(samples: Sequence[CalibrationSample]) -> _Fit:
+    seconds_of_one, fitted_seconds = _fit_line(samples, "flops", "flops a row", "calls")
+    figures = dict[str, float]()
+    if flop_seconds := seconds_of_one.get("flops"):
+        figures["attention_flops_per_second"] = 1 / flop_seconds
+        figures["half_speed_rows"] = seconds_of_one.get("flops a row", 0.0) / flop_seconds
+    return _Fit(figures, fitted_seconds)
+
+
+def _fit_memory(samples: Sequence[CalibrationSample]) -> _Fit:
+    seconds_of_one, fitted_seconds = _fit_line(samples, "bytes", "calls")
+    byte_seconds = seconds_of_one.get("bytes")
+    return _Fit({"memory_bytes_per_second": 1 / byte_seconds} if byte_seconds else {}, fitted_seconds)
+
+
+def _fit_steps(samples: Sequence[CalibrationSample], rates: Machine) -> _Fit:
+    """Fit what steps take beside attention and passes over memory, whose seconds follow from the machine `rates`."""
+    other_seconds = dict[str, float]()  # by sample, of attention and passes: half of the step at most
+    for sample in samples:
+        counts = sample.counts
+        attended = counts["attention flops"] + rates.half_speed_rows * counts["attention flops a row"]
+        seconds = attended / rates.attention_flops_per_second
+        seconds += counts["passes"] * LAYER_BYTES / rates.memory_bytes_per_second
+        other_seconds[sample.name] = min(seconds, sample.seconds / 2)
+    products = [replace(sample, seconds=sample.seconds - other_seconds[sample.name]) for sample in samples]
+    seconds_of_one, product_seconds = _fit_line(products, "flops", "micro-batches", "steps")
+    figures = dict[str, float]()
+    if flop_seconds := seconds_of_one.get("flops"):
+        figures["product_flops_per_second"] = 1 / flop_seconds
+        figures["micro_batch_seconds"] = seconds_of_one.get("micro-batches", 0.0)
+    return _Fit(figures, {name: seconds + other_seconds[name] for name, seconds in product_seconds.items()})
+
+
+def _fit_host(samples: Sequence[CalibrationSample]) -> _Fit:
+    seconds_of_one, fitted_seconds = _fit_line(samples, "layers", "groups", "documents", "steps")
+    figures = dict[str, float]()
+    if seconds_of_one:
+        figures = {
+            f"{name}_seconds": seconds_of_one.get(f"{name}s", 0.0) for name in ("layer", "group", "document")
+        }
+    return _Fit(figures, fitted_seconds)
+
+
+def _fit_links(samples: Sequence[CalibrationSample]) -> _Fit:
+    """Fit the links of each level of which every kind of message was timed."""
+    links = dict[str, Link]()
+    fitted_seconds = dict[str, float]()
+    for level in LEVELS:
+        wires = dict[str, Wire]()
+        for kind in KINDS:
+            messages = [sample for sample in samples if (sample.level, sample.kind) == (level, kind)]
+            if messages:
+                seconds_of_one, message_seconds = _fit_line(messages, "bytes", "messages")
+                fitted_seconds |= message_seconds
+                longest = max(sample.counts["bytes"] for sample in messages)
+                latency = seconds_of_one.get("messages", 0.0)
+                # Where the latency hides all bytes, the longest message takes a tenth more.
+                speed = 1 / seconds_of_one["bytes"] if "bytes" in seconds_of_one else 10 * longest / latency
+                wires[kind] = Wire(latency, speed)
+        if len(wires) == len(KINDS):
+            links[level] = Link(**wires)
+    return _Fit(links, fitted_seconds)
 
 
 def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[float]:
@@ -155,16 +210,17 @@ def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[floa
     enough to try every choice of columns.
     """
     n = columns.shape[1]
-    a = columns / weights[:, None]
-    b = values / weights
-    best_squares = float(b @ b)
+    weighted_columns = columns / weights[:, None]
+    weighted_values = values / weights
+    best_squares = float(weighted_values @ weighted_values)
     solution = np.zeros(n)
     for use in map(list, chain.from_iterable(combinations(range(n), k) for k in range(1, n + 1))):
-        scale = np.linalg.norm(a[:, use], axis=0)
+        used_columns = weighted_columns[:, use]
+        scale = np.linalg.norm(used_columns, axis=0)
         if not scale.all():
             continue  # a constant that no sample contains
-        x = np.linalg.lstsq(a[:, use] / scale, b, rcond=None)[0] / scale
-        residual = a[:, use] @ x - b
+        x = np.linalg.lstsq(used_columns / scale, weighted_values, rcond=None)[0] / scale
+        residual = used_columns @ x - weighted_values
         # Fewer columns, which come first, win unless more of them are better beyond rounding.
         if (x >= 0).all() and float(residual @ residual) < best_squares * (1 - 1e-12):
             best_squares = float(residual @ residual)
@@ -276,9 +332,13 @@ class _CalibrationBench:
         if self.world.rank == self.world.home.ranks[0]:
             line = f"{self.seconds:5.1f} s  {label}: {len(trials)} measurements, {len(times)} rounds"
             print(line, file=sys.stderr, flush=True)
-        of_ranks = self.world.control.gather_objects(times[warmup:])  # (ranks, rounds, trials)
-        seconds = np.median(np.array(of_ranks).max(axis=0), axis=0).tolist()
-        return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
+        times_of_ranks = self.world.control.gather_objects(times[warmup:])  # (ranks, rounds, trials)
+        medians = np.median(np.array(times_of_ranks).max(axis=0), axis=0).tolist()
+        # errors are relative: no sample may take 0 seconds
+        return [
+            replace(trial.sample, seconds=max(seconds, 1e-9))
+            for trial, seconds in zip(trials, medians, strict=True)
+        ]
 
     def _step_trials(self) -> Iterator[Trial]:
         """Yield steps of a model: rising numbers of tokens and of micro-batches, of short documents."""
@@ -314,11 +374,12 @@ class _CalibrationBench:
         ):
             plan = self._plan_step(FEW_ROWS, documents, batches)
             if groups > 1:
-                whole = plan.micro_batches[0].groups
-                split = [
-                    Group(g.slots, (d,), (n,)) for g in whole for d, n in zip(g.documents, g.lengths, strict=True)
+                one_of_each = [
+                    Group(group.slots, (document,), (length,))
+                    for group in plan.micro_batches[0].groups
+                    for document, length in zip(group.documents, group.lengths, strict=True)
                 ]
-                plan = replace(plan, micro_batches=(MicroBatch(tuple(split)),))
+                plan = replace(plan, micro_batches=(MicroBatch(tuple(one_of_each)),))
             layers = self.shape.decoder_layers * batches
             counts = {"steps": 1, "layers": layers, "groups": layers * groups, "documents": layers * documents}
             yield Trial(
@@ -350,13 +411,13 @@ class _CalibrationBench:
         return run
 
     def _attention_trials(self) -> Iterator[Trial]:
-        """Yield calls of attention in both directions, over as many rows as the longest document has and the second
-        longest, cut into documents: two numbers of
-        rows tell a call's own seconds from those of its rows.
+        """Yield calls of attention in both directions, over as many rows as the longest document has, and the second
+        longest, cut into documents: two numbers of rows tell a call's own seconds from those of its rows.
         """
         lengths = self.sizes.lengths
         pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
-        pieces += [(LONG_OVER_LONGEST * lengths[-1],) * 2] * (self.device == "cuda")
+        if self.device == "cuda":
+            pieces.append((LONG_OVER_LONGEST * lengths[-1],) * 2)
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         size = self.shape.query_width // heads
         for length, rows in pieces:
@@ -396,9 +457,11 @@ class _CalibrationBench:
             )
 
     def _message_trials(self) -> Iterator[Trial]:
-        """Yield messages between the slots of a host, and between hosts. Sizes are the bytes that a slot sends or
-        receives itself; of a gather between hosts its share of what arrives at its host. In `point` each slot sends to
-        the next of its host, or to the slot at its place in the next host.
+        """Yield messages between the slots of a host ("inside"), and between hosts ("across"); entered by all ranks,
+        which make the groups first.
+
+        Sizes are the bytes that a slot sends or receives itself; of a gather between hosts its share of what arrives at
+        its host. In `point` each slot sends to the next of its host, or to the slot at its place in the next host.
         """
         world = self.world
         size = self.world.node_size
@@ -410,24 +473,25 @@ class _CalibrationBench:
         for degree in {len(host) if slots % size == 0 else 1, slots}:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
         find = world.channels.find_channel
-        calls = dict[
-            tuple[Level, str], Callable[[int], Callable[[], object]]
-        ]()  # which make a call of so many bytes
+        # by level and kind, what makes a call of so many bytes
+        makers = dict[tuple[Level, str], Callable[[int], Callable[[], object]]]()
         if size > 1:
             peers = find(host)
-            calls["inside", "exchange"] = lambda n: self._make_exchange_call(peers, n // (size - 1), {*host})
-            calls["inside", "gather"] = lambda n: self._make_gather_call(peers, n // (size - 1))
-            calls["inside", "point"] = lambda n: self._make_shift_call(peers, n)
+            makers["inside", "exchange"] = lambda n: self._make_exchange_call(peers, n // (size - 1), {*host})
+            makers["inside", "gather"] = lambda n: self._make_gather_call(peers, n // (size - 1))
+            makers["inside", "point"] = lambda n: self._make_shift_call(peers, n)
         if len(hosts) > 1:
             everyone = find(range(slots))
             slots_elsewhere = {*range(slots)} - {*host}
-            in_place = [h[place] for h in hosts if len(h) > place]
-            ring = find(in_place) if len(in_place) > 1 else None
-            far = slots - smallest
-            calls["across", "exchange"] = lambda n: self._make_exchange_call(everyone, n // far, slots_elsewhere)
-            calls["across", "gather"] = lambda n: self._make_gather_call(everyone, n * smallest // (slots - 1))
-            calls["across", "point"] = lambda n: self._make_shift_call(ring, n)
-        for ((level, kind), make), n in product(calls.items(), MESSAGE_BYTES[self.device]):
+            same_places = [host_slots[place] for host_slots in hosts if len(host_slots) > place]
+            ring = find(same_places) if len(same_places) > 1 else None
+            most_elsewhere = slots - smallest
+            makers["across", "exchange"] = lambda n: self._make_exchange_call(
+                everyone, n // most_elsewhere, slots_elsewhere
+            )
+            makers["across", "gather"] = lambda n: self._make_gather_call(everyone, n * smallest // (slots - 1))
+            makers["across", "point"] = lambda n: self._make_shift_call(ring, n)
+        for ((level, kind), make_call), n in product(makers.items(), MESSAGE_BYTES[self.device]):
             sample = CalibrationSample(
                 part="link",
                 name=f"{kind} {level}: {n:,} bytes",
@@ -435,7 +499,7 @@ class _CalibrationBench:
                 level=level,
                 kind=kind,
             )
-            yield Trial(sample, make(n), next((count for limit, count in TURNS.items() if n <= limit), 1))
+            yield Trial(sample, make_call(n), next((turns for limit, turns in TURNS.items() if n <= limit), 1))
 
     def _make_exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
         """Return a call that sends `block` bytes to each partner but this slot; other members send none."""
@@ -523,7 +587,7 @@ def fit_machine(measured: Measurements, ranks: int, backend: str) -> Calibration
         world=ranks,
         date=date.today().isoformat(),
     )
-    return fit_samples(measured.samples, base, is_known=known_machine is not None)
+    return fit_samples(measured.samples, base, device_is_known=known_machine is not None)
 
 
 def make_record(calibration: Calibration, measured: Measurements, about: dict[str, Any]) -> dict[str, Any]:
@@ -563,11 +627,12 @@ def calibration_text(record: dict[str, Any]) -> str:
     names = ("measured_seconds", "fitted_seconds")
     rows = [(row["what"], *(f"{1e3 * row[name]:.3f}" for name in names)) for row in record["samples"]]
     machine = Machine.from_json(record["measured"])
-    figures = [(name, f"{value:.4g}") for name, value in machine.float_fields().items()]
+    notes = dict.fromkeys(machine.assumed_parts, "assumed")
+    figures = [(name, f"{value:.4g}", notes.get(name, "")) for name, value in machine.float_fields().items()]
     for level in LEVELS:
         for kind, wire in getattr(machine, level).wires().items():
-            figures.append((f"{level} {kind}", f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"))
-    marked = [(*row, "assumed" * (row[0].split()[0] in machine.assumed_parts)) for row in figures]
+            value = f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"
+            figures.append((f"{level} {kind}", value, notes.get(level, "")))
     error = f"mean error of the fit {100 * record['mean_error']:.1f} %, measured in {record['seconds']:.0f} s"
-    tables = text_table(("what", "measured ms", "fitted ms"), rows), text_table(("figure", "value", ""), marked)
+    tables = text_table(("what", "measured ms", "fitted ms"), rows), text_table(("figure", "value", ""), figures)
     return "\n\n".join([head, *tables, error])

@@ -19,7 +19,7 @@ _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N)."""
-    head_dim = v.shape[2]
+    value_dim = v.shape[2]
     dtype = accumulation_dtype(q.dtype)
     q, k, v = _pad_to_one_size(q, k, v)
     out = q.new_empty(q.shape, dtype=dtype)
@@ -29,13 +29,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
             _add_batch_dim(q[dense.rows]),
             _add_batch_dim(k[dense.keys]),
             _add_batch_dim(v[dense.keys]),
-            0.0,
-            dense.causal,
+            dropout_p=0.0,
+            is_causal=dense.causal,
             attn_mask=dense.attn_mask,
             scale=call.scale,
         )
         dense.write_or_merge_result(out, lse, part_out[0].transpose(0, 1), part_lse[0].transpose(0, 1))
-    return out[..., :head_dim], lse
+    return out[..., :value_dim], lse
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +45,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     whole ones and are added up.
     """
     q, k, v, out, lse = saved
-    sizes = q.shape[2], v.shape[2]
+    head_dim = q.shape[2]
+    value_dim = v.shape[2]
     q, k, v = _pad_to_one_size(q, k, v)
     dout = pad_heads(dout, q.shape[2])
     out = pad_heads(out, q.shape[2])
@@ -58,19 +59,19 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
             _add_batch_dim(v[dense.keys]),
             _add_batch_dim(out[dense.rows]),
             lse[dense.rows].contiguous().transpose(0, 1)[None],
-            0.0,
-            dense.causal,
+            dropout_p=0.0,
+            is_causal=dense.causal,
             attn_mask=dense.attn_mask,
             scale=call.scale,
         )
         for total, rows, x in zip((dq, dk, dv), (dense.rows, dense.keys, dense.keys), gradients, strict=True):
             total[rows] += x[0].transpose(0, 1)
-    return dq[..., : sizes[0]], dk[..., : sizes[0]], dv[..., : sizes[1]]
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
 
 def _split_into_dense_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
-    """Yield the calls of a launch: at most two for each tile without a window, else one for each band of _BAND_ROWS
-    rows, with a mask.
+    """Yield the calls of a launch: for a tile without a window one or two, for any other tile one with a mask for each
+    _BAND_ROWS rows.
     """
     for tile in launch.tiles:
         if tile.left is None and (tile.right in (None, 0) or tile.queries == 1):
@@ -80,6 +81,7 @@ def _split_into_dense_calls(launch: Launch, dtype: torch.dtype) -> Iterator[Dens
                 rows, keys = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
                 seen = visible_key_mask(piece, launch.device)
                 assert seen is not None, "a tile without limits is a dense call"
+                # added to scores
                 mask = torch.zeros(seen.shape, dtype=dtype, device=launch.device).masked_fill_(~seen, -torch.inf)
                 yield DenseCall(rows, keys, attn_mask=mask)
 

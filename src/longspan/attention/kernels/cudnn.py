@@ -87,7 +87,11 @@ def _launch_of_dense_call(dense: DenseCall, launch: Launch) -> Launch:
 def _call_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attend with cuDNN from q (Tq, N, H) to k and v: out (Tq, N, Hv) in their dtype, lse (Tq, N) float32."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(_add_batch_dim(x) for x in (q, k, v)), None, True, 0.0, causal, False, scale=scale
+        *(_add_batch_dim(x) for x in (q, k, v)),
+        attn_bias=None,
+        compute_log_sumexp=True,
+        is_causal=causal,
+        scale=scale,
     )
     return out[0].transpose(0, 1)[..., : v.shape[2]], lse.view(q.shape[1], q.shape[0]).transpose(0, 1)
 
@@ -104,15 +108,15 @@ def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tu
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(_add_batch_dim(x) for x in (dout, q, k, v, out)),
         heads_first.unsqueeze(-1) if _lse_has_last_dim(q.device) else heads_first,
-        unread_seed,
-        unread_seed,
-        absent,
-        absent,
-        absent,
-        q.shape[0],
-        k.shape[0],
-        0.0,
-        causal,
+        philox_seed=unread_seed,
+        philox_offset=unread_seed,
+        attn_bias=absent,
+        cum_seq_q=absent,
+        cum_seq_k=absent,
+        max_q=q.shape[0],
+        max_k=k.shape[0],
+        dropout_p=0.0,
+        is_causal=causal,
         scale=scale,
     )
     return tuple(x[0].transpose(0, 1)[..., : y.shape[2]] for x, y in zip(gradients, (q, k, v), strict=True))
@@ -125,7 +129,7 @@ def _lse_has_last_dim(device: torch.device) -> bool:
     """
     x = torch.zeros((1, 1, 64, 64), dtype=torch.bfloat16, device=device)
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        x, x, x, None, True, 0.0, False, False, scale=1.0
+        x, x, x, attn_bias=None, compute_log_sumexp=True, scale=1.0
     )
     return lse.ndim == 4
 

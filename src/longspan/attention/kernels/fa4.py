@@ -61,8 +61,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv) of this block, from the lse over the keys of all blocks.
 
-    `out` may be the deltas, dout · out (T, N). The kernel computes dout · out − dlse: with out 0 and dlse −deltas the
-    same.
+    The `out` of `saved` may be the deltas, dout · out (Tq, N). The kernel computes dout · out − dlse, which is the same
+    with an out of 0 and a dlse of −deltas.
     """
     q, k, v, out, lse = saved
     options: dict[str, Any] = {}

@@ -24,13 +24,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((len(q), q.shape[1], v.shape[2]), dtype=dtype)  # tiles hold every row once
     lse = q.new_empty(q.shape[:2], dtype=dtype)
-    k = _whole_keys(k, v, call)
+    whole_k = _whole_keys(k, v, call)
     for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        scores = _scores(_group_heads(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
+        scores = _scores(_group_heads(q[rows], k.shape[1], dtype), whole_k[keys].to(dtype), call)
         scores = _mask_scores_(scores, tile, launch, call)
         largest = scores.amax(-1, keepdim=True).clamp_(min=NO_KEY)  # where a row has no key
-        weights = scores.sub_(largest).exp_()
+        weights = scores.sub_(largest).exp_()  # in place: a piece's scores are large
         total = weights.sum(-1, keepdim=True).clamp_(min=1)  # the largest weight is 1
         weights.div_(total)
         row_lse = (largest + total.log()).squeeze(-1)
@@ -51,15 +51,16 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     q, k, v, _, lse = saved
     dtype = accumulation_dtype(q.dtype)
     deltas = saved.deltas(dout)
-    k = _whole_keys(k, v, call)
-    dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    kv_heads = k.shape[1]
+    whole_k = _whole_keys(k, v, call)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, whole_k, v))
     for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        q_rows, dout_rows = (_group_heads(x[rows], k.shape[1], dtype) for x in (q, dout))
-        k_rows, v_rows = k[keys].to(dtype), v[keys].to(dtype)
-        weights = _scores(q_rows, k_rows, call)
+        q_rows, dout_rows = (_group_heads(x[rows], kv_heads, dtype) for x in (q, dout))
+        k_rows, v_rows = whole_k[keys].to(dtype), v[keys].to(dtype)
+        weights = _scores(q_rows, k_rows, call)  # scores at first: they become weights in place, to be held once
         slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)  # of tanh
-        row_lse, delta = (x[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0) for x in (lse, deltas))
+        row_lse, delta = (x[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0) for x in (lse, deltas))
         weights = _mask_scores_(weights, tile, launch, call).sub_(row_lse.unsqueeze(-1)).exp_()
         factors = None if call.dropout is None else _dropout_factors(call.dropout, launch, tile, weights)
         dv[keys] += torch.einsum("kgqs,qkgh->skh", weights if factors is None else weights * factors, dout_rows)
@@ -71,8 +72,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
             dscores *= slope
         dq[rows] = torch.einsum("kgqs,skh->qkgh", dscores, k_rows).flatten(1, 2)
         dk[keys] += torch.einsum("kgqs,qkgh->skh", dscores, q_rows)
-    if call.latents:
-        value_share, dk = dk.split([v.shape[2], k.shape[2] - v.shape[2]], -1)
+    if call.latents:  # the first numbers of a whole key are its value
+        value_share, dk = dk.split([v.shape[2], k.shape[2]], -1)
         dv += value_share
     return dq, dk, dv
 
@@ -85,8 +86,8 @@ def _whole_keys(k: Tensor, v: Tensor, call: AttendCall) -> Tensor:
 
 
 def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:
-    """Yield the tiles cut by rows, so that the scores of one and what is made of them take _BYTES_AT_ONCE; one row is
-    not cut.
+    """Yield the tiles cut by query rows: the scores of a piece, and what is made of them, take at most _BYTES_AT_ONCE,
+    or the piece is one row.
     """
     bytes_of_score = _NUMBERS_PER_SCORE * dtype.itemsize + (0 if dropout is None else _HASH_BYTES)
     for tile in launch.tiles:
@@ -123,15 +124,15 @@ def _mask_scores_(scores: Tensor, tile: Tile, launch: Launch, call: AttendCall) 
 
 
 def _chosen_key_mask(tile: Tile, launch: Launch, indices: Tensor | None) -> Tensor | None:
-    """Return which keys each query row of a tile has chosen: (queries, keys) bool; None where rows choose none.
+    """Return which keys each query row of a tile has chosen: (queries, keys) bool; None for a call without indices.
 
-    A mark of each position in the document is made first, with one for −1 before them.
+    `chosen` marks for each row the positions of the document that it chose, in column position + 1: −1 marks column 0.
     """
     if indices is None:
         return None
     rows = indices[tile.q_start : tile.q_stop].long()
     _, _, positions = launch.row_identities
-    keys = positions[tile.k_start : tile.k_stop]
+    keys = positions[tile.k_start : tile.k_stop]  # their positions
     size = int(torch.maximum(keys.amax(), rows.amax() if rows.numel() else keys.amax())) + 2
     chosen = torch.zeros((len(rows), size), dtype=torch.bool, device=rows.device).scatter_(1, rows + 1, True)
     return chosen[:, keys + 1]

@@ -4,6 +4,7 @@ The first kernel of `KERNELS` that can do a call is chosen; naming a kernel that
 it lacks. Errors and `longspan doctor` read the table; its names, in their order, are in `plan/kernel_names.py`.
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def _flash_unsupported_reason(device: torch.device) -> str:
     return unsupported_capability_reason(device, range(8, 100), "8.0")
 
 
-def _table_row(name: str, module: Any, devices: tuple[str, ...] = ("cuda",), **options: Any) -> Kernel:
+def _table_row(name: str, module: ModuleType, devices: tuple[str, ...] = ("cuda",), **options: Any) -> Kernel:
     """Return a row of the table for a module with `forward` and `backward`: half precision on CUDA, all floating dtypes
     elsewhere.
     """
@@ -98,10 +99,11 @@ KERNELS: tuple[Kernel, ...] = tuple(_ROW_OF_NAME[name] for name in KERNEL_NAMES)
 
 
 def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
-    """Choose the kernel of this name, or the first that suits the call.
+    """Choose the kernel of this name, or without a name the first that suits the call.
 
-    A named kernel for some calls alone (`required`) leaves the others to the first that suits.
-    Raises AttentionError where the named kernel is unknown or cannot, or where none can.
+    So does a name whose kernel is for some calls alone, if the call lacks a feature that it requires: one name may be
+    given for all layers. Raises AttentionError where the named kernel is unknown or cannot compute the call, and where
+    no kernel can.
     """
     named = None if name is None else find_kernel(name, f"; {_available_kernels_text(call)}")
     if named is not None and not named.required - call.features:
@@ -117,7 +119,7 @@ def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
 
 
 def find_kernel(name: str, hint: str | None = None) -> Kernel:
-    """Find the row of the table with this name, or the `Kernel` of one's own with this dotted name.
+    """Find the row of the table with this name, or import the `Kernel` of one's own with this dotted name.
 
     Raises AttentionError if there is none; the message ends with `hint` (None: with all names).
     """

@@ -20,22 +20,21 @@ _BLOCK_ROWS = 128
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
-    head_dim = v.shape[2]
     size = _padded_head_dim(q, v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(pad_heads(x, size) for x in (q, k, v)),
         *launch.cu_seqlens,
         *_max_lengths(launch),
-        0.0,
-        _is_causal(launch),
-        False,
+        dropout_p=0.0,
+        is_causal=_is_causal(launch),
+        return_debug_mask=False,
         scale=call.scale,
         **_mask_arguments(launch),
     )
     assert lse.shape == (q.shape[1], q.shape[0]), (
         f"log-sum-exp of {tuple(lse.shape)} from torch {torch.__version__}"
     )
-    return out[..., :head_dim], lse.transpose(0, 1)
+    return out[..., : v.shape[2]], lse.transpose(0, 1)
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +49,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     tensors = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse]
     rows = q.shape[0] + _BLOCK_ROWS * len(launch.tiling)
     elements_of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
-    at_once = max(1, MAX_SUM_ELEMENTS // elements_of_key_head)
+    at_once = max(1, MAX_SUM_ELEMENTS // elements_of_key_head)  # key/value heads, each with its query heads
     slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
     parts = [_call_backward(slice_tensors, launch, call) for slice_tensors in slices]
     dq, dk, dv = (concat_heads(gradients) for gradients in zip(*parts, strict=True))
@@ -58,7 +57,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) -> tuple[Tensor, ...]:
-    """Return the kernel's dq, dk and dv for (dout, q, k, v, out, lse) of some heads, padded to one head size."""
+    """Return the kernel's dq, dk and dv of some heads; `saved` are dout, q, k, v, out, of one head size, and lse."""
     *tensors, lse = saved
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # seed and offset, unread at dropout 0
     return torch.ops.aten._flash_attention_backward(
@@ -66,7 +65,7 @@ def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) ->
         lse.transpose(0, 1).contiguous(),
         *launch.cu_seqlens,
         *_max_lengths(launch),
-        0.0,
+        0.0,  # probability of dropout
         _is_causal(launch),
         no_dropout,
         no_dropout,

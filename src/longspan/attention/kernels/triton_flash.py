@@ -103,14 +103,14 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         )
 
     def launch_key_gradients(blocks: BlockSizes) -> None:
-        """Wide heads take two launches, one for each sum: both do not fit the registers."""
+        """Launch once for dk and dv; of wide heads, whose two sums do not fit the registers, once for each."""
         block_list = launch.blocks(blocks.keys, of_keys=True)
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _MAX_JOINT_WIDTH
-        for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
+        for wants_k, wants_v in ((True, False), (False, True)) if one_by_one else ((True, True),):
             import_triton_kernels(_KERNELS).key_gradients[len(block_list), k.shape[1]](
                 *(*tensors, dk, dv, block_list, *shared),
-                WANTS_K=wants[0],
-                WANTS_V=wants[1],
+                WANTS_K=wants_k,
+                WANTS_V=wants_v,
                 **constants,
                 **blocks.constants,
             )
@@ -121,12 +121,12 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor | None]:
-    """Return a bit for each row and key of each tile, set where the row has chosen the key, in words of 64, and the
-    word that each tile begins at: both int64, None without indices.
+    """Return which keys each row has chosen, as words of 64 bits (`KeyBits`), one bit a key, and the word at which each
+    tile begins; both int64, or (None, None) for a call without indices.
     """
     if call.indices is None:
         return None, None
-    places, place_starts, bit_starts, words = launch.chosen_keys
+    places, place_starts, bit_starts, words = launch.key_bits
     bits = torch.zeros(words, dtype=torch.int64, device=places.device)
     rows, columns = _PACKED
     block_list = launch.blocks(rows, of_keys=False)
@@ -145,9 +145,10 @@ def launch_fitting_blocks(
     v: Tensor,
     launch_blocks: Callable[[BlockSizes], None],
 ) -> None:
-    """Call `launch_blocks` with the first blocks of the table, by head size, that fit the device's shared memory.
+    """Call `launch_blocks` with one choice of blocks after another, until a launch fits the device's shared memory.
 
-    Which they are is remembered by kernel, head sizes, dtype and device: later calls begin with them.
+    The choices are those of `table` for the head sizes of q and v. The one that fits is remembered by kernel, head
+    sizes, dtype and device: later calls begin with it. Where none fits, the last one's OutOfResources is raised.
     """
     key = (name, padded_size(q), padded_size(v), q.dtype, q.device)
     choices = table[max(_MIN_TABLE_WIDTH, padded_size(q), padded_size(v))]

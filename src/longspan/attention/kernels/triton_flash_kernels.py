@@ -69,7 +69,10 @@ def _find_visible_keys(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Return the first key, a whole number of blocks, and the end of those that any of ROWS rows sees."""
+    """Return where the keys begin and end that any of ROWS rows sees; the first of these is aligned to `first_aligned`.
+
+    The beginning is rounded down to a whole number of blocks of KEYS.
+    """
     first_key = 0
     end_key = keys
     if HAS_LEFT:
@@ -93,9 +96,10 @@ def pack_bits(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Set the bit of each key that ROWS rows of a tile have chosen: `indices` are positions, `places` has their keys.
+    """Set the bit of each key that ROWS rows of a tile have chosen, in zeros.
 
-    A row's bits fill whole words of 64 keys. Positions that the tile has no key at set none.
+    `indices` (rows, columns) are the chosen positions; `places`, `place_starts` and `bit_starts` are those of `KeyBits`
+    in `tiles.py`. A position at which the tile has no key sets no bit.
     """
     tile, start, q_start, _, rows, keys = find_tile(blocks, q_ends, k_ends)
     first_place = tl.load(place_starts + tile)

@@ -66,26 +66,30 @@ def _launch_on_runs(
     launch: Launch,
     call: AttendCall,
 ) -> None:
-    """Launch the kernel `name` on runs of rows; before each run, list which keys of its choice every row sees here.
+    """Run the kernel `name`, "forward" or "gradients", over all rows of a launch: one run of rows after another.
 
-    `tensors` are q, k, v and in backward dout; `contiguous` the tensors that the kernel reads or writes besides, in its
-    order. Runs are so long that their lists take _LISTED_BYTES. A program has 16 heads at least, as products have.
+    Before each run `list_keys` writes for every row which of its chosen keys it sees in this launch; a run is so long
+    that these lists take _LISTED_BYTES. `tensors` are q, k, v and in backward dout; `contiguous` are the tensors that
+    the kernel reads or writes besides, in its order. A program has 16 heads at least, as products of Triton want.
     """
     assert call.indices is not None
     kernels = import_triton_kernels("longspan.attention.kernels.triton_gathered_kernels")
     indices = call.indices.contiguous()
-    places, place_starts, *_ = launch.chosen_keys
+    places, place_starts, *_ = launch.key_bits
     q, k, v, *dout = (contiguous_heads(x) for x in tensors)
     heads = q.shape[1]
     columns = indices.shape[1]
     strides = (*strides_of(q), k.stride(0), v.stride(0), *strides_of(*dout))
     sizes = {"SIZE": k.shape[2], "V_SIZE": v.shape[2], "WIDTH": padded_size(k), "V_WIDTH": padded_size(v)}
-    sizes |= {"PIECE": min(max(_PIECE, padded_size(v) // 4), padded_size(v))} if dout else {}
+    if dout:
+        sizes["PIECE"] = min(max(_PIECE, padded_size(v) // 4), padded_size(v))
     limits = {"HAS_LEFT": launch.left is not None, "HAS_RIGHT": launch.right is not None, "COLUMNS": _COLUMNS}
-    for rows in launch.blocks(1, of_keys=False).split(max(1, _LISTED_BYTES // (4 * max(1, columns)))):
-        lists, counts = (rows.new_empty(shape) for shape in ((len(rows), columns), (len(rows),)))
-        kernels.list_keys[(len(rows),)](
-            *(indices, lists, counts, rows, *launch.cu_seqlens, places, place_starts, columns),
+    run_length = max(1, _LISTED_BYTES // (4 * max(1, columns)))  # a listed key takes 4 bytes
+    for row_blocks in launch.blocks(1, of_keys=False).split(run_length):  # blocks of one row each
+        rows = len(row_blocks)
+        lists, counts = (row_blocks.new_empty(shape) for shape in ((rows, columns), (rows,)))
+        kernels.list_keys[(rows,)](
+            *(indices, lists, counts, row_blocks, *launch.cu_seqlens, places, place_starts, columns),
             *(launch.left or 0, launch.right or 0),
             **limits,
         )
@@ -93,7 +97,7 @@ def _launch_on_runs(
             *contiguous,
             lists,
             counts,
-            rows,
+            row_blocks,
             launch.cu_seqlens[0],
             columns,
             heads,
@@ -102,16 +106,16 @@ def _launch_on_runs(
         )
 
         def launch_blocks(
-            blocks: BlockSizes, run_arguments: tuple[Any, ...] = run_arguments, programs: int = len(rows)
+            blocks: BlockSizes, run_arguments: tuple[Any, ...] = run_arguments, programs: int = rows
         ) -> None:
-            at_once = min(blocks.rows, max(16, 1 << (heads - 1).bit_length()))
+            heads_of_program = min(blocks.rows, max(16, 1 << (heads - 1).bit_length()))
             launched = {
-                "HEADS": at_once,
+                "HEADS": heads_of_program,
                 "KEYS": blocks.keys,
                 "num_warps": blocks.warps,
                 "num_stages": blocks.stages,
             }
-            getattr(kernels, name)[programs, -(-heads // at_once)](
+            getattr(kernels, name)[programs, -(-heads // heads_of_program)](
                 q, k, v, *dout, *run_arguments, **sizes, **launched
             )
 

@@ -29,7 +29,10 @@ def list_keys(
     HAS_RIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write which keys one row sees of its choice, and how many: `indices` are positions, `places` has their keys."""
+    """Write to `lists` which of its chosen keys one row sees, as rows of k and v, and to `counts` how many.
+
+    `indices` are the chosen positions; `places` and `place_starts` are those of `KeyBits` in `tiles.py`.
+    """
     program = tl.program_id(0).to(tl.int64)
     tile, row, q_start, k_start, rows, keys = find_tile(blocks, q_ends, k_ends)
     first_place = tl.load(place_starts + tile)
@@ -79,7 +82,7 @@ def _store_heads(x, head, heads, head_stride, column, size, values):
 
 @triton.jit
 def _find_row(lists, counts, blocks, q_ends, columns, HEADS: tl.constexpr):
-    """Return this program's row and heads, how many keys are listed for the row, and where."""
+    """Return this program's row among those of q, its heads, how many keys are listed for the row, and where."""
     program = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
     row = (tl.load(q_ends + tl.load(blocks + 2 * program)) + tl.load(blocks + 2 * program + 1)).to(tl.int64)
