@@ -124,7 +124,8 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
                     f"{int(outside.argmax())}; label padding −100"
                 )
         begins = [start] if positions is None else _find_first_columns(row, positions[row], start, stop)
-        places += [RowPlace(row, a, b) for a, b in zip(begins, [*begins[1:], stop], strict=True) if a < b]
+        ends = [*begins[1:], stop]
+        places += [RowPlace(row, begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
     documents = tuple(
         Document(ids[row, start:stop], labels=None if labels is None else labels[row, start:stop])
         for row, start, stop in places
@@ -190,7 +191,7 @@ def _find_first_columns(row: int, positions: Integers, start: int, stop: int) ->
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))
-    # columns since the last beginning
+    # how many columns ago the document began
     expected = columns - np.maximum.accumulate(np.where(inside == 0, columns, 0))
     wrong = inside != expected
     if wrong.any():

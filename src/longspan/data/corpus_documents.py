@@ -108,9 +108,14 @@ class Corpus:
         """Return document `document`, of the class that says what of it is predicted; nothing is read."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of a corpus of {len(self)}")
-        kind = CorpusDocument if self.targets is None else LabelledCorpusDocument
-        kind = kind if self.labels is None else ScoredCorpusDocument
-        kind = WholeCorpusDocument if self.manifest.preference == "orpo" else kind
+        if self.manifest.preference == "orpo":
+            kind = WholeCorpusDocument
+        elif self.labels is not None:
+            kind = ScoredCorpusDocument
+        elif self.targets is not None:
+            kind = LabelledCorpusDocument
+        else:
+            kind = CorpusDocument
         return kind(self, int(document), int(self.lengths[document]))
 
     @property
@@ -131,9 +136,9 @@ class Corpus:
         return self.selects(self, tuple(documents))
 
     def count_contained(self, documents: "CorpusDocuments", leave_out: Sequence[int]) -> int | None:
-        """Count the documents whose rows are rows of this corpus too, token for token; None: it is not known.
+        """Count those of `documents` whose rows (of files) are rows of this corpus too, token for token, by hashes.
 
-        `leave_out` are documents of this corpus that do not count.
+        `leave_out` are documents of this corpus that are not compared. None where a corpus has no hashes.
         """
         if self.hashes is None or documents.corpus.hashes is None:
             return None
@@ -153,7 +158,7 @@ class Corpus:
         return self._tokens[self._places_of(document)]
 
     def count_rows_before_targets(self, document: int) -> int:
-        """Count the rows of a document before the one that predicts its first target; without any, all but one."""
+        """Count the rows of a document before the one that predicts its first target; without a target, all but one."""
         if self._codes is None:
             return 0
         is_target = self._codes[self._places_of(document)][1:] != NOTHING
@@ -267,7 +272,7 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
     def shareable_prefix_length(self) -> int:
         """How many rows come before the one that has the score, which is that of the last token but padding."""
         ids = self.corpus.tokens_of(self.number)
-        for stop in range(len(ids), 0, -_TAIL):  # as `ScoredDocument` chooses it
+        for stop in range(len(ids), 0, -_TAIL):  # from the end, by the rule of `ScoredDocument`
             first = max(stop - _TAIL, 0)
             if len(others := np.flatnonzero(ids[first:stop] != self.corpus.pad)):
                 return first + int(others[-1])
@@ -276,13 +281,17 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
 
 @dataclass(frozen=True)
 class WholeCorpusDocument(LabelledCorpusDocument):
-    """A document of a pair of which the prompt may be predicted too; `answer` is 1 at the tokens of its answer."""
+    """A document of a pair (orpo), of which the prompt may be predicted too; `answer` marks the tokens behind it."""
 
     def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
-        """Return 1 at the answer's positions and 0 before; a rejected document is predicted nowhere else."""
+        """Return `answer`, which is 1 at positions of the answer and 0 at those of the prompt.
+
+        Of a rejected document, the second of a pair, no prompt is predicted: it is 1 at all positions.
+        """
         assert self.corpus.numbers is not None
-        start = 0 if self.number % 2 else self.corpus.numbers[self.number]
-        return {"answer": (positions >= start).astype(np.float64)}
+        is_rejected = self.number % 2
+        answer_start = 0 if is_rejected else self.corpus.numbers[self.number]
+        return {"answer": (positions >= answer_start).astype(np.float64)}
 
 
 @dataclass(frozen=True)
