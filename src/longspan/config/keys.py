@@ -23,8 +23,9 @@ FIRST = ("name", "path")  # keys that begin a table
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The smallest value that a key may have, the largest (`most`), and one that it must be `below`; of lists each
-    entry.
+    """The smallest value that a key may have (`value`), the largest (`most`), and one that it must be `below`.
+
+    Of a list it bounds each entry.
     """
 
     value: int
