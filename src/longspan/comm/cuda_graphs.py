@@ -16,7 +16,6 @@ from torch import Tensor
 from longspan.comm.watch import Watch
 
 Run = Callable[..., list[Any]]
-Pool = Any  # torch's handle of a pool of the device's memory, whose type has no public name
 MOST_RECORDINGS = 4  # the last ones: a micro-batch replays forward in one go, and backward in one go
 
 
@@ -95,7 +94,7 @@ def record_graph(run: Callable[[], list[Any]]) -> tuple[torch.cuda.CUDAGraph, li
 
 
 def _record_on_stream(
-    run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Pool
+    run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
     """Record a call as a graph on this stream, in this pool of memory; an error ends the recording and is raised."""
     graph = torch.cuda.CUDAGraph()
@@ -113,10 +112,11 @@ def _record_on_stream(
 
 
 @cache
-def _recorder(device: int, current_stream: int) -> tuple[torch.cuda.Stream, Pool, torch.cuda.CUDAGraph]:
+def _recorder(device: int, current_stream: int) -> tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]:
     """Return, for calls under this current stream of a device, a stream to record on and a pool of memory.
 
-    The third value is a graph that is never replayed: the pool stays while any graph has memory of it.
+    The pool is torch's handle of it, whose type has no public name. The third value is a graph that is never replayed:
+    the pool stays while any graph has memory of it.
     """
     stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()

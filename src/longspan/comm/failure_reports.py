@@ -148,7 +148,8 @@ class FailureReports:
         """Return the report of a collective that this rank entered at the monotonic time `since`.
 
         If this rank has answered for a report since then, that report is of the same failure; otherwise the next one is
-        requested. The first rank to request a report collects the answers and posts the report; the others wait for it.
+        requested. The first rank to request a report collects the answers and posts the report; the others wait for it,
+        and where it does not come in time, their report says so.
         """
         has_answered_since = self._answered_at >= since
         number = self._answered if has_answered_since else self._answered + 1
@@ -159,10 +160,6 @@ class FailureReports:
             report = self._collect_report(number, activity.operation)
             self._store.set(f"{number}/report", json.dumps(asdict(report)))
             return report
-        return self._wait_for_report(number)
-
-    def _wait_for_report(self, number: int) -> FailureReport:
-        """Return the report that another rank collects; one that says so where it does not post it in time."""
         # the rank that collects waits ANSWER_SECONDS for answers, and then posts within 2 s
         deadline = time.monotonic() + ANSWER_SECONDS + 2
         # a blocking read would hold the connection, which the answering thread shares
@@ -190,8 +187,7 @@ class FailureReports:
             departures = {entry["rank"]: entry for entry in self._entries("left")}
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
             deaths = self._death_texts(missing)
-            may_still_answer = len(missing) > len(deaths)
-            if not may_still_answer or time.monotonic() > deadline:
+            if len(deaths) == len(missing) or time.monotonic() > deadline:  # or nobody is left who may answer
                 break
             time.sleep(0.05)
         remaining = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}

@@ -90,33 +90,29 @@ class ProcessGroups:
         candidates = self.shareable.setdefault((tuple(sorted(ranks)), backend, timeout, purpose), [])
         shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
         if shareable is None:
-            shareable = Shareable(self._make_new_group(ranks, kind, backend, timeout))
+            started = time.monotonic()
+            limit = timedelta(seconds=timeout)
+            options = None
+            if kind in AHEAD and "nccl" in backend:
+                options = dist.ProcessGroupNCCL.Options()
+                options.is_high_priority_stream = True
+                options._timeout = limit  # else torch warns that it differs from the group's
+            # then gloo carries no tensors of a model: these go over NCCL, or the group has none
+            takes_host_values = kind in ("control", "saves") or backend != "gloo"
+            connecting = defer_connections() if takes_host_values else nullcontext()
+            with self.watch.enter_operation(f"making the {kind} group", ranks, is_work=True), connecting:
+                group = dist.new_group(
+                    list(ranks), timeout=limit, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
+                )
+            shareable = Shareable(None)
+            if self.watch.rank in ranks:  # else torch has returned a number
+                assert isinstance(group, ProcessGroup)
+                shareable.group = group
+                self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
             candidates.append(shareable)
         shareable.users += 1
         self._used.append(shareable)
         return shareable.group
-
-    def _make_new_group(self, ranks: Sequence[int], kind: str, backend: str, timeout: float) -> ProcessGroup | None:
-        """Make a communicator that is not shared yet, and record it in `made`; None where this rank is no member."""
-        started = time.monotonic()
-        limit = timedelta(seconds=timeout)
-        options = None
-        if kind in AHEAD and "nccl" in backend:
-            options = dist.ProcessGroupNCCL.Options()
-            options.is_high_priority_stream = True
-            options._timeout = limit  # else torch warns that it differs from the group's
-        # then gloo carries no tensors of a model: these go over NCCL, or the group has none
-        takes_host_values = kind in ("control", "saves") or backend != "gloo"
-        connecting = defer_connections() if takes_host_values else nullcontext()
-        with self.watch.enter_operation(f"making the {kind} group", ranks, is_work=True), connecting:
-            group = dist.new_group(
-                list(ranks), timeout=limit, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
-            )
-        if self.watch.rank not in ranks:  # torch returns a number then
-            return None
-        assert isinstance(group, ProcessGroup)
-        self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
-        return group
 
     def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
         """Return the communicator of these ranks in this order; None where they have none, and talk point to point, as

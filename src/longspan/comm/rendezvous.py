@@ -97,12 +97,12 @@ def _open_world(store: Store, place: Place, timeout: float) -> str:
             world_store.set("rank/0", place.node)
             store.set(_NEWEST, prefix)
             is_begun = True
-        all_joined = world_store.add("joined", 0) == place.size - 1
-        if all_joined and world_store.add(_DECIDED, 1) == 1:
+        if world_store.add("joined", 0) != place.size - 1:
+            continue
+        if world_store.add(_DECIDED, 1) == 1:
             world_store.set(_OPENED, str(place.size))
             return prefix
-        if all_joined:  # another rank decided first: it leaves this world
-            is_begun = False
+        is_begun = False  # another rank decided first: it leaves this world
     world_store.set("rank/0", "left")
     raise _absence_error(world_store, place, timeout)
 
