@@ -81,7 +81,8 @@ def shard_name(rank: int) -> str:
 def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Tensor]) -> Digest:
     """Write a safetensors file, a tensor at a time, and return its bytes and hash once the disk has it.
 
-    Raises CheckpointError, with the file's name, for what the disk refuses.
+    `read(chunk)` returns the tensor of a chunk when it is written. Raises CheckpointError, with the file's name, for
+    two chunks of one tensor, and for what the disk refuses.
     """
     ordered = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
     header = dict[str, Any]()
@@ -123,14 +124,17 @@ def read_metadata(path: Path) -> Metadata:
         with ThreadPoolExecutor(max_workers=8) as pool:
             headers = list(pool.map(_read_stored_chunks, files))
     except OSError as error:
-        name = Path(error.filename or "its folder").name
-        raise CheckpointError(f"checkpoint {path}: {name} cannot be read ({error.strerror}); {_AGAIN}") from error
+        file_name = Path(error.filename or "its folder").name
+        raise CheckpointError(
+            f"checkpoint {path}: {file_name} cannot be read ({error.strerror}); {_AGAIN}"
+        ) from error
     entries = dict[str, TensorStorageMetadata]()
     places = dict[MetadataIndex, StoredChunk]()
     for place in chain.from_iterable(headers):
         name, dtype, offsets, sizes = place.chunk
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         entry = entries.setdefault(name, TensorStorageMetadata(TensorProperties(dtype), chunk.sizes, []))
+        # the whole tensor reaches as far as the chunk that ends last
         entry.size = torch.Size(max(s, first + n) for s, first, n in zip(entry.size, offsets, sizes, strict=False))
         entry.chunks.append(chunk)
         places[MetadataIndex(name, chunk.offsets)] = place

@@ -34,7 +34,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     tables = dict[str, Any]()
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        # no name: the tables [[evaluation.sets]]
+        # without a name: the values of a whole section
         tables[section] = {**tables.get(section, {}), name: value} if name else value
     config = _with_sections(config, tables, source="the overrides")
     return resolve_defaults(config)

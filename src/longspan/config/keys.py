@@ -158,7 +158,9 @@ def key_values(section: Any) -> dict[str, Any]:
 
 @cache
 def section_texts(kind: type[Any]) -> Mapping[str, str]:
-    """Return the text of every key of a section or table: the string under it in the source, of the nearest class."""
+    """Return the text of every key of a section or table: the string under it in the source; of a class and its bases,
+    which may each have one, the class's own.
+    """
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
         texts |= read_own_texts(base)

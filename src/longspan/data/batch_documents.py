@@ -151,7 +151,8 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
     entries = {name: host_array(f"{name} of a batch", value, "integers (B, L)") for name, value in batch.items()}
     shape = entries["input_ids"].shape
     for name, array in entries.items():
-        if array.ndim != 2 or array.shape != shape or array.dtype.kind not in ("iub" if "mask" in name else "iu"):
+        kinds = "iub" if name == "attention_mask" else "iu"  # a mask may be booleans
+        if array.ndim != 2 or array.shape != shape or array.dtype.kind not in kinds:
             raise DataError(
                 f"{name} of a batch is {array.dtype} of shape {array.shape}, input_ids have shape {shape}; give "
                 "integers (B, L)"

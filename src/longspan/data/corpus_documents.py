@@ -33,14 +33,14 @@ class Corpus:
     >>> corpus[3][np.array([0, 1, 2])]  # reads three rows, and no more  # doctest: +SKIP
     array([ 12, 907,   4])
 
-    Mapped arrays say of each document its tokens (`lengths`), `targets` (None: all but the first of each), the row that
-    it is a part of (`texts`; None: each is one), a hash of that row's tokens (`hashes`; None: an earlier version made
-    the folder) and the number of its table [[data.sources]] (`source_of`). Of
-    documents that a model scores there are `labels` (D, L), or margins of pairs (D, 1), and the token `pad`: the last
-    other one has the score. Of preferences `numbers` (D,) are labels (kto) or where the answer of a pair's first
-    document begins (orpo), and `reference` (D,) the log-probabilities of answers by the reference model, NaN where they
-    are not known. `unit` is how many documents stay in one step: 2 of preferences. `rows_read` counts the rows that
-    were read in this process. Raises DataError if the folder is missing or damaged.
+    Mapped arrays have, for each document, its tokens (`lengths`), its `targets` (None: all but the first of each), the
+    row that it is a part of (`texts`; None: each is one), a hash of that row's tokens (`hashes`; None: an earlier
+    version made the folder) and the number of its table [[data.sources]] (`source_of`). For a model that scores
+    documents there are `labels` (D, L), or margins of pairs (D, 1); the score is that of the last token that is not
+    `pad`. For losses of preferences `numbers` (D,) are labels (kto), or where the answer of a pair's first document
+    begins (orpo), and `reference` (D,) are the log-probabilities of answers by the reference model, NaN where they are
+    not known. `unit` is how many documents stay in one step: 2 of pairs, and for losses of preferences. `rows_read`
+    counts the rows that were read in this process. Raises DataError if the folder is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:

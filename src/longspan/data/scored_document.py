@@ -22,12 +22,12 @@ class ScoredDocument(Document):
     >>> words = ScoredDocument([5, 7, 9, 2], labels=[-100, 0, 2, 1])        # of tokens, not shifted
     >>> values = ScoredDocument([5, 7, 9, 2], rows=range(1, 4), old_values=[0.0, 0.1, 0.4, 0.2])  # of a critic
 
-    By default the row of the last token that is not `pad` counts, by its id, whatever stands behind it (without such a
-    token the first row; without `pad` the last). `rows` are others, by position, and "all" is every row. `label` is a
-    number or (L,) numbers of the document; `labels` (n,) or (n, L) are those of tokens, of which those that are not
-    −100 count. A loss reads them as `at["label"]`, of several as `at["label_0"]`, `at["label_1"]`, …. `weights` and
-    other keywords are numbers as a Document has them. Raises DataError for rows that the document has not, and for
-    labels of both kinds.
+    By default one row counts: that of the last token whose id is not `pad` (if there is none, the first row; without
+    `pad` the last). `rows` are positions of rows that count in its place; "all" is every row. `label` is a number or
+    (L,) numbers of the document; `labels` (n,) or (n, L) are those of tokens, of which those that are not −100 count. A
+    loss reads them as `at["label"]`, of several as `at["label_0"]`, `at["label_1"]`, …. `weights` and other keywords
+    are numbers as a Document has them. Raises DataError for rows that the document has not, and for labels of both
+    kinds.
     """
 
     makes_scores = True
