@@ -245,9 +245,10 @@ def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
     """
     evaluation = tables.get("evaluation")
     new_sets = evaluation.get("sets") if isinstance(evaluation, Mapping) else None
+    arrays: list[Any] = [tables.get(OLD_SETS), new_sets]
     names = dict[str, None]()  # in the order of the file
-    for sets in (tables.get(OLD_SETS), new_sets):
-        for table in sets if _are_tables(sets) else ():
+    for sets in filter(_are_tables, arrays):
+        for table in sets:
             names |= {f"{OLD_SETS}.{key}": None for key in table}
     return [name for name in names if name in GONE]
 
