@@ -72,7 +72,8 @@ class HostCopies:
         """
         items = self._tensors_to_place(tensors)
         while items:
-            count = 1  # a tensor larger than PIECE has a range of its own
+            # the first `count` items get one range of the arena; a tensor larger than PIECE has one of its own
+            count = 1
             size = range_bytes(items[0][1].nbytes)
             while count < len(items) and size + range_bytes(items[count][1].nbytes) <= PIECE:
                 size += range_bytes(items[count][1].nbytes)

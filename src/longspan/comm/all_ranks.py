@@ -37,7 +37,7 @@ def leave_together(world: World) -> Iterator[None]:
     failures = list[BaseException]()
 
     def beat() -> None:
-        try:
+        try:  # the flag says that this rank still works; all ranks end when none does
             while world.control.flag_on_any_rank(not end.wait(min(_BEAT, world.watch.timeout / 4))):
                 pass
         except BaseException as error:  # raised where the others are waited for

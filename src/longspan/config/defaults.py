@@ -65,6 +65,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     >>> resolve_defaults(RunConfig()).optimizer.lr
     0.006
     """
+    # 1. What follows from other keys.
     if config.evaluation.context_parallel_size == AUTO:
         config = _with_defaults(config, {"evaluation.cp_comm_type": AUTO})
     if config.evaluation.patience:
@@ -79,7 +80,8 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = config.with_keys("context", planner=planner)
     if config.evaluation.context_parallel_size == NOT_GIVEN and config.evaluation.planner_of_degrees == "dynamic":
         config = _with_defaults(config, {"evaluation.planner": "dynamic"})
-    if is_demo(config.model):  # on 2 slots, in evaluation on 4, or on as many as divide the slots
+    # 2. The tables. The demo has degree 2, in evaluation 4, or less where these do not divide the slots.
+    if is_demo(config.model):
         slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
         training_degree = 0 if config.context.planner == AUTO else math.gcd(2, slots)
         degrees = {
@@ -91,7 +93,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = _with_defaults(config, {"context.max_tokens_per_slot": rows})
     else:
         config = _with_defaults(config, _OWN_MODEL)
-    # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
+    # 3. One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
     train = config.train
     if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
         config = config.with_keys("train", epochs=1.0)
@@ -99,6 +101,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = _with_defaults(config, {"train.steps": STEPS})
         if not is_demo(config.model):
             config = with_steps(config, config.train.steps)
+    # 4. Evaluation, and then its sets.
     config = replace(config, evaluation=inherit_keys(config.evaluation, config.context, config.context))
     parent = held_out_set(config)
     sets = list[EvalConfig]()

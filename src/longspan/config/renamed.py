@@ -161,6 +161,7 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
                     upgraded.setdefault(new_section, {})[new_key] = renamed_value(new, value)
     if not all(isinstance(table, Mapping) for table in upgraded.values()):
         return upgraded  # what reads it refuses a section that is no table
+    # last, what stands for gone keys, which depends on keys that are there
     sets = upgraded.get("evaluation", {}).get("sets")
     has_sets = _are_tables(sets) and sets
     for key, value in (

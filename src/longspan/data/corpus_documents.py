@@ -64,6 +64,7 @@ class Corpus:
             paths = (documents_folder / f"{name}.npy" for name in ("source_of", "targets", "texts", "hashes"))
             arrays = (map_array(path) if path.is_file() else None for path in paths)
             source_of, self.targets, self.texts, self.hashes = arrays
+            # what a model that scores, or a loss of preferences, reads of each document
             columns = self.manifest.labels
             table = map_array(documents_folder / "labels.npy").reshape(-1, columns) if columns else None
             preference = self.manifest.preference
@@ -71,7 +72,7 @@ class Corpus:
             self.numbers: npt.NDArray[Any] | None = table[:, 0] if table is not None and preference else None
             self.unit = 2 if preference or PAIRS in self.manifest.kinds else 1
             self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair
-            zero = np.broadcast_to(np.int16(0), len(self.lengths))  # all of source 0; takes no memory
+            zero = np.broadcast_to(np.int16(0), len(self.lengths))  # all are of source 0; takes no memory
             self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
             self.images: ImageTable | None = ImageTable.open_in_folder(documents_folder)
             self._offsets = map_array(documents_folder / "offsets.npy")

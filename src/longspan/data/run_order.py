@@ -62,7 +62,7 @@ def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
 
 
 def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> list[Integers]:
-    """Return these documents of a corpus in groups that stay in one step."""
+    """Return these documents of a corpus in groups that stay in one step, of at most `most_tokens` where they can."""
     groups = group_documents(corpus.select(documents.tolist()), corpus.source_of[documents], most_tokens)
     return [documents[group] for group in groups]
 

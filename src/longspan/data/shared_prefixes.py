@@ -139,6 +139,7 @@ def find_families(
                 left_out += len(family.documents)
     lengths = [len(document) for document in documents]
     parents = [-1] * len(lengths)
+    # documents lose their prefixes, which are appended, family after family
     for family in families:
         first = len(lengths)
         for number, prefix in zip(family.documents, family.prefix, strict=True):
