@@ -8,21 +8,20 @@ ADAPTER_CONFIGURATION = "adapter_config.json"  # of peft
 
 
 def adapter_folder_advice(folder: Path) -> str:
-    """Advise what to use instead of a folder that holds only an adapter of peft: its base model, or its run.
-
-    "" for another folder.
+    """Say what to use in place of a folder that holds only an adapter of peft: the run that trained it, where the folder
+    is inside a run's, else its base model. "" for any other folder.
     """
     file = folder / ADAPTER_CONFIGURATION
     if not file.is_file() or (folder / "config.json").exists():
         return ""
     try:
         base = read_json(file).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):  # whoever reads the adapter says so
+    except (OSError, ValueError, AttributeError):  # a damaged file, which is an error where the adapter is read
         base = None
-    of_model = (
+    model_text = (
         f"for {base} (base_model_name_or_path of {file.name})" if base else f"whose {file.name} names no model"
     )
-    text = f"it holds an adapter of peft, {of_model}, without the model that it belongs to. "
+    text = f"it holds an adapter of peft, {model_text}, without the model that it belongs to. "
     run = folder.resolve().parent
     if (run / "config.toml").is_file():
         return (

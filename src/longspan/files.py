@@ -53,10 +53,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_lines(file: Path, most: int) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None for a line longer than `most` bytes without its newline, which is skipped."""
+    """Yield each line of a file, with its newline; None in place of a line of more than `most` bytes before that."""
     with file.open("rb") as stream:
         while line := stream.readline(most + 1):
             if len(line) > most and not line.endswith(b"\n"):
+                # the rest of the line is skipped, a piece at a time
                 while (part := stream.readline(1 << 20)) and not part.endswith(b"\n"):
                     pass
                 yield None

@@ -24,14 +24,15 @@ def find_local_path(
     download_key: str = "",
     weights: bool = False,
 ) -> str:
-    """Return a path of this machine as it is, and for a name of the hub the folder that the local cache has of it.
+    """Return `path` as it is, unless it is a name of the hub: for that, the folder that the local cache has of it.
 
     >>> find_local_path("Qwen/Qwen3-0.6B", "model.path", weights=True)  # doctest: +SKIP
     '/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…'
 
-    A data set's name may go on with a path inside it. A model's folder must have its weights only with `weights`. With
-    `download` what the cache lacks is downloaded, by one process of the host at a time. Raises ConfigError for a name
-    that is not there, or that the hub does not give.
+    What exists on this machine is no name. A data set's name may go on with a path inside it, which is then returned
+    inside the folder. Only with `weights` must the folder of a model have its weights. With `download` what the cache
+    lacks is downloaded, by one process of the host at a time. `key` and `download_key` are the keys that errors name.
+    Raises ConfigError for a name that is not there, or that the hub does not give.
     """
     name = _NAME.fullmatch(path)
     if name is None or (kind == "model" and name["inside"]) or Path(path).expanduser().exists():
@@ -44,11 +45,13 @@ def find_local_path(
     if kind == "model":
         options["allow_patterns"] = [*_SETTINGS, *_WEIGHTS[:1]] if weights else [*_SETTINGS]
         options["ignore_patterns"] = ["original/*", "consolidated*"]  # the same weights once more
-    if (folder := _cached_folder(snapshot_download, repo, options, weights=weights)) is None and download:
+    folder = _cached_folder(snapshot_download, repo, options, weights=weights)
+    if folder is None and download:
         locks = Path(constants.HF_HUB_CACHE) / ".locks"
         try:
             locks.mkdir(parents=True, exist_ok=True)
             with WeakFileLock(locks / f"longspan--{kind}--{repo.replace('/', '--')}.lock"):
+                # another process may have downloaded it meanwhile
                 folder = _cached_folder(snapshot_download, repo, options, weights=weights)
                 folder = folder or snapshot_download(repo, **options)
         except Exception as error:  # httpx, huggingface_hub and the file system each raise their own
@@ -56,14 +59,15 @@ def find_local_path(
                 f"{key} {path!r} cannot be downloaded ({download_key} is true): {_one_line(error)}"
             ) from error
     if folder is None and kind == "dataset" and Path(path).parent.is_dir():
-        return path  # more likely a file that is not there
+        return path  # more likely a file that is not there, which its reader says
     if folder is None:
-        option = " --repo-type dataset" * (kind == "dataset")
-        option += " config.json" * (key in ("--model", "model.path", "model.config") and not weights)  # its sizes
+        needs_sizes_only = key in ("--model", "model.path", "model.config") and not weights
+        options_text = " --repo-type dataset" if kind == "dataset" else ""
+        options_text += " config.json" if needs_sizes_only else ""
         raise ConfigError(
             f"{key} {path!r} does not exist on this machine, nor in the Hugging Face cache "
-            f"({constants.HF_HUB_CACHE}); hf download {repo}{option} --local-dir {repo.partition('/')[2]} downloads it"
-            + (f", or --{download_key} into the cache" if download_key else "")
+            f"({constants.HF_HUB_CACHE}); hf download {repo}{options_text} --local-dir {repo.partition('/')[2]} "
+            "downloads it" + (f", or --{download_key} into the cache" if download_key else "")
         )
     inside = Path(folder) / name["inside"].strip("/")
     if not inside.exists():
@@ -84,8 +88,8 @@ def _cached_folder(
 ) -> str | None:
     """Return the local cache's folder of a repository; None where it lacks files that `options` name, or weights.
 
-    `snapshot` is huggingface_hub's `snapshot_download`. The weights may be missing where only the configuration was
-    downloaded before.
+    `snapshot` is huggingface_hub's `snapshot_download`, which finds a folder without weights too, where only the
+    configuration was downloaded before.
     """
     try:
         folder = snapshot(repo, local_files_only=True, **options)

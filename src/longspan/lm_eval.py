@@ -70,7 +70,10 @@ class LongspanLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokenize a text, which gets no second beginning of text."""
+        """Tokenize a text; one that begins with the beginning of text already gets no second one.
+
+        `add_special_tokens` (None: as the constructor's `add_bos_token` says) decides about it where it is given.
+        """
         if add_special_tokens is None:
             add_special_tokens = self._add_bos_token
             if string.startswith(self.tokenizer.decode(self.prefix_token_id)):
@@ -89,8 +92,8 @@ class LongspanLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text, behind the token that begins one."""
-        texts = [(None, [self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
-        return [value for value, _ in self._loglikelihood_tokens(texts)]
+        token_requests = [(None, [self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
+        return [value for value, _ in self._loglikelihood_tokens(token_requests)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Refuse tasks that generate."""
@@ -102,9 +105,9 @@ class LongspanLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Any, list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether greedy decoding would give it.
+        """Return, for each request, the log-likelihood of its continuation and whether greedy decoding would give it.
 
-        A request is lm-eval's: texts, which are not read here, ids of the context and ids of the continuation.
+        A request is lm-eval's: its texts, which are not read here, ids of the context and ids of the continuation.
         """
         documents = [
             Document(context + continuation, loss_mask=[False] * len(context) + [True] * len(continuation))

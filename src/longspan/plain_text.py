@@ -33,17 +33,18 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def number_text(value: float, digits: int = 3) -> str:
     """Return a number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'.
 
-    `digits` are significant ones. Numbers below 10,000 are written out, integers without a fraction, and others from
-    100 on too unless more than 3 digits are asked for; below 0.001 and from 10^15 on they have an exponent.
+    `digits` are significant ones. From 10,000 on a unit follows. Below, integers are written out, and other numbers
+    from 100 on are rounded to integers unless more than 3 digits are asked for. Below 0.001 and from 10^15 on numbers
+    have an exponent.
     """
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
     if size and (size < 1e-3 or size >= 1e15):
         return f"{value:.{digits}g}"
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e4)):  # from where a unit is used
-        if size >= scale:
-            return f"{value / (1e3 if unit == 'K' else scale):.{digits}g}{unit}"
+    for unit, scale, least in (("T", 1e12, 1e12), ("G", 1e9, 1e9), ("M", 1e6, 1e6), ("K", 1e3, 1e4)):
+        if size >= least:
+            return f"{value / scale:.{digits}g}{unit}"
     if value == int(value) or (size >= 100 and digits <= 3):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
@@ -85,7 +86,7 @@ def excerpt(values: Sequence[object]) -> str:
 
 
 def items_text(items: Sequence[object], count: int = 0) -> str:
-    """Return items as in a sentence, of many the first six with their `count` (0: as many as there are items).
+    """Return items as in a sentence; of more than six the first six, and how many there are: `count`, 0: `len(items)`.
 
     >>> items_text(["q_proj", "k_proj"]), items_text(range(9))
     ('q_proj, k_proj', '0, 1, 2, 3, 4, 5, … (9 in all)')
@@ -106,7 +107,7 @@ def ranges_text(numbers: Sequence[int]) -> str:
             ranges[-1][1] = n
         else:
             ranges.append([n, n])
-    return items_text([str(a) if a == b else f"{a}–{b}" for a, b in ranges], len(numbers))
+    return items_text([str(first) if first == last else f"{first}–{last}" for first, last in ranges], len(numbers))
 
 
 def short_text(value: object) -> str:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from longspan import Layout, World, attend, bind
 from longspan.attention.saved_outputs import Recording
-from longspan.comm import SequenceShard, replays
-from longspan.comm.replays import Replay, forget_replays
+from longspan.comm import SequenceShard, cuda_graphs
+from longspan.comm.cuda_graphs import Replay, forget_replays
 from longspan.comm.watch import Watch
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
@@ -41,7 +41,9 @@ class RunAgain:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RunAgain]:
     made = list[RunAgain]()
-    monkeypatch.setattr(replays, "record_graph", lambda run: (made.append(RunAgain(run)) or made[-1], made[-1].results))
+    monkeypatch.setattr(
+        cuda_graphs, "record_graph", lambda run: (made.append(RunAgain(run)) or made[-1], made[-1].results)
+    )
     return made
 
 
@@ -69,11 +71,11 @@ def two_micro_batches(world: World, kind: str) -> list[Tensor]:
 def errors_of_replays(rank: int) -> tuple[dict[str, float], int]:
     """By type, how far replayed calls are from launched ones; and how many recordings were made."""
     with World(Layout(ranks=4)) as world, pytest.MonkeyPatch.context() as patch:
-        record, recordings, errors = replays.record_graph, list[Any](), dict[str, float]()
+        record, recordings, errors = cuda_graphs.record_graph, list[Any](), dict[str, float]()
         if world.device.type == "cpu":
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
             record = lambda run: (again := RunAgain(run), again.results)  # noqa: E731
-        patch.setattr(replays, "record_graph", lambda run: recordings.append(record(run)) or recordings[-1])
+        patch.setattr(cuda_graphs, "record_graph", lambda run: recordings.append(record(run)) or recordings[-1])
         for kind in TYPES:
             patch.setattr(module, "REPLAYED_KERNELS", ())
             launched = two_micro_batches(world, kind)
@@ -93,7 +95,7 @@ def errors_of_replays(rank: int) -> tuple[dict[str, float], int]:
             attend(q, q, q, shard, kernel=KERNELS[world.device.type])
         assert len(recordings) == count + 2, "groups of two hosts are launched each time"
         recordings.clear()
-    assert not replays._recorded, "a world that was left keeps recordings"
+    assert not cuda_graphs._recorded, "a world that was left keeps recordings"
     return errors, count
 
 
@@ -109,7 +111,7 @@ def test_replays_give_what_calls_give() -> None:
 
 
 def test_results_lie_apart_but_for_inputs_and_numbers(recorded: list[RunAgain]) -> None:
-    replay, kept = Replay(Watch(0, (0,), 1.0, None)), list[Any]()
+    replay, kept = Replay(Watch(0, (0,), 1.0, None), "test"), list[Any]()
     for step in range(5):
         x = torch.full((3,), float(step))
         kept.append(replay(lambda x: [x * 2, None, x, [7]], [x]))
@@ -121,7 +123,7 @@ def test_results_lie_apart_but_for_inputs_and_numbers(recorded: list[RunAgain]) 
 
 def test_the_last_recordings_are_kept_and_others_made_again(recorded: list[RunAgain]) -> None:
     watch, x = Watch(0, (0,), 1.0, None), torch.ones(2)
-    several = [Replay(watch) for _ in range(replays.MOST_RECORDINGS + 1)]
+    several = [Replay(watch, "test") for _ in range(cuda_graphs.MOST_RECORDINGS + 1)]
     for replay in several * 2:
         assert replay(lambda x: [x + 1], [x])[0].tolist() == [2, 2]
     assert len(recorded) == len(several) and several[0]._graph is None and several[1]._graph is not None

@@ -30,7 +30,7 @@ from longspan.attention.rows import accumulation_dtype, cast_rows, contiguous_he
 from longspan.attention.saved_outputs import active_recording
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.autograd import break_graphs_around
-from longspan.comm.replays import Replay, Run
+from longspan.comm.cuda_graphs import Replay, Run
 from longspan.errors import AttentionError, import_object
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.messages import REPLAYED_NUMBERS
@@ -598,7 +598,8 @@ def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: 
     # a recording of inference mode has tensors of its own that nothing outside of that mode may write to
     key = torch.is_inference_mode_enabled(), *key
     if key not in call.replays:
-        call.replays[key] = Replay(world_of(call.parts[0].members.part.world_key).watch)
+        watch = world_of(call.parts[0].members.part.world_key).watch
+        call.replays[key] = Replay(watch, "attention, replayed")
     if call.sinks is None:
         return call.replays[key](partial(run, call), tensors)
     tensors_and_sinks = [*tensors, call.sinks]

@@ -16,7 +16,7 @@ from longspan.attention.masks import Mask
 from longspan.attention.members import Members
 from longspan.attention.rows import RowIndex, deltas, take_rows
 from longspan.comm import SequenceShard
-from longspan.comm.replays import Replay
+from longspan.comm.cuda_graphs import Replay
 from longspan.plan import AttentionCall
 
 _CPU = torch.device("cpu")

@@ -26,10 +26,11 @@ def record_base_weights(run_dir: Path, config: RunConfig) -> None:
 
 
 def check_base_weights_unchanged(run_dir: Path, config: RunConfig, *, goes_on: bool = False) -> None:
-    """Raise ModelError where the base model of a run's adapter, or the reference model of one that `goes_on`, is gone
-    or has other weights than the run began with.
+    """Raise ModelError where the folder of a run's model is gone, or has other weights than the run began with.
 
-    A run without base.json, which an earlier version began, may have any.
+    It matters for a run of an adapter, whose base model it is, and where the run `goes_on` also for one whose loss
+    needs a reference model, which is read from it again. A run without base.json, which an earlier version began, may
+    have any weights.
     """
     needs_reference = goes_on and config.train.needs_reference
     if not ((config.lora.rank or needs_reference) and config.model.path):
@@ -43,17 +44,20 @@ def check_base_weights_unchanged(run_dir: Path, config: RunConfig, *, goes_on: b
         )
     if not (run_dir / BASE).is_file():
         return
-    old_sum = (old := read_json(run_dir / BASE))["sum"]
+    record = read_json(run_dir / BASE)
+    old_sum = record["sum"]
     new_sum = weights_fingerprint(folder)
     if new_sum != old_sum:
         raise ModelError(
-            f"the {user} of {run_dir} began over the weights of {old['folder']} (model.path) with the sum "
+            f"the {user} of {run_dir} began over the weights of {record['folder']} (model.path) with the sum "
             f"{old_sum[:12]}, and {folder} has others now, with the sum {new_sum[:12]}; {advice}"
         )
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Sum the sizes and blocks of a folder's files of weights, by SHA-256; of a small model every byte."""
+    """Return the SHA-256, in hex, of the sizes of a folder's files of weights and of about BLOCKS blocks spread over
+    them; of a small model the blocks cover every byte.
+    """
     digest = hashlib.sha256()
     files = weight_files(folder, quantized=True)
     sizes = [file.stat().st_size for file in files]

@@ -81,8 +81,10 @@ class OptimizerValues(NamedTuple):
         """Return the numbers and settings among the entries of an optimizer that torch gives, by their names."""
         updated = names_with_moments(entries)
         return cls(
-            {n: x for n, x in entries.items() if isinstance(x, int | float) and not n.startswith(SETTINGS)},
-            {name: keys for name, keys in setting_names_by_parameter(entries).items() if name not in updated},
+            numbers={n: x for n, x in entries.items() if isinstance(x, int | float) and not n.startswith(SETTINGS)},
+            settings={
+                name: keys for name, keys in setting_names_by_parameter(entries).items() if name not in updated
+            },
         )
 
 
@@ -214,22 +216,17 @@ def load_checkpoint(
         world, lambda: (read_state(path), read_optimizer_values(path), read_metadata(path)), CheckpointError
     )
     tensors = make_entries_to_fill(model, optimizer)
-    names = world.control.reduce_object({*tensors["model"]}, set[str].union, "gather of host values") or set[str]()
+    local_names = {*tensors["model"]}
+    weight_names = world.control.reduce_object(local_names, set[str].union, "gather of host values") or set[str]()
     if weights:
-        _check_weight_names(path, _names_with_prefix("model.", metadata), names)
+        _check_weight_names(path, _names_with_prefix("model.", metadata), weight_names)
     else:
         tensors["model"] = {}
-    others = dict[str, Any]()  # of the optimizer, no tensors: its own settings, and numbers as they were saved
+    plain_values = dict[str, Any]()
     if optimizer is not None:
         saved = _names_with_prefix("optimizer.", metadata) | stored.numbers.keys()
         drop_absent_moments(path, saved, stored.settings, model, optimizer, tensors, world)
-        others = {name: x for name, x in tensors["optimizer"].items() if not isinstance(x, Tensor)}
-        tensors["optimizer"] = {name: x for name, x in tensors["optimizer"].items() if name not in others}
-        numbers = OptimizerValues.from_entries(others).numbers
-        lacking = next((name for name in numbers if name not in stored.numbers), "")
-        text = f"checkpoint {path} has no number {lacking}: it was saved with another optimizer; use that one"
-        raise_first_error(world, CheckpointError(text) if lacking else None)
-        others |= {name: stored.numbers[name] for name in numbers}
+        plain_values = _take_plain_values(path, tensors["optimizer"], stored.numbers, world)
     try:
         with world.watch.enter_operation(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
             reader = SafetensorsReader(path, metadata, leave_together(world))
@@ -238,15 +235,32 @@ def load_checkpoint(
         raise
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
         raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure_text(error)}") from error
-    # For an optimizer without moments torch would make some (see the module), and nothing else is to be set.
-    optimizers = [optimizer] if optimizer is not None and optimizer.state else []
-    moments = tensors["optimizer"] | others if optimizers else {}
     options = BY_NAME if adapter_of_prepared_model(model) is None else SOME_BY_NAME
     if weights:
         set_model_state_dict(model, tensors["model"], options=options)
-    if optimizers:
-        set_optimizer_state_dict(model, optimizers, optim_state_dict=moments, options=options)
+    # For an optimizer without moments torch would make some (`make_entries_to_fill`), and nothing else is to be set.
+    if optimizer is not None and optimizer.state:
+        entries = tensors["optimizer"] | plain_values
+        set_optimizer_state_dict(model, [optimizer], optim_state_dict=entries, options=options)
     return state
+
+
+def _take_plain_values(
+    path: Path, entries: dict[str, Any], saved_numbers: Mapping[str, int | float], world: World
+) -> dict[str, Any]:
+    """Remove what is no tensor from an optimizer's entries, and return it with its numbers as they were saved.
+
+    Settings are returned as the optimizer has them. All ranks call it together. Raises CheckpointError, on every rank,
+    for a number that the checkpoint lacks.
+    """
+    plain_values = {name: x for name, x in entries.items() if not isinstance(x, Tensor)}
+    for name in plain_values:
+        del entries[name]
+    numbers = OptimizerValues.from_entries(plain_values).numbers
+    lacking = next((name for name in numbers if name not in saved_numbers), "")
+    text = f"checkpoint {path} has no number {lacking}: it was saved with another optimizer; use that one"
+    raise_first_error(world, CheckpointError(text) if lacking else None)
+    return plain_values | {name: saved_numbers[name] for name in numbers}
 
 
 def join_contents_of_ranks(
@@ -270,17 +284,18 @@ def contents_to_save(
     error into a file that nothing reads.
     """
     refuse_other_parameters(model, optimizer)
-    fresh = not optimizer.state
-    entries, moments = get_state_dict(model, optimizer, options=BY_NAME)
-    if fresh:
+    had_no_state = not optimizer.state
+    model_entries, entries = get_state_dict(model, optimizer, options=BY_NAME)
+    if had_no_state:
         optimizer.state.clear()
-        moments = {name: value for name, value in moments.items() if not name.startswith(MOMENTS)}
-    values = OptimizerValues.from_entries(moments)
+        entries = {name: value for name, value in entries.items() if not name.startswith(MOMENTS)}
+    values = OptimizerValues.from_entries(entries)
     moments = {
-        name: x for name, x in moments.items() if not name.startswith(SETTINGS) and name not in values.numbers
+        name: x for name, x in entries.items() if not name.startswith(SETTINGS) and name not in values.numbers
     }
-    tensors: Any = {"model": entries_trained_with_adapter(model, entries) if weights else {}, "optimizer": moments}
-    error = None
+    trained = entries_trained_with_adapter(model, model_entries) if weights else {}
+    tensors: Any = {"model": trained, "optimizer": moments}
+    error = None  # of the last entry that a checkpoint cannot hold
     for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
         if getattr(value, "dtype", None) not in DTYPES.values():
             kind = f"of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -323,25 +338,26 @@ def drop_absent_moments(
 ) -> None:
     """Drop the moments of parameters that have none in the checkpoint: they had no gradient before it was saved.
 
-    The optimizer loses them, and so does `tensors`, into which the checkpoint is read. `saved` are the names of its
-    moments. The saved optimizer must have had `settings` for these parameters; without any moments only the settings'
-    names tell the optimizer's class. All ranks call it together. Raises CheckpointError, on every rank, otherwise.
+    The optimizer loses them, and so does `tensors`, into which the checkpoint is read. `saved` are the names of the
+    checkpoint's moments, and `settings` its names of settings by parameter without moments. All ranks call it together.
+    Raises CheckpointError, on every rank, where the saved optimizer had no settings for such a parameter, so that it
+    was frozen; and where a checkpoint without any moments has settings of other names, so that the class differs.
     """
     local_moments = names_with_moments(tensors["optimizer"])
     saved_moments = names_with_moments(saved)
     updated = {name: p for name, p in model.named_parameters() if name in local_moments}
     absent = [name for name in updated if name not in saved_moments]
-    lacking = [name for name in absent if name not in settings]
+    frozen = [name for name in absent if name not in settings]
     local_settings = setting_names_by_parameter(tensors["optimizer"])
     other_settings = [
         name for name in absent if not saved_moments and name in settings and settings[name] != local_settings[name]
     ]
-    reports = world.control.gather_objects((lacking, other_settings), "moments of a checkpoint")
-    if lacking := sorted({name for names, _ in reports for name in names}):
+    reports = world.control.gather_objects((frozen, other_settings), "moments of a checkpoint")
+    if all_frozen := sorted({name for names, _ in reports for name in names}):
         raise CheckpointError(
-            f"checkpoint {path} has no moments of {plural(len(lacking), 'parameter')} that this optimizer updates "
-            f"({', '.join(lacking[:2])}), which were frozen, or in no optimizer, when it was saved; freeze them here, "
-            "or load the weights alone, load_checkpoint(path, model, None, world), and begin with a new optimizer"
+            f"checkpoint {path} has no moments of {plural(len(all_frozen), 'parameter')} that this optimizer updates "
+            f"({', '.join(all_frozen[:2])}), which were frozen, or in no optimizer, when it was saved; freeze them "
+            "here, or load the weights alone, load_checkpoint(path, model, None, world), and begin with a new optimizer"
         )
     if any(names for _, names in reports):
         raise CheckpointError(

@@ -75,10 +75,11 @@ from longspan.train.run_model.load import (
 def add_run_depths(
     run: RunConfig, empty: PreTrainedModel, log: LogLine, *, published: bool
 ) -> Callable[[str], str]:
-    """Add a run's depths to the stock model `empty`; return what turns our name of a weight into its name in the files.
+    """Add a run's depths to the stock model `empty`; return what turns our name of a weight into its name in the files:
+    `str` where the names are the same.
 
-    With `published` they get the names of published models of the family, where it has them: then the model's
-    configuration also describes its depths, as published configurations do.
+    With `published` the weights of depths get the names of published models of the family, where it has them: then the
+    model's configuration also describes its depths, as published configurations do.
     """
     depths = run.mtp.num_layers
     text = empty.config.get_text_config()
@@ -107,7 +108,9 @@ _REPLACED = "|".join(
 
 
 class Exported(NamedTuple):
-    """What was written: the `folder`, from which `checkpoint`, and how many tensors, weights, bytes and files."""
+    """What was written: the `folder`, from which `checkpoint` of which `step`, the `dtype` of the files, and how many
+    tensors, weights (`parameters`), bytes and files.
+    """
 
     folder: str
     checkpoint: str
@@ -158,12 +161,9 @@ def export_checkpoint(
             metadata = read_metadata(checkpoint)
             saved = make_saved_adapter(run, config, _read_tensors(checkpoint, metadata, _stored_weights(metadata)))
         if saved is not None and as_adapter:
-            if dtype == "auto":  # as adapters are trained
-                file_dtype = torch.float64 if run.model.dtype == "float64" else torch.float32
-            tensors = {name: x.to(dtype=file_dtype) for name, x in saved.tensors.items()}
-            write_adapter(partial, saved.adapter, tensors, RunFolderFiles(run_dir), saved.modules)
-            weights = sum(x.numel() for x in tensors.values())
-            written = WeightTotals(len(tensors), weights, (partial / WEIGHTS).stat().st_size, 1)
+            if dtype == "auto":
+                file_dtype = _dtype_of_adapters(run)
+            written = _write_saved_adapter(partial, saved, file_dtype, RunFolderFiles(run_dir))
         else:
             file_dtype = empty.dtype
             groups = _weight_groups(checkpoint, empty)
@@ -182,6 +182,21 @@ def export_checkpoint(
     step = int(read_state(checkpoint)["step"])
     name = str(file_dtype).removeprefix("torch.")
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
+
+
+def _dtype_of_adapters(run: RunConfig) -> torch.dtype:
+    """Return the dtype in which a run trains adapters, and in which they are merged."""
+    return torch.float64 if run.model.dtype == "float64" else torch.float32
+
+
+def _write_saved_adapter(
+    folder: Path, saved: "SavedAdapter", dtype: torch.dtype, files: RunFolderFiles
+) -> WeightTotals:
+    """Write an adapter, in this dtype, as stock peft loads it; return how much was written."""
+    tensors = {name: x.to(dtype=dtype) for name, x in saved.tensors.items()}
+    write_adapter(folder, saved.adapter, tensors, files, saved.modules)
+    weights = sum(x.numel() for x in tensors.values())
+    return WeightTotals(len(tensors), weights, (folder / WEIGHTS).stat().st_size, 1)
 
 
 def check_export_folder(folder: Path, *, overwrite: bool) -> None:
@@ -228,22 +243,22 @@ def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Yield the weights of a checkpoint by their stock names, those of a layer together.
 
-    Layers come in the order of the `empty` model. Raises ModelError for a weight that the model has not.
+    Layers come in the order of the `empty` model. At the first, raises ModelError for a weight that the model has not.
     """
     metadata = read_metadata(checkpoint)
     entries = _stored_weights(metadata)
     # Weights of a vision-language model are stored under the names of its two modules.
     stored_names = map_stock_names(entries)
-    stored = {name: entries[stored_name] for name, stored_name in stored_names.items()}
     weights = dict(empty.state_dict())
-    if unknown := sorted(stored.keys() - weights.keys()):
+    if unknown := sorted(stored_names.keys() - weights.keys()):
         raise ModelError(f"it has {len(unknown)} weights that the model has not: {', '.join(unknown[:4])}")
     unit_order = {unit: i for i, unit in enumerate(dict.fromkeys(map(weight_unit, weights)))}
-    for _, group in groupby(sorted(stored, key=lambda name: (unit_order[weight_unit(name)], name)), weight_unit):
-        names = {stored_names[name]: name for name in group}
-        group_entries = {stored_name: stored[name] for stored_name, name in names.items()}
-        tensors = _read_tensors(checkpoint, metadata, group_entries)
-        yield {name: tensors[stored_name] for stored_name, name in names.items()}
+    ordered = sorted(stored_names, key=lambda name: (unit_order[weight_unit(name)], name))
+    for _, names in groupby(ordered, weight_unit):
+        stored_names_of_layer = {name: stored_names[name] for name in names}
+        layer_entries = {stored_name: entries[stored_name] for stored_name in stored_names_of_layer.values()}
+        tensors = _read_tensors(checkpoint, metadata, layer_entries)
+        yield {name: tensors[stored_name] for name, stored_name in stored_names_of_layer.items()}
 
 
 def _read_tensors(
@@ -316,21 +331,14 @@ def merge_weights_by_layer(
     """Yield the weights of the base model with the adapter added, those of a layer together.
 
     Those that the adapter changes are in float32, or in float64 if the run's model is. Where they were frozen in 4 or 8
-    bits, a line says to what the adapter is added. Raises CheckpointError if the base model cannot be made again here,
-    and for an adapter of a tied head.
+    bits, a line says to what the adapter is added. Before the first layer, and not earlier, the base model is loaded;
+    then CheckpointError is raised if it cannot be made again here, and for an adapter of a tied head.
     """
-    name = run.model.preset_name
-    drawn_depths = run.mtp.num_layers and not run.mtp.train_whole and find_depth_weights(run, configuration) is None
-    # Nothing was drawn, or a tiny preset (no `embedding_rows`): its weights are drawn on the CPU on every machine.
-    if (not run.model.path or drawn_depths) and not (name and not PRESETS[name].embedding_rows):
-        raise CheckpointError(
-            f"{run.run.dir}: {'depths have' if run.model.path else 'the base model has'} random weights, of which each "
-            "device draws others; export the adapter alone, without --merge"
-        )
+    _refuse_random_base(run, configuration)
     images = image_text_class_of_architectures(configuration) is not None
     model = load_run_model(run, configuration, images=images)
     _refuse_adapted_tie(saved, model)
-    base = run.model.source or name
+    base = run.model.source or run.model.preset_name
     formats = sorted({packed.name for packed in stored_formats(model).values()})
     if run.model.frozen == "nf4":
         log(
@@ -339,14 +347,28 @@ def merge_weights_by_layer(
         )
     elif formats:
         log(f"{base} holds its weights in {' and '.join(formats)}: the adapter is added to their values")
-    wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     deferred = pop_deferred_weights(model)
     weights: Iterable[tuple[str, Tensor]] = model.state_dict().items()
-    if deferred is not None:
+    if deferred is not None:  # they are read a layer at a time
         parts = {name: LocalPart.from_parameter(tensor) for name, tensor in weights}
         weights = deferred.source.read(parts, torch.device("cpu"))
+    dtype = _dtype_of_adapters(run)
     for _, group in groupby(weights, lambda entry: weight_unit(entry[0])):
-        yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
+        yield {name: merge_weight(saved, name, tensor, dtype) for name, tensor in group}
+
+
+def _refuse_random_base(run: RunConfig, configuration: PreTrainedConfig) -> None:
+    """Raise CheckpointError where the run drew frozen weights at random that this machine may draw otherwise."""
+    preset = run.model.preset_name
+    depths_are_frozen = run.mtp.num_layers > 0 and not run.mtp.train_whole
+    drew_depths = depths_are_frozen and find_depth_weights(run, configuration) is None
+    if preset and not PRESETS[preset].embedding_rows:
+        return  # a tiny preset: its weights are drawn on the CPU, alike on every machine
+    if not run.model.path or drew_depths:
+        raise CheckpointError(
+            f"{run.run.dir}: {'depths have' if run.model.path else 'the base model has'} random weights, of which each "
+            "device draws others; export the adapter alone, without --merge"
+        )
 
 
 def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:

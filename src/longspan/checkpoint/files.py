@@ -131,7 +131,7 @@ def remove_unfinished_saves(root: Path, log: LogLine = lambda _: None) -> None:
 
 
 def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path]:
-    """Return the checkpoints under `root` that were saved to the end, the newest first; the others are logged."""
+    """Return the checkpoints under `root` that were saved to the end, the newest first; unfinished ones are logged."""
     paths = _list_checkpoints(root)
     unfinished = [path for path in paths if is_unfinished(path)]
     for path in unfinished:
@@ -142,9 +142,9 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
 def newest_good_checkpoint(
     paths: Sequence[Path], check: Check, log: LogLine
 ) -> tuple[Path | None, dict[Path, str]]:
-    """Return the first of `paths` (the newest first) that passes `check`, and what is wrong with those before it.
+    """Return the first of `paths` (the newest first) that passes `check`, and what is wrong with each before it.
 
-    Returns None for no paths. Raises CheckpointError if there are paths and none passes.
+    Those before it are logged. For no paths, it is None. Raises CheckpointError if there are paths and none passes.
     """
     damage: dict[Path, str] = {}
     for path in paths:

@@ -72,7 +72,8 @@ class HostCopies:
         """
         items = self._tensors_to_place(tensors)
         while items:
-            count = 1  # a tensor larger than PIECE has a range of its own
+            # the first `count` items get one range of the arena; a tensor larger than PIECE has one of its own
+            count = 1
             size = range_bytes(items[0][1].nbytes)
             while count < len(items) and size + range_bytes(items[count][1].nbytes) <= PIECE:
                 size += range_bytes(items[count][1].nbytes)
@@ -80,8 +81,9 @@ class HostCopies:
             host_range = self._arena.take_range(size)
             first = 0
             for name, local in items[:count]:
-                memory = host_range.memory[first : first + local.nbytes].view(local.dtype)
-                memory = memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
+                numbers = host_range.memory[first : first + local.nbytes].view(local.dtype)
+                # in the order of dims that a copy made by torch would have
+                memory = numbers.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
                 self._places[name] = _signature(local), memory, host_range
                 first += range_bytes(local.nbytes)
             items = items[count:]
@@ -90,8 +92,9 @@ class HostCopies:
     def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
         """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
 
-        Tensors on a GPU are copied by a stream of their own, and from a clone where they change before the next update,
-        as buffers may. On a CPU, such tensors and small ones are copied now, others by `finish`.
+        Tensors on a GPU are copied by a stream of their own, and from a clone where they may change before the next
+        update, as buffers do in forward. On a CPU, tensors that may change and small ones are copied now, others by
+        `finish`.
         """
         self.take_memory(tensors)
         # Addresses of what only an update writes. Buffers, which forward may write, are not among them.
@@ -101,11 +104,11 @@ class HostCopies:
         on_gpu = list[tuple[Tensor, Tensor]]()
         for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
             source = local_tensor(value.detach())
-            changes = group == "model" and source.data_ptr() not in steady
+            may_change = group == "model" and source.data_ptr() not in steady
             target = self._places[f"{group}.{name}"][1] if source.nbytes else torch.empty_like(source, device="cpu")
             if source.device.type == "cuda":
-                on_gpu.append((target, source.clone() if changes else source))
-            elif changes or source.nbytes <= SMALL:
+                on_gpu.append((target, source.clone() if may_change else source))
+            elif may_change or source.nbytes <= SMALL:
                 target.copy_(source)
             else:
                 on_host.append((target, source))

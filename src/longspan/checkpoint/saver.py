@@ -85,7 +85,7 @@ class RunningSave:
 
         `best` is called last, for training may have changed it. An error is kept in `failure`.
         """
-        collectives = _DistWrapper(group, True, 0)  # torch's, of objects; rank 0 of the group coordinates
+        collectives = _DistWrapper(group, use_dist=True, coordinator_rank=0)  # torch's, of objects
         folder = partial_path(self.path)
         try:
             self._write_on_all_ranks(folder, collectives, group, planner)
@@ -104,9 +104,10 @@ class RunningSave:
     def _write_on_all_ranks(
         self, folder: Path, collectives: _DistWrapper, group: ProcessGroup, planner: DefaultSavePlanner
     ) -> None:
-        """Take the copies, write this rank's file, and publish the checkpoint on the first rank; `phase` follows.
+        """Take the copies, write this rank's file, and publish the checkpoint on the first rank.
 
-        A failure of any rank in a step is raised on all, so that nothing is published that is not whole.
+        `phase` says how far it is. A failure of any rank in one of these steps is raised on all, so that nothing is
+        published that is not whole.
         """
 
         def finish_copies() -> None:
@@ -212,7 +213,7 @@ class CheckpointSaver:
             with world.watch.enter_operation("making the saves group", world.home.ranks, is_work=True):
                 # gloo finds peers through the launcher's store, which is gone when ranks whose launcher was killed
                 # save once more: one empty message of each kind connects them now.
-                collectives = _DistWrapper(group, True, 0)
+                collectives = _DistWrapper(group, use_dist=True, coordinator_rank=0)
                 collectives.all_reduce("connecting", str, len)
                 collectives.reduce_scatter("connecting", str, list)
             world.watch.background = self.activity
@@ -239,7 +240,9 @@ class CheckpointSaver:
     ) -> None:
         """Begin checkpoint `step`; `state` is whatever else a resumed run wants to see, as JSON.
 
-        Waits for the last save. Raises CheckpointError, on every rank, where that failed.
+        Waits for the last save, and logs how long. Without `background`, or room for copies, it returns when the
+        checkpoint is there; else the optimizer's next step waits for the copies. Raises CheckpointError, on every rank,
+        where the last save failed.
         """
         started = time.monotonic()
         last = self._running
@@ -257,9 +260,9 @@ class CheckpointSaver:
             path = save_checkpoint(
                 self.root, model, optimizer, self._world, step=step, state=state, keep=self.keep, best=self.best
             )
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - started  # training paused for all of them
             size = sum(file.stat().st_size for file in path.iterdir()) if is_first_rank(self._world) else 0
-            self.figures = SaveFigures(step, seconds, seconds, size)
+            self.figures = SaveFigures(step, shown_seconds=seconds, seconds=seconds, bytes=size)
             return
         staging = self._stage.begin_copies(tensors, model)
         path = checkpoint_path(self.root, step)
@@ -305,10 +308,10 @@ class CheckpointSaver:
             self._log(
                 "the next checkpoints are written while training waits: the threads of this one have not ended"
             )
-        # an error of the first rank, which publishes, stands without a number
-        first_rank = f" (on rank {self._world.home.ranks[0]})"
-        phases = [phase for phase, _, _ in reports]
-        reason = failures[0].removesuffix(first_rank) if failures else self._late_save_text(phases)
+        if failures:  # an error of the first rank, which publishes, stands without a number
+            reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
+        else:
+            reason = self._late_save_text([phase for phase, _, _ in reports])
         raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
 
     def _late_save_text(self, phases: Sequence[str]) -> str:
@@ -344,7 +347,7 @@ class CheckpointSaver:
         self._note_figures(save)
 
     def take_figures(self) -> SaveFigures | None:
-        """Return what the last save took, once, after it is published; None before and after."""
+        """Return what the last save took, once, after it is published; None before, and from the second call on."""
         save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
             self._note_figures(save)
@@ -360,10 +363,14 @@ class CheckpointSaver:
         return f"writing of checkpoint {save.path.name} ({save.phase}) for {time.monotonic() - save.started:.1f} s"
 
     def give_up(self, seconds: float = 0.0) -> None:
-        """Leave the save in progress to itself: where a rank is lost, or after `seconds` where this one will leave."""
+        """Wait for the save in progress no longer than `seconds`, and not for its result.
+
+        With `seconds`, as where this rank is about to leave, it may still be published after that; without, as where a
+        rank is lost, it is not any more.
+        """
         if self._running is not None:
             self._running.ended.wait(seconds)
-            self._running.given_up = not seconds
+            self._running.given_up = seconds == 0
             self._running = None
 
     def close(self) -> None:
@@ -380,8 +387,7 @@ class CheckpointSaver:
         """Return whether every host has room for its ranks' copies, of which `size` bytes are this rank's; all ranks
         agree.
 
-        Without room training waits for this and all later saves (`_background` is off).
-
+        Without room, a line says so, and training waits for this and all later saves (`_background` is off).
         """
         reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
         for host in dict.fromkeys(name for name, _, _ in reports):

@@ -81,7 +81,8 @@ def shard_name(rank: int) -> str:
 def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Tensor]) -> Digest:
     """Write a safetensors file, a tensor at a time, and return its bytes and hash once the disk has it.
 
-    Raises CheckpointError, with the file's name, for what the disk refuses.
+    `read(chunk)` returns the tensor of a chunk when it is written. Raises CheckpointError, with the file's name, for
+    two chunks of one tensor, and for what the disk refuses.
     """
     ordered = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
     header = dict[str, Any]()
@@ -93,15 +94,16 @@ def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Te
     if len(header) < len(ordered):
         raise CheckpointError(f"{path}: a rank holds two parts of one tensor, and a file has one place for each")
     offsets = json.dumps({chunk.name: {_OFFSET: chunk.offsets} for chunk in ordered})
-    text = json.dumps({"__metadata__": {_OFFSETS: offsets, "DCP_VERSION": "1.0", "format": "pt"}} | header).encode()
-    text += b" " * (-len(text) % 8)
+    metadata = {_OFFSETS: offsets, "DCP_VERSION": "1.0", "format": "pt"}  # as torch's writer has it
+    encoded = json.dumps({"__metadata__": metadata} | header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # so that the tensors begin at a multiple of 8 bytes
     sha256 = hashlib.sha256()
     size = 0
     try:
         with name_file_in_errors(path), path.open("wb") as file:
             tensors = (read(chunk).detach().cpu().contiguous().reshape(-1) for chunk in ordered)
             parts = (tensor.view(torch.uint8).numpy().data for tensor in tensors)
-            for data in chain([len(text).to_bytes(8, "little") + text], parts):
+            for data in chain([len(encoded).to_bytes(8, "little") + encoded], parts):
                 file.write(data)
                 sha256.update(data)
                 size += len(data)
@@ -122,14 +124,17 @@ def read_metadata(path: Path) -> Metadata:
         with ThreadPoolExecutor(max_workers=8) as pool:
             headers = list(pool.map(_read_stored_chunks, files))
     except OSError as error:
-        name = Path(error.filename or "its folder").name
-        raise CheckpointError(f"checkpoint {path}: {name} cannot be read ({error.strerror}); {_AGAIN}") from error
+        file_name = Path(error.filename or "its folder").name
+        raise CheckpointError(
+            f"checkpoint {path}: {file_name} cannot be read ({error.strerror}); {_AGAIN}"
+        ) from error
     entries = dict[str, TensorStorageMetadata]()
     places = dict[MetadataIndex, StoredChunk]()
     for place in chain.from_iterable(headers):
         name, dtype, offsets, sizes = place.chunk
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         entry = entries.setdefault(name, TensorStorageMetadata(TensorProperties(dtype), chunk.sizes, []))
+        # the whole tensor reaches as far as the chunk that ends last
         entry.size = torch.Size(max(s, first + n) for s, first, n in zip(entry.size, offsets, sizes, strict=False))
         entry.chunks.append(chunk)
         places[MetadataIndex(name, chunk.offsets)] = place
@@ -165,9 +170,9 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
             chunks.append(Chunk(name, data.properties.dtype, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
         with self._waiting:
             if chunks:
-                name = shard_name(plan.storage_data["shard_index"] - 1)
-                self.digests[name] = write_chunks(
-                    self.path / name, chunks, lambda chunk: resolve(items[chunk.name])
+                file_name = shard_name(plan.storage_data["shard_index"] - 1)
+                self.digests[file_name] = write_chunks(
+                    self.path / file_name, chunks, lambda chunk: resolve(items[chunk.name])
                 )
         future = Future[Any]()
         future.set_result([])  # nothing is written of all ranks' results
@@ -204,14 +209,14 @@ class SafetensorsReader(FileSystemReader):
 
 
 def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
-    """Read the part of a chunk that the item names, from the open `file` of the chunk; of its rows (first dim) no
-    others.
+    """Read the part of a chunk that the item names, from the open `file` of the chunk.
 
-    Raises CheckpointError for a file that ends within the chunk.
+    Only its rows (first dim) are read, whole, and then cut in the other dims. Raises CheckpointError for a file that
+    ends within the chunk.
     """
     _, dtype, _, sizes = place.chunk
     lengths = list(item.lengths)
-    rows, first = (lengths[0], item.storage_offsets[0]) if sizes else (1, 0)
+    rows, first = (lengths[0], item.storage_offsets[0]) if sizes else (1, 0)  # a number is one row
     row_bytes = prod(sizes[1:]) * dtype.itemsize
     data = torch.empty(rows * row_bytes, dtype=torch.uint8)
     file.seek(place.first + first * row_bytes)
@@ -231,8 +236,8 @@ def _read_stored_chunks(file: Path) -> list[StoredChunk]:
     try:
         with name_file_in_errors(file), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            data = file.stat().st_size - 8 - length
-            if length > _MOST_HEADER or data < 0:
+            data_bytes = file.stat().st_size - 8 - length
+            if length > _MOST_HEADER or data_bytes < 0:
                 raise ValueError(f"a header of {length} bytes in a file of {file.stat().st_size}")
             header = parse_json(stream.read(length))
         metadata = header.pop("__metadata__", {})
@@ -247,8 +252,8 @@ def _read_stored_chunks(file: Path) -> list[StoredChunk]:
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name} has the dtype {entry['dtype']!r:.40}")
             chunk = Chunk(name, DTYPES[entry["dtype"]], tuple(begins), tuple(sizes))
-            if len(begins) != len(sizes) or end - first != chunk.bytes or end > data:
-                raise ValueError(f"{name} of {sizes} at {begins} has bytes {first} to {end} of {data}")
+            if len(begins) != len(sizes) or end - first != chunk.bytes or end > data_bytes:
+                raise ValueError(f"{name} of {sizes} at {begins} has bytes {first} to {end} of {data_bytes}")
             chunks.append(StoredChunk(chunk, file.name, 8 + length + first))
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # a damaged header raises any of these
         raise CheckpointError(

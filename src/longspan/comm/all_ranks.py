@@ -37,7 +37,7 @@ def leave_together(world: World) -> Iterator[None]:
     failures = list[BaseException]()
 
     def beat() -> None:
-        try:
+        try:  # the flag says that this rank still works; all ranks end when none does
             while world.control.flag_on_any_rank(not end.wait(min(_BEAT, world.watch.timeout / 4))):
                 pass
         except BaseException as error:  # raised where the others are waited for
@@ -78,13 +78,14 @@ def result_or_first_error(
 def raise_first_error(world: World, error: LongspanError | None) -> None:
     """Raise the error of the first rank that has one, on every rank, with this rank's own as cause; entered by all.
 
-    An error of another rank than the home's first gets the rank's number, unless its text has it.
+    An error of another rank than the home's first gets the rank's number, unless its text has it. Where no rank has
+    one, nothing is raised.
     """
     rank_and_error = world.control.first_object(error, "gather of errors")
     if rank_and_error is not None:
         rank, first_error = rank_and_error
-        names_rank = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(first_error))
-        rank_note = "" if names_rank else f" (on rank {rank})"
+        is_clear = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(first_error))
+        rank_note = "" if is_clear else f" (on rank {rank})"
         raise on_all_ranks(type(first_error)(f"{first_error}{rank_note}")) from error
 
 
@@ -100,7 +101,7 @@ def is_first_rank(world: World) -> bool:
 
 
 def silence_warnings_of_other_ranks(world: World) -> AbstractContextManager[Any]:
-    """Leave out warnings that are the same on all ranks, on all but the first."""
+    """Return a context in which only the first rank warns: for work whose warnings are the same on all ranks."""
     if is_first_rank(world):
         return nullcontext()
     return warnings.catch_warnings(action="ignore")
@@ -114,7 +115,8 @@ def run_on_every_rank(world: World, work: Callable[[], Result], os_error_as: typ
 def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """Return the first rank's result of `work`, on every rank.
 
-    A LongspanError of it, and an OSError as `os_error_as`, is raised on every rank; any other on the first rank only.
+    A LongspanError of `work`, and an OSError as `os_error_as`, is raised on every rank. Any other error is raised on
+    the first rank alone, which then leaves: the others raise CommError, as nothing is broadcast to them.
     """
     with leave_together(world):
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
@@ -125,7 +127,10 @@ def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: typ
 
 
 def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -> tuple[Any, LongspanError | None]:
-    """Return the result of `work` and None, or None and its error for the other ranks (an OSError as `os_error_as`)."""
+    """Return (the result of `work`, None), or (None, the error) where it raises a LongspanError or an OSError.
+
+    An OSError is returned as an `os_error_as` with its text. Any other error is raised.
+    """
     try:
         return work(), None
     except (LongspanError, OSError) as error:

@@ -51,5 +51,7 @@ def break_graphs_around(fn: Function) -> Function:
         return disabled(*args, **kwargs)
 
     skip_code(cast(Any, run).__code__)  # so that dynamo compiles no frame of `run` itself
-    vars(run).update(vars(disabled) | {"_torchdynamo_wrapper_id": id(run)})  # by which dynamo knows the switch
+    # Dynamo knows the function that `disable` returns by its attributes, and takes copies of them on another function
+    # for real only where this one is the other's own id.
+    vars(run).update(vars(disabled) | {"_torchdynamo_wrapper_id": id(run)})
     return cast(Function, run)

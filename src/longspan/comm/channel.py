@@ -32,8 +32,8 @@ class Handle:
     """A started exchange. `wait()` returns its result once its tensors may be used; a second call returns it again.
 
     On a GPU, waiting orders the current stream behind the exchange and does not stop the host. `keep`, what the works
-    read or write, is referred to until then; `finish` makes the result, `work_bytes` are the bytes that the works
-    themselves hold on to. With `on_host` the works are gloo's.
+    read or write, is referred to until then. `finish()` makes the result (without it, None). `work_bytes` are the bytes
+    that the works themselves hold on to. With `on_host` the works are gloo's.
     """
 
     __slots__ = ("_finish", "_keep", "_on_host", "_operation", "_result", "_work_bytes", "_works")
@@ -266,9 +266,9 @@ class Channel:
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], label: str) -> Handle:
         """Start sending runs of rows of x (sum of counts, …), `counts[m]` to member m, one after another.
 
-        `wait()` returns the sum (counts[index], …) of what the members sent here, in the dtype of x. It is taken in
-        member order, so that it does not depend on timing, and in float32 (float64 for float64, integers in their own
-        dtype), so that its error does not grow with the number of members.
+        `wait()` returns the sum (counts[index], …) of the runs that arrive here, this member's own included, in the
+        dtype of x. It is taken in member order, so that it does not depend on timing, and in float32 (float64 for
+        float64, integers in their own dtype), so that its error does not grow with the number of members.
         """
         rows = counts[self.index]
         arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, label)
@@ -414,7 +414,10 @@ class Channels:
                     self._warm_up_group(group, ranks)
 
     def _warm_up_channel(self, channel: Channel) -> None:
-        """Have NCCL connect the members: by a collective of the parent group, and an exchange with both neighbours."""
+        """Have NCCL connect the members: by a collective of the parent group, and an exchange with both neighbours.
+
+        On CPUs nothing is done.
+        """
         self._warm_up_group(channel.group, channel.ranks)
         if channel.degree > 1:
             next_member = (channel.index + 1) % channel.degree
@@ -433,8 +436,9 @@ class Channels:
             torch.cuda.synchronize(self._device)
 
     def _warm_up_group(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
-        """Have NCCL make the communicator by a first collective; afterwards any of its members may talk
-        point to point.
+        """Have NCCL make the communicator by a first collective; afterwards any of its members may talk point to point.
+
+        On CPUs nothing is done.
         """
         if self._device.type == "cuda":
             with self._groups.watch.enter_operation("warming a communicator", ranks):

@@ -29,10 +29,10 @@ class PairRounds:
 
     >>> PairRounds(group, ranks=(0, 1, 2), rank=0).reduce(x, torch.maximum, "largest lengths")
 
-    There are as many places as the largest power of two that is no more than the ranks; the first have two members
-    each. `limit()` is how many seconds a message is waited for. Every method is entered by all members, one call at a
-    time. Messages match by the name of the call, its number and the size of its tensor: members in different calls
-    wait.
+    There are as many places as the largest power of two that is no more than the ranks; where there are more ranks, the
+    first places have two members each. `limit()` is how many seconds a message is waited for. Every method is entered
+    by all members, one call at a time. Messages match by the name of the call, its number and the size of its tensor:
+    members in different calls wait until that limit.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class PairRounds:
     def _reduce_in_rounds(self, value: Any, exchange: PairExchange, combine: Callable[[Any, Any], Any]) -> Any:
         """Combine all members' values by rounds of exchanges; return the result, the same on every member, bit for bit.
 
-        Round i is with the member whose place differs in bit i. The value of the lower place is always the first of the
-        two that are combined. Second members of a place first give their value to the first one, and get the result
-        from it at the end.
+        Round i is between the first members of places that differ in bit i. The value of the lower place is always the
+        first of the two that are combined. The second member of a place gives its value to the first one before the
+        rounds, and gets the result from it after them.
         """
         if self._is_second:
             exchange(self._partner, value, receives=False)
@@ -90,9 +90,9 @@ class PairRounds:
         if self._partner is not None:
             value = combine(value, exchange(self._partner, value, sends=False))
         for bit in self._bits:
-            # to the first member of the place with this bit flipped
             place = self._place ^ bit
-            partner_value = exchange(2 * place if place < self._pairs else place + self._pairs, value)
+            first_member = 2 * place if place < self._pairs else place + self._pairs
+            partner_value = exchange(first_member, value)
             value = combine(partner_value, value) if self._place & bit else combine(value, partner_value)
         if self._partner is not None:
             exchange(self._partner, value, receives=False)
@@ -163,16 +163,16 @@ class ControlGroup:
         """Raise CommError on all ranks if their digests differ; return, for each of at most two flags, whether any rank
         sets it.
 
-        `digest` has at most 64 hex digits. One message of maxima does it: of the digest's four words, of their
+        `digest` has at most 64 hex digits. One reduction by maxima does it: of the digest's four words, of their
         complements, and of the flags. Comparisons of all kinds match one another, so that ranks which compare different
-        things find that out, and do not wait. The error has the ranks that hold each of the different digests: `what`
-        names what was compared, and `hint` says what to do.
+        things find that out, and do not wait. The error lists the ranks that hold each of the different digests: `what`
+        names what was compared, and `hint` says what to do (by default, for plans).
         """
         if self._is_alone:
             return flags
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         padding = (False,) * (_FLAGS - len(flags))
-        # max of ~w is ~(min of w)
+        # the maximum of ~w is ~(the minimum of w): digests are equal where maximum and minimum are
         message = torch.cat([words, ~words, torch.tensor([*flags, *padding], dtype=torch.int64)])
         with self._watch.enter_operation(f"comparison of {what}", self.home.ranks):
             largest = self._rounds.reduce(message, torch.maximum, "comparison")
@@ -199,8 +199,8 @@ class ControlGroup:
     def reduce_object(self, value: T | None, combine: Callable[[T, T], T], label: str) -> T | None:
         """Combine all ranks' values, in the order of the home's ranks; return the result on every rank.
 
-        For small host data. `combine` gets two values, those of neighbouring runs of ranks. A value None is left out;
-        where all are None, None is returned.
+        For small host data. `combine` gets two values, each of a run of ranks, of which the second follows the first. A
+        value None is left out; where all are None, None is returned.
         """
         if self._is_alone:
             return value

@@ -20,7 +20,11 @@ _highest: dict[torch.device, int] = {}
 
 @contextmanager
 def measure_added_peak(device: torch.device) -> Iterator[list[int]]:
-    """Measure the most bytes that the block adds on a GPU, put into the list at its end; `peak_memory_bytes` stays."""
+    """Measure the most bytes that the block adds on a GPU: they are appended to the list that is yielded, at its end.
+
+    The list stays empty on a CPU, and where the block raises. The allocator's peak is reset, and the one before is
+    kept in `_highest`, so that `peak_memory_bytes` still counts it.
+    """
     added = list[int]()
     if device.type != "cuda":
         yield added
@@ -33,7 +37,10 @@ def measure_added_peak(device: torch.device) -> Iterator[list[int]]:
 
 
 def unused_bytes(device: torch.device, ranks: int) -> int:
-    """Return the bytes that a rank could still take of its GPU, or of the host, shared by `ranks`; 0: unknown."""
+    """Return the bytes that a rank can still take: of its GPU, with what torch's allocator has cached there.
+
+    On a CPU it is the rank's share of what is free on the host, for as many `ranks`; 0 where that is not known.
+    """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         in_use = _allocator_figure(device, "allocated_bytes", "current")
@@ -62,7 +69,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has held: of its GPU, or resident on a CPU."""
+    """Return the most bytes of memory that this process has held: of its GPU, or resident where it runs on a CPU."""
     if device.type == "cuda":
         return max(_allocator_figure(device, "allocated_bytes", "peak"), _highest.get(device, 0))
     # macOS counts bytes, Linux KiB.

@@ -1,6 +1,6 @@
 """What ranks post to their store when a collective fails: who left, what the others do, and the report of it.
 
-Each says what it does, and which collective torch's flight recorder has last.
+Each rank says what it does, and which collective torch's flight recorder has last.
 
 The first rank to notice requests a report, every other rank that lives answers, and all read the one report. Reports
 are numbered: a world in which ranks caught an error and went on has a new one at its next failure.
@@ -148,9 +148,11 @@ class FailureReports:
         """Return the report of a collective that this rank entered at the monotonic time `since`.
 
         If this rank has answered for a report since then, that report is of the same failure; otherwise the next one is
-        requested. The first rank to request a report collects the answers and posts the report; the others wait for it.
+        requested. The first rank to request a report collects the answers and posts the report; the others wait for it,
+        and where it does not come in time, their report says so.
         """
-        number = self._answered + (since > self._answered_at)
+        has_answered_since = self._answered_at >= since
+        number = self._answered if has_answered_since else self._answered + 1
         me = str(self._rank)
         requests_it = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
         self.post_answer(number, activity)  # so that all ranks learn of the request
@@ -176,9 +178,8 @@ class FailureReports:
     def _collect_report(self, number: int, operation: str) -> FailureReport:
         """Wait at most ANSWER_SECONDS for the answers to request `number`, and return the report of this `operation`.
 
-        The causes are ranks that left with an error, died or did not answer; if there are none, ranks that do
-        something else than the others. A rank that left only because it heard of a failure (an echo) has no error of
-        its own.
+        The causes are ranks that left with an error of their own, died or did not answer; if there are none, ranks that
+        are not in this operation. A rank that left only because it heard of a failure (an echo) is no cause.
         """
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
@@ -186,7 +187,7 @@ class FailureReports:
             departures = {entry["rank"]: entry for entry in self._entries("left")}
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
             deaths = self._death_texts(missing)
-            if len(deaths) == len(missing) or time.monotonic() > deadline:
+            if len(deaths) == len(missing) or time.monotonic() > deadline:  # or nobody is left who may answer
                 break
             time.sleep(0.05)
         remaining = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}
@@ -201,7 +202,7 @@ class FailureReports:
         return FailureReport(tuple(causes), tuple(activities), bool(own_errors), self._rank)
 
     def server_text(self) -> str:
-        """Return who serves the store, and on which node, rank 0's: the cause where it does not answer."""
+        """Say that the store does not answer, by who serves it and on which node (rank 0's): the cause in a report."""
         node = (
             "" if self.nodes is None else f" on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])},"
         )
@@ -210,8 +211,8 @@ class FailureReports:
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
         """Return, for those of the missing ranks that are known to be dead, how they died.
 
-        Of ranks on this host that torchrun started it is known by their process ids, of others if their launcher has
-        posted it. There, at most 64 ranks are looked up: each takes a request.
+        Of a rank that torchrun started on this host, it is known by the process id; of any rank, where its launcher has
+        posted it. Such posts are looked up for the first 64 missing ranks only, as each takes a request.
         """
         processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
         deaths = {
@@ -235,7 +236,10 @@ class FailureReports:
 
 
 def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """Return a line for each rank that is in another collective than `operation`, or that all are in it."""
+    """Return a line for each rank that is not in `operation`: for NAMED ranks, and one that counts the others.
+
+    Where all are in it, the one line says so.
+    """
     texts = [f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation]
     if not texts:
         return ["all ranks are in it: look at the network and the devices between them"]
@@ -246,7 +250,9 @@ def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[s
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """Return what ranks do, NAMED at most: first those that are in another collective than `operation`."""
+    """Return a line on what each rank does, first of those that are not in `operation`: for NAMED ranks, and one that
+    counts the others.
+    """
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
     lines = list[str]()
     for rank in ranks[:NAMED]:
@@ -273,23 +279,28 @@ def last_collective_text() -> str:
     >>> last_collective_text()
     'gloo:all_reduce number 4 of the group "control", [8] Float'
     """
-    results = list[str]()
+    texts = list[str]()
 
     def read() -> None:
         with suppress(Exception):
-            nccl = _recorded_entries("_dump_nccl_trace_json")
-            unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
-            if unfinished is not None:
-                results.append(f"{_collective_text(unfinished)}, {unfinished['state']}")
-                return
-            last_entries = [*nccl[-1:], *_recorded_entries("_dump_fr_trace_json")[-1:]]
-            if last_entries:
-                results.append(_collective_text(max(last_entries, key=lambda entry: entry["time_created_ns"])))
+            texts.append(_read_last_collective())
 
     thread = threading.Thread(target=read, name="longspan recorder", daemon=True)
     thread.start()
     thread.join(RECORDER_SECONDS)
-    return results[0] if results else ""
+    return texts[0] if texts else ""
+
+
+def _read_last_collective() -> str:
+    """Return the text of `last_collective_text` from torch's recorders, however long these take."""
+    nccl = _recorded_entries("_dump_nccl_trace_json")
+    unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
+    if unfinished is not None:
+        return f"{_collective_text(unfinished)}, {unfinished['state']}"
+    last_entries = [*nccl[-1:], *_recorded_entries("_dump_fr_trace_json")[-1:]]
+    if not last_entries:
+        return ""
+    return _collective_text(max(last_entries, key=lambda entry: entry["time_created_ns"]))
 
 
 def _recorded_entries(function: str) -> list[dict[str, Any]]:

@@ -38,22 +38,15 @@ class FirstRank:
         return self._waiting is not None
 
     def run_on_first(self, work: Callable[[], Result], result_name: str) -> Result:
-        """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
+        """Return the first rank's result of `work`, on every rank; entered by all. Inside other work it just runs.
 
-        The other ranks raise the first's LongspanError too, or CommError with its text and `result_name`, the
-        result in words.
+        Where `work` raises, so do the other ranks: its LongspanError, or for another error a CommError with its text
+        and `result_name`, the result in words.
         """
         if self.is_working:
             return work()
-        while not is_first_rank(self.world):  # answer the first rank until it sends its result or its error
-            with leave_together(self.world):  # waits until the first rank leaves, too
-                pass
-            name, value = pickle.loads(self.world.control.broadcast_object(b"", label=_MESSAGE))
-            if name == _RESULT:
-                return value
-            if name == _ERROR:
-                raise value
-            self.calls[name](*value)  # what `call_on_others` sent: a name and arguments
+        if not is_first_rank(self.world):
+            return self._answer_first_rank()
         self._tell_others_to_wait()
         try:
             result = work()
@@ -65,6 +58,18 @@ class FirstRank:
             raise
         self._send(message)
         return result
+
+    def _answer_first_rank(self) -> Any:
+        """Join the first rank's calls, as another rank, until it sends its result, which is returned, or its error."""
+        while True:
+            with leave_together(self.world):  # waits until the first rank leaves, too
+                pass
+            name, value = pickle.loads(self.world.control.broadcast_object(b"", label=_MESSAGE))
+            if name == _RESULT:
+                return value
+            if name == _ERROR:
+                raise value
+            self.calls[name](*value)  # what `call_on_others` sent: a name and arguments
 
     @contextmanager
     def call_on_others(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -83,7 +88,7 @@ class FirstRank:
                 self._tell_others_to_wait()
 
     def _tell_others_to_wait(self) -> None:
-        """Let the other ranks wait in `leave_together`, which this rank leaves when it has something to send."""
+        """Enter `leave_together`, in which the other ranks wait until this rank leaves it, to send something."""
         self._waiting = ExitStack()
         self._waiting.enter_context(leave_together(self.world))
 

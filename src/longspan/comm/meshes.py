@@ -113,23 +113,17 @@ class Meshes:
 
     def _build_mesh(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
         """Return the mesh of this rank's stage, over ranks (stages, *axes); its groups are made where they are missing,
-        by all ranks.
+        by all ranks together.
 
-        Axes of size 1 are left out, but for those over slots. torch orders a group's members by rank. Slots alone are
-        sorted: which holds which shard is free. Beside tp or ep their order says who holds what: CommError if it
-        descends. Replicas may.
+        Axes of size 1 are left out, but for those over slots. torch orders the members of a group by rank. Without tp
+        and ep slots are sorted so, as any slot may hold any shard. Otherwise a slot's place says what it holds: raises
+        CommError where ranks descend along an axis.
         """
         sizes = ranks.shape[1:]
         if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:
             ranks = np.sort(ranks, axis=2)
         else:
-            for i, axis in enumerate(axes):
-                for line in np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i]):
-                    if axis != REPLICATE and (np.diff(line) < 0).any():
-                        raise CommError(
-                            f"the home's ranks {excerpt(line.tolist())} descend along {axis}, but torch orders the "
-                            "members of a group by rank; with tp or ep, give the home its ranks in ascending order"
-                        )
+            _check_ranks_ascend(axes, ranks)
         dims = [
             i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1
         ]
@@ -137,7 +131,7 @@ class Meshes:
         for i in dims:
             if axes[i] in self._axis_groups:
                 continue
-            for line in np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i]).tolist():
+            for line in _lines_along(ranks, i).tolist():
                 if (group := self._groups.make_group(line, axes[i])) is not None:
                     self._axis_groups[axes[i]] = group
         groups = [self._axis_groups[name] for name in names]
@@ -161,20 +155,38 @@ class Meshes:
             )
 
 
+def _lines_along(ranks: Integers, axis: int) -> Integers:
+    """Return the ranks (lines, size) of every line along the axis of this number, of ranks (stages, *axes)."""
+    return np.moveaxis(ranks, axis + 1, -1).reshape(-1, ranks.shape[axis + 1])
+
+
+def _check_ranks_ascend(axes: Sequence[str], ranks: Integers) -> None:
+    """Raise CommError where ranks (stages, *axes) descend along an axis; along replicas, which are alike, they may."""
+    for i, axis in enumerate(axes):
+        for line in _lines_along(ranks, i):
+            if axis != REPLICATE and (np.diff(line) < 0).any():
+                raise CommError(
+                    f"the home's ranks {excerpt(line.tolist())} descend along {axis}, but torch orders the "
+                    "members of a group by rank; with tp or ep, give the home its ranks in ascending order"
+                )
+
+
 def _forget_shardings() -> None:
     """Clear what DTensor has remembered, in this thread, of operations and the meshes of their arguments."""
     from torch.distributed.tensor import DTensor  # here: the import takes half a second
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    # the same in C++, where this torch has it
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def exchange_tensors(
     tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Generator[None, None, list[Tensor]]:
-    """Send `tensors[m]` to member m of an axis of a mesh; return what each member sends here, of these shapes.
+    """Send `tensors[m]` to member m of an axis of a mesh; return, in member order, what each sends here.
 
-    It yields once, when all is on its way.
+    `shapes[m]` is the shape of what member m sends. The tensors of a call have one dtype. This generator yields once,
+    when all is on its way, and waits when it is resumed; its return value is the result.
     """
     sends = [tensor.numel() for tensor in tensors]
     receives = [math.prod(shape) for shape in shapes]

@@ -77,9 +77,10 @@ class ProcessGroups:
     ) -> ProcessGroup | None:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
 
-        If another open world has a communicator of these ranks for the same purpose, and this world does not use it
-        yet, it is shared, and is not among `made`. All axes of meshes are one purpose, and so are all kinds that carry
-        a layer's messages. `timeout` is that of the group's collectives in seconds (None: the world's).
+        If another open world has a communicator of these ranks for the same purpose, with the same backend and timeout,
+        and this world does not use it yet, it is shared, and is not among `made`. All axes of meshes are one purpose,
+        and so are all kinds that carry a layer's messages. `timeout` is that of the group's collectives in seconds.
+        `backend` and `timeout` None are the world's.
         """
         backend = backend or self._backend
         timeout = timeout or self._timeout
@@ -96,7 +97,7 @@ class ProcessGroups:
                 options = dist.ProcessGroupNCCL.Options()
                 options.is_high_priority_stream = True
                 options._timeout = limit  # else torch warns that it differs from the group's
-            # only host values travel over this group's gloo side: its tensors, if it has any, go over NCCL
+            # then gloo carries no tensors of a model: these go over NCCL, or the group has none
             takes_host_values = kind in ("control", "saves") or backend != "gloo"
             connecting = defer_connections() if takes_host_values else nullcontext()
             with self.watch.enter_operation(f"making the {kind} group", ranks, is_work=True), connecting:
@@ -104,7 +105,7 @@ class ProcessGroups:
                     list(ranks), timeout=limit, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
                 )
             shareable = Shareable(None)
-            if self.watch.rank in ranks:
+            if self.watch.rank in ranks:  # else torch has returned a number
                 assert isinstance(group, ProcessGroup)
                 shareable.group = group
                 self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
@@ -114,8 +115,8 @@ class ProcessGroups:
         return shareable.group
 
     def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """Return the communicator of these ranks in this order; None where they talk point to point, as those do that
-        do not ascend.
+        """Return the communicator of these ranks in this order; None where they have none, and talk point to point, as
+        ranks that do not ascend always do.
         """
         return self.by_ranks.get(tuple(ranks))
 
@@ -155,8 +156,8 @@ class CommunicatorChoice:
     """Chooses, plan after plan, the slots that get a communicator, at most `max_groups` for each slot.
 
     A group gains one where it recurs: where all groups of its plan have one degree (the fixed degrees of training and
-    evaluation), or where it has been in two micro-batches so far. Slots of planners ascend; groups of others talk point
-    to point, as torch sorts the ranks of a communicator.
+    evaluation), or where it has been in two micro-batches so far. A group gets one only if its slots ascend, as those
+    of longspan's planners do; another talks point to point, for torch sorts the ranks of a communicator.
     """
 
     def __init__(self, max_groups: int) -> None:
@@ -166,8 +167,9 @@ class CommunicatorChoice:
         self._load = Counter[int]()  # communicators per slot
 
     def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
-        """Return the slots of this plan's groups that get communicators now, in plan order; count the groups that may
-        still get one.
+        """Return the slots of this plan's groups that get communicators now, in plan order.
+
+        What is chosen is remembered, and so is how often each group was seen that may still get one.
         """
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1
@@ -183,8 +185,9 @@ class CommunicatorChoice:
         return chosen_groups
 
     def _may_get_communicator(self, slots: tuple[int, ...]) -> bool:
-        """Whether all these slots have room for one more communicator, and these have none. A communicator is never
-        given up.
+        """Whether these slots ascend, have no communicator yet, and each has room for one more.
+
+        A communicator is never given up.
         """
         has_room = all(self._load[slot] < self.max_groups for slot in slots)
         return has_room and slots not in self._chosen and slots == tuple(sorted(slots))
@@ -228,6 +231,7 @@ def defer_connections() -> AbstractContextManager[None]:
     """Let groups made inside connect two ranks over gloo at their first message, not all with all when they are made.
 
     A rank that leaves before the first message is not noticed by the other, so groups over which tensors of a CPU
-    travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.15).
+    travel are made outside of this. torch reads the variable when it makes a group (2.8 to 2.15); where the user has
+    set it, it stays so.
     """
     return temporary_variables({_LAZY: os.environ.get(_LAZY, "1")})

@@ -52,8 +52,8 @@ class StopSignal:
         return f"{self.received} was received"
 
     def _remember_signal(self, number: int, _: FrameType | None) -> None:
-        """Note a signal, as its handler. One press of Ctrl-C may arrive twice; a second press to stop raises
-        Interrupted.
+        """Handle a signal: note its name and when it came. One press of Ctrl-C may arrive twice, and counts once; a
+        second press to stop raises Interrupted.
         """
         now = time.monotonic()
         name = signal.Signals(number).name
@@ -71,6 +71,9 @@ class StopSignal:
 
 
 def find_received_signal(world: World, name: str) -> str:
-    """Return the signal of this `name` (as `stop.received`) that any rank received, else ""; entered by all ranks."""
+    """Return the name of a signal that some rank received, on every rank; "" where none did. Entered by all ranks.
+
+    `name` is what this rank received (`StopSignal.received`); of several ranks the home's first counts.
+    """
     first = world.control.first_object(name or None, "gather of host values")
     return "" if first is None else first[1]

@@ -82,23 +82,27 @@ def join_world_of_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 
 def _open_world(store: Store, place: Place, timeout: float) -> str:
-    """As rank 0, begin worlds until one has all ranks, and none that left added to `_DECIDED` first; return its prefix.
+    """As rank 0, begin a world, open it once all other ranks have joined it, and return its prefix.
 
-    Raises CommError with the ranks that did not come in `timeout` seconds.
+    A rank that gives up decides about the world too: where it does so first, rank 0 begins another. Raises CommError
+    with the ranks that did not come in `timeout` seconds.
     """
     prefix = ""
-    world_store = store
+    world_store = store  # that of the world, once one is begun
+    is_begun = False
     for _ in _iterate_pauses(place.size, timeout):
-        if not prefix:
+        if not is_begun:
             prefix = f"longspan/world {store.add('longspan/worlds', 1)}"
             world_store = PrefixStore(prefix, store)
             world_store.set("rank/0", place.node)
             store.set(_NEWEST, prefix)
-        if world_store.add("joined", 0) == place.size - 1:
-            if world_store.add(_DECIDED, 1) == 1:
-                world_store.set(_OPENED, str(place.size))
-                return prefix
-            prefix = ""
+            is_begun = True
+        if world_store.add("joined", 0) != place.size - 1:
+            continue
+        if world_store.add(_DECIDED, 1) == 1:
+            world_store.set(_OPENED, str(place.size))
+            return prefix
+        is_begun = False  # another rank decided first: it leaves this world
     world_store.set("rank/0", "left")
     raise _absence_error(world_store, place, timeout)
 
@@ -108,8 +112,8 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
 
     Raises CommError where none opened in `timeout` seconds; the world that this rank is in then is left.
     """
-    prefix = ""
-    seen = {""}
+    prefix = ""  # of the world that this rank is registered in; "": of none
+    seen = {""}  # prefixes of the worlds that it has tried to join
     try:
         for _ in _iterate_pauses(place.size, timeout):
             newest = store.get(_NEWEST).decode() if store.check([_NEWEST]) else ""
@@ -130,15 +134,16 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
         raise
     if not prefix:
         raise _incomplete_world_error(place, timeout, "rank(s) (0) did not come")
+    # the time is up: rank 0 may have opened the world since the last look
     if _leave_unopened_world(PrefixStore(prefix, store), place):
         raise _absence_error(PrefixStore(prefix, store), place, timeout)
     return prefix
 
 
 def _leave_unopened_world(world_store: Store, place: Place) -> bool:
-    """Leave a world that this rank joined, and return True; False where rank 0 has opened it meanwhile.
+    """Leave a world that this rank joined, and return True; stay, and return False, where rank 0 has opened it now.
 
-    Where rank 0 decided first, the key that says that it opened the world may follow up to a second later.
+    Where another decided first, it may be rank 0: the key that says that it opened the world is waited for, a second.
     """
     if world_store.add(_DECIDED, 1) != 1 and any(
         _is_open(world_store, place.size) for _ in _iterate_pauses(1, 1.0)
@@ -156,7 +161,7 @@ def _is_open(world_store: Store, size: int) -> bool:
 
 
 def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
-    """Yield after each pause between questions to a store that `size` ranks ask; a last time after the time-out.
+    """Yield for each question to a store that `size` ranks ask: at once, after each pause, and last after the time-out.
 
     Pauses grow with the time waited, to 0.2 s, and are long enough that all ranks ask at most 5,000 times a second.
     """

@@ -39,8 +39,10 @@ class RingBlocks:
     def __iter__(self) -> Iterator[tuple[int, Block]]:
         degree = self._channel.degree
         me = self._channel.index
-        buffer = packed = own_matrix = torch.cat([t.flatten(1) for t in self._tensors], 1)
-        block = self._tensors
+        own_matrix = torch.cat([t.flatten(1) for t in self._tensors], 1)
+        buffer = own_matrix  # the memory that the block at hand lies in
+        packed = own_matrix  # its rows there, side by side
+        block = self._tensors  # the same rows, as tensors
         for step in range(degree):
             owner = (me - step) % degree
             if step + 1 == degree:
@@ -54,7 +56,7 @@ class RingBlocks:
             handle = self._channel.shift(packed, next_matrix, self._label)
             yield owner, block
             handle.wait()
-            if buffer is not own_matrix:  # that one has only its own rows, fewer than another block may need
+            if buffer is not own_matrix:  # which has the rows of this member, and another block may need more
                 self._spare.append(buffer)
             buffer = arriving
             packed = next_matrix
@@ -71,11 +73,11 @@ class Addend(NamedTuple):
 class GradientRing:
     """Sum every member's gradient of each block; the sum travels behind the block and comes home to its owner.
 
-    Call `add` once for each block but one's own, in the order in which `RingBlocks` yields owners, then `finish` with
-    one's own gradient of one's own block, which need not travel: what is computed between the last `add` and `finish`
-    hides the last step home. Sums of tensors shaped `like` these are taken in `dtype` and in ring order, the owner
-    last, which does not depend on timing. `add(total, addends, fresh=…)` adds to the tensors of `total` in place, or
-    fills them where they are fresh. Two buffers, whatever the degree.
+    Call the method `add` once for each block but one's own, in the order in which `RingBlocks` yields owners, then
+    `finish` with one's own gradient of one's own block, which need not travel: what is computed between the last `add`
+    and `finish` hides the last step home. Sums of tensors shaped `like` these are taken in `dtype` and in ring order,
+    the owner last, which does not depend on timing. The argument `add` is a function `add(total, addends, fresh=…)`: it
+    adds to the tensors of `total` in place, or fills them where they are fresh. Two buffers, whatever the degree.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class GradientRing:
         return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 
     def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
-        """Add addends to the sum of this owner's block, which has arrived by then; before the first message the buffer
-        is fresh, and is filled.
+        """Wait for the sum of this owner's block to arrive, add the addends, and return it; before the first message
+        nothing arrives, and the fresh buffer is filled.
         """
         total = self._buffer(owner)
         fresh = self._handle is None

@@ -89,9 +89,9 @@ class ShardPart(Immutable):
 
 
 def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
-    """Return where each packed row (S,) is among the rows of all slots; those of slot s begin at `starts[s]`.
+    """Return where each packed row (S,) is in a buffer of the rows of all slots; those of slot s begin at `starts[s]`.
 
-    A slot's rows lie group after group; rows that pad a document out are no packed rows.
+    A slot's rows lie group after group. Rows that pad a document out are among them, but are no packed rows.
     """
     sources = np.empty(micro_batch.tokens, dtype=np.int64)
     next_row = list(starts)
@@ -102,8 +102,8 @@ def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
         first_rows = base + np.cumsum(lengths) - lengths
         for member, slot in enumerate(group.slots):
             segments = group.shares.segments(member)
-            real = lengths[segments.document] - segments.start  # up to the document's end; padding follows
-            sizes = np.clip(real, 0, segments.stop - segments.start)
+            rows_to_end = lengths[segments.document] - segments.start  # of the document; behind it padding follows
+            sizes = np.clip(rows_to_end, 0, segments.stop - segments.start)
             begin = first_rows[segments.document] + segments.start
             local = next_row[slot] + segments.offset
             sources[expand_runs(begin, begin + sizes)] = expand_runs(local, local + sizes)
@@ -158,7 +158,7 @@ class Derived(Immutable):
 
 
 def _join_rows(first: Mapping[int, RowsAt], second: Mapping[int, RowsAt]) -> Mapping[int, RowsAt]:
-    """Return both mappings as one, with the entries of `first` first where both have a key."""
+    """Return both mappings as one; where both have a key, its tuples are joined, that of `first` first."""
     keys = {**first, **second}
     return MappingProxyType({key: (*first.get(key, ()), *second.get(key, ())) for key in keys})
 
@@ -231,15 +231,16 @@ class SequenceShard(Immutable):
             parts.append(part)
             segments = part.segments()
             counts = segments.stop - segments.start
-            # within a segment, position − local row is the same for all rows: start − offset
-            position = np.arange(int(counts.sum())) + np.repeat(segments.start - segments.offset, counts)
+            # within a segment, place − local row is the same for all rows: start − offset
+            place = np.arange(int(counts.sum())) + np.repeat(segments.start - segments.offset, counts)
             lengths = np.asarray(group.lengths, dtype=np.int64)
             starts = np.cumsum(lengths) - lengths
             document = np.repeat(segments.document, counts)
-            real = (position < lengths[document]) & (index >= 0)  # not of padding
-            row = np.where(real, bases[index] + starts[document] + position, -1)
-            if group.parents is not None:  # behind the rows of the documents that a document continues
-                position = position + np.asarray(group.bases, dtype=np.int64)[document]
+            real = (place < lengths[document]) & (index >= 0)  # not of padding
+            row = np.where(real, bases[index] + starts[document] + place, -1)
+            position = place  # in the document; then also behind the rows of the documents that it continues
+            if group.parents is not None:
+                position = place + np.asarray(group.bases, dtype=np.int64)[document]
             rows_of_document = np.bincount(document, minlength=len(lengths))
             present = np.flatnonzero(rows_of_document)
             ids = np.asarray(group.documents, dtype=np.int64)[present]
@@ -278,9 +279,10 @@ class SequenceShard(Immutable):
         return sum(part.stop - part.start for part in self.parts if part.index < 0)
 
     def find_real_rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return which of the local rows start to stop are not padding: an index (R,) from `start`, on the device.
+        """Return which of the local rows from `start` to before `stop` are not padding, on the device.
 
-        The host computes it. A GPU, asked how many there are, would let the host wait for all queued work.
+        It is an index (R,) that counts from `start`. The host computes it, once: a GPU, asked how many there are, would
+        let the host wait for all queued work.
         """
         if (index := self.derived.real_rows.get((start, stop))) is None:
             index = to_device(np.flatnonzero(self.host_rows[start:stop] >= 0), self.device)

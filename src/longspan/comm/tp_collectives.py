@@ -119,13 +119,13 @@ def tp_index_and_degree(world_key: int) -> tuple[int, int]:
 def _run_collective(channel: Channel, label: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
     """Start a collective, note it for failure reports, and let what is launched next wait for it.
 
-    `received` is the tensor that it fills; one of EVENT_BYTES or more is watched by an event, as an event takes the
-    host as long as a small collective itself.
+    `start(group)` starts it and returns its work; `received` is the tensor that it fills.
     """
     with channel.watch.enter_operation(label, channel.ranks) as operation:
         work = start(channel.group)
         work.wait()
-        if received.nbytes < EVENT_BYTES:  # an event takes the host as long as the collective itself
+        # a work keeps what it receives in memory; an event does not, but takes the host as long as a small collective
+        if received.nbytes < EVENT_BYTES:
             channel.watch.watch_works(operation, (work,))
         else:
             channel.watch.watch_stream(operation)
@@ -143,7 +143,7 @@ def _all_gather(x: Tensor, world_key: int, dim: int, label: str) -> Tensor:
     """Return every rank's x joined along `dim`; without a copy if no dim before `dim` is larger than 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
-    in_place = x.shape[:dim].numel() == 1
+    in_place = x.shape[:dim].numel() == 1  # then ranks' tensors lie one after another in the joined one, too
     gathered = x.new_empty(
         (*x.shape[:dim], tp.degree * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (tp.degree, *x.shape)
     )

@@ -49,9 +49,10 @@ def error_in_one_line(error: BaseException) -> str:
 class Operation:
     """One collective of this rank, from entering to leaving: `with watch.enter_operation("ring forward", ranks): ...`.
 
-    A backend's error or time-out inside becomes a CommError that names the collective, the step and the ranks, with a
-    failure report. Inside another one, this rank is in the inner one until it ends. One that `is_work` has computing or
-    files inside, and no limit as a whole.
+    A RuntimeError inside, as a backend raises it for an error or a time-out, becomes a CommError that names the
+    collective, the step and the ranks, with a failure report; longspan's own errors, and a lack of memory, pass as they
+    are. Where one operation is inside another, this rank is in the inner one until that ends. One that `is_work` has
+    computing or files inside, and no limit as a whole.
     """
 
     __slots__ = ("is_work", "label", "limit", "outer", "ranks", "started", "step", "watch")
@@ -180,9 +181,9 @@ class Watch:
     def failure_error(self, operation: Operation, error: BaseException) -> CommError:
         """Return the error to raise for a collective that failed here, with a failure report.
 
-        The rank that collected the report has all of it, in at most 20 lines; the others have its causes, in one line.
-        A report that nobody collected (reporter −1) each rank has whole.
-        It is a RankLostError unless a rank left with an error of its own, which would come again.
+        The error of the rank that collected the report has all of it, in at most 20 lines; those of the others have its
+        causes, in one line. Where no rank could collect one (reporter −1), each rank's error has all that it knows. It
+        is a RankLostError unless a rank left with an error of its own, which would come again.
         """
         self.last_failed = operation
         seconds = time.monotonic() - operation.started
@@ -210,9 +211,9 @@ class Watch:
     def activity(self) -> Activity:
         """Describe what this rank is doing, for failure reports.
 
-        In this order: it is in a collective, of this world or another one; its device has not yet passed the last one;
-        it computes; it is in `named` code, where torch starts collectives, of which torch's record says which was the
-        last.
+        The first of these that is so: it is in a collective, of this world or another open one; its device has not yet
+        passed the last one; it is inside `name_collectives`, where others start collectives, of which torch recorded
+        the last; it computes.
         """
         recorded = last_collective_text()
         operation = self.current or next((watch.current for watch in self.open_watches() if watch.current), None)
@@ -224,13 +225,14 @@ class Watch:
                 f"past {operation} in its program, its GPU in it for {time.monotonic() - operation.started:.1f} s"
             )
             name = operation.label
-        elif (operation_of_others := self.named_operation) is None:
+        elif (named := self.named_operation) is not None:
+            # in a collective of FSDP2 or DTensor, which torch recorded, or after it
+            step = self.step if named.step is None else named.step
+            text = f"computing in step {step}, in '{named.label}', after '{self.last_label}'"
+            name = recorded
+        else:
             text = f"computing in step {self.step}, after '{self.last_label}'"
             name = ""
-        else:  # in a collective of FSDP2 or DTensor, which torch recorded, or after it
-            step = self.step if operation_of_others.step is None else operation_of_others.step
-            text = f"computing in step {step}, in '{operation_of_others.label}', after '{self.last_label}'"
-            name = recorded
         background = self.background()
         return Activity(f"{text}, in the background in {background}" if background else text, name, recorded)
 
@@ -263,7 +265,9 @@ class AnsweringThread:
         self.watch = watch
         self._late: Operation | None = None  # the collective that was late when this thread last looked
         self._left_since: float | None = None  # when this rank first saw that another has left with an error
-        self._silent_since = math.inf  # when the store gave no answer first, of the questions since the last answer
+        self._silent_since = (
+            math.inf
+        )  # when the store first failed to answer since its last answer; inf: it answers
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._answer_until_stopped, name="longspan failure reports", daemon=True
@@ -322,8 +326,9 @@ class AnsweringThread:
         operation, has_passed = last_collective
         if time.monotonic() - operation.started < operation.limit:
             return
-        if has_passed():  # forgotten, unless the main thread has noted another meanwhile
-            watch.last_waited = None if watch.last_waited is last_collective else watch.last_waited
+        if has_passed():
+            if watch.last_waited is last_collective:  # else the main thread has noted another meanwhile
+                watch.last_waited = None
             return
         self._end_process(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
 
@@ -332,12 +337,12 @@ class AnsweringThread:
         row.
 
         gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
-        tries for five times the limit that their group was made with (torch 2.13). An operation with computing or files
-        inside has a limit only where rank 0, which serves the store, is silent. A process that stood still gets the
-        time until the second look.
+        tries for five times the limit that their group was made with (torch 2.13). An operation that `is_work` has a
+        limit only where rank 0 serves the store and is silent. After the first look a process that was stopped for a
+        while, and not stuck, has the time until the second one to get past.
         """
         operation = self.watch.current
-        late = self._late
+        late_before = self._late
         self._late = None
         if operation is None or operation is self.watch.last_failed:
             return
@@ -348,7 +353,7 @@ class AnsweringThread:
         if time.monotonic() - operation.started < operation.limit + LATE_SECONDS:
             return
         self._late = operation
-        if operation is late:  # a process that stood still has had time to go on
+        if operation is late_before:  # a process that stood still has had time to go on
             self._end_process(
                 operation,
                 f"timed out: rank {self.watch.rank} does not get past it, as at a first message to a rank that is gone",

@@ -23,12 +23,12 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from longspan.comm.channel import Channels
 from longspan.comm.control_group import ControlGroup
+from longspan.comm.cuda_graphs import forget_replays
 from longspan.comm.device import BOTH, choose_device
 from longspan.comm.failure_reports import FailureReports, read_nodes
 from longspan.comm.meshes import Meshes
 from longspan.comm.process_groups import ByRanks, ProcessGroups, init_default_group, raise_open_file_limit
 from longspan.comm.rendezvous import Place, clone_store_connection, join_world_of_all_ranks, shared_store
-from longspan.comm.replays import forget_replays
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.errors import CommError, plural
 from longspan.layout import Coordinates, Layout
@@ -136,7 +136,7 @@ class World:
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         usual_groups = 4 if self.device.type == "cuda" else 0
         self.max_groups: int = usual_groups if max_groups is None else max_groups
-        # an H200 for any GPU
+        # by which types are chosen, until `set_world_machine` sets another: an H200 for any GPU
         self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
         raise_open_file_limit(place.size)
         store = (
@@ -148,9 +148,10 @@ class World:
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make all that an open world talks through, together with all ranks; where that fails, leave it again.
 
-        Keys in the store have this prefix. The step is that of worlds that are open around this one.
+        Keys of this world in the store have this `prefix`. Its step is that of worlds that are open around this one.
         """
-        # recorded calls meet others that are not, and are short-lived
+        # NCCL would register the buffers of a recorded collective with the members, of which some may launch theirs
+        # unrecorded; and recordings are short-lived
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         reports = None  # in a world of one process, and where a store cannot append, which reports need
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
@@ -178,7 +179,7 @@ class World:
             self.channels: Channels = Channels(
                 self.home, self.rank, self.device, self.process_groups, self.meshes, self.max_groups
             )
-            # As the home's first rank sees them, for every rank must choose alike: slots of a node, and the seed.
+            # Slots of a node, the seed and the nodes: those of the home's first rank, for every rank must choose alike.
             slots = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", len(self.home.ranks))) // self.home.tp)
             reads_nodes = reports is not None and place.rank == self.home.ranks[0]
             nodes = read_nodes(store, prefix, place.size) if reads_nodes else None
@@ -207,7 +208,8 @@ class World:
             self._leave_world(error)
 
     def _leave_world(self, error: BaseException | None) -> None:
-        """Take away all that the world talks through, and destroy its groups, or all where it made the default one.
+        """Take away all that the world talks through, and destroy its groups: those that no other open world shares,
+        or all groups of the process where it made the default one.
 
         Without an error it waits for their end. With one it tells the others and waits a second at most, and the rest
         goes on in a thread: a group with a collective in flight ends only when that does.
@@ -257,15 +259,16 @@ class World:
         return inner
 
     def on_leaving(self, action: Callable[[], None]) -> None:
-        """Have this done when the world is left, the last action first; not where an error ends it."""
+        """Have `action` called when the world is left without an error; of several actions the last one first."""
         self._inner_worlds.push(lambda kind, *_: action() if kind is None else None)
 
     def prepare(self, plan: Plan) -> None:
-        """Make communicators for the groups of this plan that gain from one and lack it; entered by all ranks.
+        """Compare the plan among all ranks, and make communicators for its groups that gain from one and lack it.
 
-        Those are the groups of a plan whose groups all have one degree, and groups that recur in the micro-batches of
-        the plans prepared so far, up to `max_groups` for each slot; all others talk point to point on the plane's
-        group. Raises CommError where ranks hold different plans or the plan is for another number of slots.
+        Entered by all ranks. Those are the groups of a plan whose groups all have one degree, and groups that recur in
+        the micro-batches of the plans prepared so far, up to `max_groups` for each slot; all others talk point to point
+        on the plane's group. Raises CommError where ranks hold different plans or the plan is for another number of
+        slots.
         """
         if plan.slots != self.home.slots:
             raise CommError(
@@ -317,10 +320,10 @@ def _leave_open_worlds() -> None:
 
 
 def _find_place(home: Layout) -> Place:
-    """Return this process's place by the default group, where others made one, else by torchrun's variables.
+    """Return this process's place by the default group, where one was made already, else by torchrun's variables.
 
-    A home of one rank needs none of these. Without LOCAL_RANK, all ranks are on a host. A node has torchrun's number,
-    if torchrun started this process. Raises CommError for another home where variables are not set, and unless the
+    A home of rank 0 alone needs neither. Without LOCAL_RANK, all ranks are taken to be on one host. A node is named by
+    torchrun's number (GROUP_RANK) where that is set. Raises CommError where a larger home finds neither, and unless the
     processes that were started are the home's ranks.
     """
     address = ""

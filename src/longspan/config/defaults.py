@@ -56,15 +56,16 @@ def is_demo(model: ModelConfig) -> bool:
 
 
 def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
-    """Return the configuration with a value for every key that is not given; only `optimizer.lr` of a
-    model of one's own has no default, and stays.
+    """Return the configuration with a value for every key that is not given; only `optimizer.lr` of a model of one's
+    own has no default.
 
-    The demo's degrees suit the number of `ranks`. What other keys change comes before the tables (_DEMO, _OWN_MODEL),
-    evaluation last, as its keys take training's values.
+    The demo's degrees suit the number of `ranks`. Defaults that follow from other keys come before those of the tables
+    (_DEMO, _OWN_MODEL), as the first that is set stays; evaluation comes last, as its keys take training's values.
 
     >>> resolve_defaults(RunConfig()).optimizer.lr
     0.006
     """
+    # 1. What follows from other keys.
     if config.evaluation.context_parallel_size == AUTO:
         config = _with_defaults(config, {"evaluation.cp_comm_type": AUTO})
     if config.evaluation.patience:
@@ -79,7 +80,8 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = config.with_keys("context", planner=planner)
     if config.evaluation.context_parallel_size == NOT_GIVEN and config.evaluation.planner_of_degrees == "dynamic":
         config = _with_defaults(config, {"evaluation.planner": "dynamic"})
-    if is_demo(config.model):  # on 2 slots, in evaluation on 4, or on as many as divide the slots
+    # 2. The tables. The demo has degree 2, in evaluation 4, or less where these do not divide the slots.
+    if is_demo(config.model):
         slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
         training_degree = 0 if config.context.planner == AUTO else math.gcd(2, slots)
         degrees = {
@@ -91,20 +93,22 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = _with_defaults(config, {"context.max_tokens_per_slot": rows})
     else:
         config = _with_defaults(config, _OWN_MODEL)
-    # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
+    # 3. One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
     train = config.train
     if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
         config = config.with_keys("train", epochs=1.0)
     if not config.train.epochs:
         config = _with_defaults(config, {"train.steps": STEPS})
-        config = config if is_demo(config.model) else with_steps(config, config.train.steps)
+        if not is_demo(config.model):
+            config = with_steps(config, config.train.steps)
+    # 4. Evaluation, and then its sets.
     config = replace(config, evaluation=inherit_keys(config.evaluation, config.context, config.context))
     parent = held_out_set(config)
     sets = list[EvalConfig]()
     for entry in config.evaluation.sets:
         keys = [key for key in ("max_document_tokens", "every") if getattr(entry, key) == NOT_GIVEN]
-        entry = replace(entry, **{key: getattr(parent, key) for key in keys})
-        sets.append(inherit_keys(entry, config.evaluation, config.context))
+        filled = replace(entry, **{key: getattr(parent, key) for key in keys})
+        sets.append(inherit_keys(filled, config.evaluation, config.context))
     return config.with_sets(sets)
 
 
@@ -114,7 +118,7 @@ def encoder_default(config: RunConfig) -> Literal["all", "none"]:
 
 
 def encoder_is_given(config: RunConfig) -> bool:
-    """Return whether [encoder] has keys: without, it has its defaults, or `encoder.trainable` as a run resolves it."""
+    """Return whether [encoder] has keys that were given, and not only its defaults and the resolved `trainable`."""
     return config.encoder not in (EncoderSection(), EncoderSection(trainable=encoder_default(config)))
 
 
@@ -127,9 +131,10 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _with_partitions(config: RunConfig) -> RunConfig:
-    """Return the configuration with a partition, and of hybrids a type, chosen together with it where it is "auto".
+    """Return the configuration with a partition, and for a hybrid model with communication types, which depend on it.
 
-    Elsewhere a partition "auto" is zigzag.
+    For a model without state-space layers a partition "auto" is zigzag. For a hybrid it is "auto" by default, and with
+    it the type: both are chosen together later. Under zigzag that is given, a hybrid's default type is p2p.
     """
     if not is_hybrid(config.model):
         partition = "zigzag" if config.context.partition == AUTO else config.context.partition
@@ -160,7 +165,9 @@ def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 
 
 def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Log that a warm-up does not end before the run, and that bfloat16 weights lose small updates to rounding."""
+    """Log a caution where a warm-up does not end before the run, and one where bfloat16 weights lose small updates to
+    rounding.
+    """
     warmup = config.optimizer.warmup_steps
     steps = config.train.steps
     if warmup >= steps > 0:

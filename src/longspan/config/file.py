@@ -34,7 +34,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     tables = dict[str, Any]()
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        # no name: the tables [[evaluation.sets]]
+        # without a name: the values of a whole section
         tables[section] = {**tables.get(section, {}), name: value} if name else value
     config = _with_sections(config, tables, source="the overrides")
     return resolve_defaults(config)
@@ -68,7 +68,8 @@ def config_keys() -> tuple[str, ...]:
 def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
     """Return the configuration as TOML; `load_config` of it gives an equal one back.
 
-    Where a run has `chosen` another value for a key that is open, a comment behind the key has it.
+    `chosen` is the same configuration with the values that a run chose for open keys ("auto", 0): where a key's value
+    differs, a comment behind the key has the chosen one.
     """
     texts = list[str]()
     for (title, keys), (_, values) in zip(_tables(config), _tables(chosen or config), strict=True):
@@ -105,7 +106,7 @@ def _with_sections(config: RunConfig, tables: Mapping[str, Any], source: str) ->
 
 
 def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
-    """Return what the calls return. Raises one ConfigError for those of all calls."""
+    """Return what the calls return. Raises one ConfigError, with the texts of those that calls have raised."""
     values = list[Value]()
     problems = list[str]()
     for call in calls:
@@ -119,9 +120,9 @@ def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Val
 
 
 def _section_with_values(config: RunConfig, section: str, values: object, *, source: str) -> Any:
-    """Return a section with the keys and tables of `values`. Raises ConfigError for all that are wrong.
+    """Return a section with the keys and tables of `values`. Raises one ConfigError for all that are wrong.
 
-    A key that is written without its section, as a section, gets the key's full name as a hint.
+    For an unknown section that is the name of a key, written without its section, the error names the whole key.
     """
     names = [field.name for field in fields(RunConfig)]
     if section == OLD_SETS:

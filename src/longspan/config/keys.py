@@ -23,8 +23,9 @@ FIRST = ("name", "path")  # keys that begin a table
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The smallest value that a key may have, the largest (`most`), and one that it must be `below`; of lists each
-    entry.
+    """The smallest value that a key may have (`value`), the largest (`most`), and one that it must be `below`.
+
+    Of a list it bounds each entry.
     """
 
     value: int
@@ -157,7 +158,9 @@ def key_values(section: Any) -> dict[str, Any]:
 
 @cache
 def section_texts(kind: type[Any]) -> Mapping[str, str]:
-    """Return the text of every key of a section or table: the string under it in the source, of the nearest class."""
+    """Return the text of every key of a section or table: the string under it in the source; of a class and its bases,
+    which may each have one, the class's own.
+    """
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
         texts |= read_own_texts(base)

@@ -208,7 +208,8 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     """Return a section of evaluation in which each key that is not given has its parent's value.
 
     The parent of an evaluation set is [evaluation], whose parent is `training`. A degree 0 and a limit of rows
-    "auto" are those of training. Levels that are not given are fitted to the degree, where the planner has only one.
+    "auto" are those of training. A degree that is given decides the planner and, where it is "auto", the type. Levels
+    that are not given are fitted to the degree, where the planner has only one.
 
     >>> config = ContextConfig(context_parallel_size=4, cp_comm_type="a2a", hierarchical_context_parallel_sizes=2)
     >>> evaluation = inherit_keys(PlanSection(context_parallel_size=8), config, config)
@@ -217,15 +218,16 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     """
     if section.planner == AUTO:
         section = replace(section, planner=section.planner_of_degrees or AUTO)
-    values = parent.plan_keys
+    inherited = parent.plan_keys
     degree = section.context_parallel_size
     if degree in (NOT_GIVEN, 0):
-        values["planner"] = section.planner_of_degrees or parent.planner
+        inherited["planner"] = section.planner_of_degrees or parent.planner
     elif parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig)):
-        values["planner"] = "fixed"  # unless the parent pads; "auto" compares packed plans
+        # else the parent's, fixed or padded, at this degree; "auto" compares packed plans only
+        inherited["planner"] = "fixed"
     if degree == AUTO:
-        values["cp_comm_type"] = AUTO
-    open_keys = {key: value for key, value in values.items() if getattr(section, key) in (NOT_GIVEN, "")}
+        inherited["cp_comm_type"] = AUTO
+    open_keys = {key: value for key, value in inherited.items() if getattr(section, key) in (NOT_GIVEN, "")}
     filled = replace(section, **open_keys)
     if filled.context_parallel_size == 0:
         filled = replace(filled, context_parallel_size=training.context_parallel_size)
@@ -233,11 +235,18 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
         filled = replace(filled, max_tokens_per_slot=training.max_tokens_per_slot)
     if section.hierarchical_context_parallel_sizes != NOT_GIVEN or filled.planner not in ONE_DEGREE:
         return filled
-    degree = filled.context_parallel_size
-    if isinstance(parent, ContextConfig) and isinstance(degree, str):
-        degree = parent.context_parallel_size
+    return replace(filled, hierarchical_context_parallel_sizes=_inherited_level_sizes(filled, parent))
+
+
+def _inherited_level_sizes(section: PlanSection, parent: PlanSection) -> Sizes:
+    """Return the parent's sizes of levels, fitted to the section's degree, unless its plan is the parent's, or its
+    degree is chosen later (0 or "auto").
+    """
     sizes = parent.hierarchical_context_parallel_sizes
-    same_plan = (filled.planner, degree) == (parent.planner, parent.context_parallel_size)
-    if same_plan or not sizes or not degree or isinstance(degree, str):  # a degree 0 or "auto" is chosen later
-        return replace(filled, hierarchical_context_parallel_sizes=sizes)
-    return replace(filled, hierarchical_context_parallel_sizes=fit_level_sizes(sizes, degree))
+    degree = section.context_parallel_size
+    if isinstance(parent, ContextConfig) and isinstance(degree, str):  # evaluation's "auto"
+        degree = parent.context_parallel_size
+    is_same_plan = (section.planner, degree) == (parent.planner, parent.context_parallel_size)
+    if is_same_plan or not sizes or not degree or isinstance(degree, str):
+        return sizes
+    return fit_level_sizes(sizes, degree)

@@ -103,7 +103,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def renamed_value(key: str, value: Any) -> Any:
-    """Return the value that `key`, as it is called now, has in place of `value`.
+    """Return what a `value` of 0.3 is called now, for a key by its name of now; other values as they are.
 
     >>> renamed_value("train.float8", "rows")
     'rowwise'
@@ -112,7 +112,9 @@ def renamed_value(key: str, value: Any) -> Any:
 
 
 def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
-    """Say what a key of 0.3 is now, with its value where another word stands for it; "" for other keys.
+    """Say what a key of 0.3 is now, with its `value` where that has another word now; "" for other keys.
+
+    With `flag` it is written as a flag of a command.
 
     >>> renamed_hint("train.memory", "none"), renamed_hint("train.memory", "none", flag=True)
     ('it is train.plan_memory = false now', 'it is --train.plan_memory false now')
@@ -134,9 +136,10 @@ def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
 
 
 def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of a configuration with the keys of now; those of now, and unknown ones, stay as they are.
+    """Return the tables of a configuration with keys of 0.3 by their names of now; all other keys stay as they are.
 
-    A section from which all has moved is left out. Raises ConfigError for a list of 0.3 that is none.
+    Gone keys are left out, with what stands for them in other keys, and so is a section from which all has moved.
+    Raises ConfigError for a value that should be a list and is none.
 
     >>> upgraded_tables({"train": {"memory": "none", "lr": 0.1}, "eval": [{"name": "books"}]})
     {'train': {'plan_memory': False}, 'optimizer': {'lr': 0.1}, 'evaluation': {'sets': [{'name': 'books'}]}}
@@ -158,6 +161,7 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
                     upgraded.setdefault(new_section, {})[new_key] = renamed_value(new, value)
     if not all(isinstance(table, Mapping) for table in upgraded.values()):
         return upgraded  # what reads it refuses a section that is no table
+    # last, what stands for gone keys, which depends on keys that are there
     sets = upgraded.get("evaluation", {}).get("sets")
     has_sets = _are_tables(sets) and sets
     for key, value in (
@@ -174,7 +178,10 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield keys of `REPLACING` with the values that stand for those of `gone` that were not at their default."""
+    """Yield keys of `REPLACING` with their new values in `tables`, which stand for those of `gone` keys.
+
+    A gone key that had its default yields nothing.
+    """
 
     def current_value(key: str, default: Any) -> Any:
         section, _, name = key.partition(".")
@@ -199,7 +206,10 @@ def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> 
 
 
 def _values_of_sets(sets: Sequence[Mapping[str, Any]], tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what [evaluation] must have so that no set lacks a metric, rows for its documents, or a type that fits."""
+    """Yield the keys of [evaluation] that must change, as its sets cannot set them any more, with their values.
+
+    So no set lacks a metric or rows for its documents; where sets had other communication types, it is "auto".
+    """
     evaluation = tables["evaluation"]
     # [evaluation] has the values of training where it gives none
     plan = {**tables.get("context", {}), **evaluation}
@@ -230,14 +240,18 @@ def _are_tables(values: Any) -> bool:
 
 
 def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
-    """List each key of tables of evaluation sets that is gone, once, by its name in `GONE`."""
+    """List the keys that are gone of a configuration's tables of evaluation sets, each once, by their names in `GONE`.
+
+    Tables of 0.3, [[eval]], are read as well as [[evaluation.sets]]; values in `tables` are not checked yet.
+    """
     evaluation = tables.get("evaluation")
-    arrays: tuple[Any, ...] = (
-        tables.get(OLD_SETS),
-        evaluation.get("sets") if isinstance(evaluation, Mapping) else None,
-    )
-    names = (f"{OLD_SETS}.{key}" for sets in arrays if _are_tables(sets) for table in sets for key in table)
-    return [name for name in dict.fromkeys(names) if name in GONE]
+    new_sets = evaluation.get("sets") if isinstance(evaluation, Mapping) else None
+    arrays: list[Any] = [tables.get(OLD_SETS), new_sets]
+    names = dict[str, None]()  # in the order of the file
+    for sets in filter(_are_tables, arrays):
+        for table in sets:
+            names |= {f"{OLD_SETS}.{key}": None for key in table}
+    return [name for name in names if name in GONE]
 
 
 # ---- names of other libraries

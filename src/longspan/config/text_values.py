@@ -81,9 +81,9 @@ class NamedGroup:
         values = dict[str, float]()
         with suppress(ValueError):  # of a value that is no number
             values = {name: float(value) for name, value in pairs}
-        names = values.keys()
-        numbers = all(map(math.isfinite, values.values())) and values.get("lr", 1) > 0
-        if not names or len(names) < len(pairs) or names - {"lr", "weight_decay"} or not numbers:
+        names = values.keys()  # fewer than the pairs where a name stands twice; none where a value is no number
+        are_allowed = all(map(math.isfinite, values.values())) and values.get("lr", 1) > 0
+        if not names or len(names) < len(pairs) or names - {"lr", "weight_decay"} or not are_allowed:
             raise ConfigError(
                 f"optimizer.groups has {text!r}; give a pattern of names with lr= above 0, weight_decay= or both, as "
                 "in 'embed* lr=1e-5 weight_decay=0'; train.freeze leaves parameters as they are"
@@ -114,7 +114,9 @@ def read_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def read_word_and_number(name: str, text: str, words: Mapping[str, AtLeast | None]) -> tuple[str, float]:
-    """Read a word, and the number behind its colon where it may have one, by its bound; 0 where none is given.
+    """Read a text "word" or "word:number"; return the word and the number, 0 where none is given.
+
+    `words` has the bound of each word's number; None where it takes none.
 
     >>> read_word_and_number("optimizer.lr_schedule", "wsd:200", {"cosine": None, "wsd": AtLeast(1)})
     ('wsd', 200.0)

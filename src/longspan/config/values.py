@@ -33,7 +33,9 @@ def convert_value(key: str, value: object, kind: Any, source: str) -> object:
 
 
 def choice_of_bool(value: object, kind: Any) -> object:
-    """Return the choice that true ("full" or "layers") or false ("none") stands for; other values are unchanged."""
+    """Return the choice that true ("full" or "layers") or false ("none") stands for in a type of choices, whichever of
+    them it has; other values, and values of other types, are unchanged.
+    """
     if (
         get_origin(kind) is not Literal
         or not isinstance(value, bool | str)
@@ -45,7 +47,7 @@ def choice_of_bool(value: object, kind: Any) -> object:
 
 
 def read_words(words: Sequence[str], kind: Any) -> object | None:
-    """Read the words of a flag as a value of this type, or of one of these types; None where they are none."""
+    """Return the words of a flag as a value of this type, or of the first that fits of several; None if none fits."""
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         if get_origin(option) is tuple:
             value = _value_if_it_fits([read_words([word], get_args(option)[0]) for word in words], option)

@@ -27,9 +27,8 @@ class FileArray(NamedTuple):
 
 
 def pickle_form(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
-    """Return what to pickle of an array of integers ≥ 0: the place of its file if it maps all of one, else its values.
-
-    Values are in the smallest type that holds them all.
+    """Return what to pickle of an array of integers ≥ 0: the place of its file if it maps a whole file, else its values
+    in the smallest type that holds them all.
 
     >>> pickle_form(np.array([5, 300]))  # of a whole file that is mapped, nothing is copied
     array([  5, 300], dtype=uint16)
@@ -87,7 +86,7 @@ OTHER_TOKEN = 2  # the smallest code of another id, which is the code − 2
 
 
 def encode_labels(ids: Integers, labels: Integers) -> Integers:
-    """Return codes of tokens with these labels (n,): 0 for the token's own id, 1 for none, else the label + 2."""
+    """Return codes (n,) of tokens by their labels: 0 where it is the token's own id, 1 for none, else the label + 2."""
     codes = np.where(labels == NO_TARGET, NOTHING, labels + OTHER_TOKEN)
     return np.where(labels == ids, OWN_TOKEN, codes)
 

@@ -124,7 +124,8 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
                     f"{int(outside.argmax())}; label padding −100"
                 )
         begins = [start] if positions is None else _find_first_columns(row, positions[row], start, stop)
-        places += [RowPlace(row, a, b) for a, b in zip(begins, [*begins[1:], stop], strict=True) if a < b]
+        ends = [*begins[1:], stop]
+        places += [RowPlace(row, begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
     documents = tuple(
         Document(ids[row, start:stop], labels=None if labels is None else labels[row, start:stop])
         for row, start, stop in places
@@ -150,7 +151,8 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
     entries = {name: host_array(f"{name} of a batch", value, "integers (B, L)") for name, value in batch.items()}
     shape = entries["input_ids"].shape
     for name, array in entries.items():
-        if array.ndim != 2 or array.shape != shape or array.dtype.kind not in ("iub" if "mask" in name else "iu"):
+        kinds = "iub" if name == "attention_mask" else "iu"  # a mask may be booleans
+        if array.ndim != 2 or array.shape != shape or array.dtype.kind not in kinds:
             raise DataError(
                 f"{name} of a batch is {array.dtype} of shape {array.shape}, input_ids have shape {shape}; give "
                 "integers (B, L)"
@@ -190,7 +192,7 @@ def _find_first_columns(row: int, positions: Integers, start: int, stop: int) ->
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))
-    # columns since the last beginning
+    # how many columns ago the document began
     expected = columns - np.maximum.accumulate(np.where(inside == 0, columns, 0))
     wrong = inside != expected
     if wrong.any():

@@ -33,14 +33,14 @@ class Corpus:
     >>> corpus[3][np.array([0, 1, 2])]  # reads three rows, and no more  # doctest: +SKIP
     array([ 12, 907,   4])
 
-    Mapped arrays say of each document its tokens (`lengths`), `targets` (None: all but the first of each), the row that
-    it is a part of (`texts`; None: each is one), a hash of that row's tokens (`hashes`; None: an earlier version made
-    the folder) and the number of its table [[data.sources]] (`source_of`). Of
-    documents that a model scores there are `labels` (D, L), or margins of pairs (D, 1), and the token `pad`: the last
-    other one has the score. Of preferences `numbers` (D,) are labels (kto) or where the answer of a pair's first
-    document begins (orpo), and `reference` (D,) the log-probabilities of answers by the reference model, NaN where they
-    are not known. `unit` is how many documents stay in one step: 2 of preferences. `rows_read` counts the rows that
-    were read in this process. Raises DataError if the folder is missing or damaged.
+    Mapped arrays have, for each document, its tokens (`lengths`), its `targets` (None: all but the first of each), the
+    row that it is a part of (`texts`; None: each is one), a hash of that row's tokens (`hashes`; None: an earlier
+    version made the folder) and the number of its table [[data.sources]] (`source_of`). For a model that scores
+    documents there are `labels` (D, L), or margins of pairs (D, 1); the score is that of the last token that is not
+    `pad`. For losses of preferences `numbers` (D,) are labels (kto), or where the answer of a pair's first document
+    begins (orpo), and `reference` (D,) are the log-probabilities of answers by the reference model, NaN where they are
+    not known. `unit` is how many documents stay in one step: 2 of pairs, and for losses of preferences. `rows_read`
+    counts the rows that were read in this process. Raises DataError if the folder is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,6 +64,7 @@ class Corpus:
             paths = (documents_folder / f"{name}.npy" for name in ("source_of", "targets", "texts", "hashes"))
             arrays = (map_array(path) if path.is_file() else None for path in paths)
             source_of, self.targets, self.texts, self.hashes = arrays
+            # what a model that scores, or a loss of preferences, reads of each document
             columns = self.manifest.labels
             table = map_array(documents_folder / "labels.npy").reshape(-1, columns) if columns else None
             preference = self.manifest.preference
@@ -71,7 +72,7 @@ class Corpus:
             self.numbers: npt.NDArray[Any] | None = table[:, 0] if table is not None and preference else None
             self.unit = 2 if preference or PAIRS in self.manifest.kinds else 1
             self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair
-            zero = np.broadcast_to(np.int16(0), len(self.lengths))  # all of source 0; takes no memory
+            zero = np.broadcast_to(np.int16(0), len(self.lengths))  # all are of source 0; takes no memory
             self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
             self.images: ImageTable | None = ImageTable.open_in_folder(documents_folder)
             self._offsets = map_array(documents_folder / "offsets.npy")
@@ -108,9 +109,14 @@ class Corpus:
         """Return document `document`, of the class that says what of it is predicted; nothing is read."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of a corpus of {len(self)}")
-        kind = CorpusDocument if self.targets is None else LabelledCorpusDocument
-        kind = kind if self.labels is None else ScoredCorpusDocument
-        kind = WholeCorpusDocument if self.manifest.preference == "orpo" else kind
+        if self.manifest.preference == "orpo":
+            kind = WholeCorpusDocument
+        elif self.labels is not None:
+            kind = ScoredCorpusDocument
+        elif self.targets is not None:
+            kind = LabelledCorpusDocument
+        else:
+            kind = CorpusDocument
         return kind(self, int(document), int(self.lengths[document]))
 
     @property
@@ -131,9 +137,9 @@ class Corpus:
         return self.selects(self, tuple(documents))
 
     def count_contained(self, documents: "CorpusDocuments", leave_out: Sequence[int]) -> int | None:
-        """Count the documents whose rows are rows of this corpus too, token for token; None: it is not known.
+        """Count those of `documents` whose rows (of files) are rows of this corpus too, token for token, by hashes.
 
-        `leave_out` are documents of this corpus that do not count.
+        `leave_out` are documents of this corpus that are not compared. None where a corpus has no hashes.
         """
         if self.hashes is None or documents.corpus.hashes is None:
             return None
@@ -153,7 +159,7 @@ class Corpus:
         return self._tokens[self._places_of(document)]
 
     def count_rows_before_targets(self, document: int) -> int:
-        """Count the rows of a document before the one that predicts its first target; without any, all but one."""
+        """Count the rows of a document before the one that predicts its first target; without a target, all but one."""
         if self._codes is None:
             return 0
         is_target = self._codes[self._places_of(document)][1:] != NOTHING
@@ -267,7 +273,7 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
     def shareable_prefix_length(self) -> int:
         """How many rows come before the one that has the score, which is that of the last token but padding."""
         ids = self.corpus.tokens_of(self.number)
-        for stop in range(len(ids), 0, -_TAIL):  # as `ScoredDocument` chooses it
+        for stop in range(len(ids), 0, -_TAIL):  # from the end, by the rule of `ScoredDocument`
             first = max(stop - _TAIL, 0)
             if len(others := np.flatnonzero(ids[first:stop] != self.corpus.pad)):
                 return first + int(others[-1])
@@ -276,13 +282,17 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
 
 @dataclass(frozen=True)
 class WholeCorpusDocument(LabelledCorpusDocument):
-    """A document of a pair of which the prompt may be predicted too; `answer` is 1 at the tokens of its answer."""
+    """A document of a pair (orpo), of which the prompt may be predicted too; `answer` marks the tokens behind it."""
 
     def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
-        """Return 1 at the answer's positions and 0 before; a rejected document is predicted nowhere else."""
+        """Return `answer`, which is 1 at positions of the answer and 0 at those of the prompt.
+
+        Of a rejected document, the second of a pair, no prompt is predicted: it is 1 at all positions.
+        """
         assert self.corpus.numbers is not None
-        start = 0 if self.number % 2 else self.corpus.numbers[self.number]
-        return {"answer": (positions >= start).astype(np.float64)}
+        is_rejected = self.number % 2
+        answer_start = 0 if is_rejected else self.corpus.numbers[self.number]
+        return {"answer": (positions >= answer_start).astype(np.float64)}
 
 
 @dataclass(frozen=True)

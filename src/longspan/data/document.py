@@ -129,13 +129,13 @@ class Document:
         predicted by none. Depths of multi-token prediction read `ahead` tokens behind them.
         """
         part = copy(self)
-        vars(part).pop("targets", None)
+        vars(part).pop("targets", None)  # which this document may have counted
         part.parent = parent
         part.ahead = ahead
-        stop += ahead
-        part._ids = self._ids[start:stop]
-        part._labels = self._labels[start:stop]
-        part._values = {name: value[start:stop] if value.ndim else value for name, value in self._values.items()}
+        held = slice(start, stop + ahead)
+        part._ids = self._ids[held]
+        part._labels = self._labels[held]
+        part._values = {name: value[held] if value.ndim else value for name, value in self._values.items()}
         return part
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:

@@ -66,7 +66,7 @@ class ImageWriter:
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
         """Write the images of further documents, which have numbers from 0; the folder has `documents` earlier ones."""
-        rows = list[tuple[float, ...]]()
+        rows = list[tuple[float, ...]]()  # values in the order of _COLUMNS
         for document, image, position in images:
             place = (documents + document, image.start, image.stop, image.rows, *image.grid)
             row = (*place, image.number, image.bytes, image.modified_ns, position)

@@ -45,11 +45,11 @@ class LeftOut:
 class Manifest:
     """What a folder of documents contains: kinds of rows of each source, counts, and what was left out.
 
-    `labels` is how many numbers each document has that a model scores: its label, or the margin of its pair, or what
-    a loss of preferences (`preference`) reads of it (0: of a language model); `pad_id` the tokenizer's token for
-    padding, else for the end of a text (-1: none).
+    `labels` is how many numbers each document has: for a model that scores, those of its label or the margin of its
+    pair, for a loss of preferences (`preference`) what that reads; 0 for a language model. `pad_id` is the tokenizer's
+    token for padding, else for the end of a text (-1: none).
 
-    `largest_at` is the row with the token `largest_id`. `ends` are special tokens that end answers, and
+    `largest_id` is the largest token id, `largest_at` a row with it. `ends` are special tokens that end answers, and
     their ids. `unseen` counts what chat templates leave out beside assistant turns, `unread` rows with a key that
     nothing reads. `codes` is the type of the tokens' codes (empty: none).
     """

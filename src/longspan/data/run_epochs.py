@@ -63,18 +63,19 @@ def most_step_tokens(config: RunConfig, order: StepOrder) -> int:
 
 
 def _too_few_steps_text(config: RunConfig, order: StepOrder) -> str:
-    """Say that a run has few steps, and how it gets FEW_STEPS or more."""
-    tokens = config.train.steps * config.train.tokens_per_step  # of all steps
+    """Say that a run has few steps, and how it gets more, FEW_STEPS where that is possible."""
+    run_tokens = config.train.steps * config.train.tokens_per_step
     if _has_exact_epochs(config, order):
-        tokens = int(config.train.epochs * order.stream.tokens)
-    # of a step: FEW_STEPS of them, or as many as may be
-    advised_tokens = max(tokens // FEW_STEPS, int(order.lengths.max()))
-    size = most_step_tokens(config, order)
-    steps = plural(config.train.steps, "optimizer update")
-    line = f"only {steps}, of up to {size:,} tokens each: the model will hardly change; "
-    if tokens // advised_tokens <= config.train.steps:  # the longest document leaves no room for smaller steps
+        run_tokens = int(config.train.epochs * order.stream.tokens)
+    # as few as give FEW_STEPS steps, but a step has room for the longest document
+    step_tokens = max(run_tokens // FEW_STEPS, int(order.lengths.max()))
+    steps = run_tokens // step_tokens
+    updates_text = plural(config.train.steps, "optimizer update")
+    most_tokens = most_step_tokens(config, order)
+    line = f"only {updates_text}, of up to {most_tokens:,} tokens each: the model will hardly change; "
+    if steps <= config.train.steps:  # the longest document leaves no room for smaller steps
         return f"{line}more epochs (train.epochs) or more documents give more"
-    return f"{line}with --train.tokens_per_step {advised_tokens} there are at least {tokens // advised_tokens}"
+    return f"{line}with --train.tokens_per_step {step_tokens} there are at least {steps}"
 
 
 def documents_line(config: RunConfig, order: StepOrder) -> str:
@@ -84,16 +85,18 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
     held_out = len(order.evaluation)
     line = plural(stream.documents, "document" if order.unit == 1 else "pair")
     if order.groups is not None:
-        count = plural(sum(map(len, order.groups)), "document")
-        line = f"{count} in {plural(stream.documents, 'group')} that stay in one step (data.group_prefixes)"
+        documents_text = plural(sum(map(len, order.groups)), "document")
+        line = (
+            f"{documents_text} in {plural(stream.documents, 'group')} that stay in one step (data.group_prefixes)"
+        )
     if stream.documents != order.training_texts:
         line += f" of {plural(order.training_texts, 'text')}"
     line += f" to train on, of {plural(stream.tokens, 'token')}, which "
     steps = order.count_steps() if train.epochs else train.steps
-    times = f"about {number_text(train.tokens_per_step * steps / stream.tokens)}"
+    times_text = f"about {number_text(train.tokens_per_step * steps / stream.tokens)}"
     if _has_exact_epochs(config, order):
-        times = f"{train.epochs:g}"
-    line += f"{plural(steps, 'step')} read {times} times"
+        times_text = f"{train.epochs:g}"
+    line += f"{plural(steps, 'step')} read {times_text} times"
     line += f"; {plural(order.held_out_texts, 'text')}"
     if held_out != order.held_out_texts:
         line += f" of {plural(held_out, 'document')}"

@@ -24,7 +24,7 @@ DEMO_MOST_HELD_OUT = 8  # of a tiny preset at most so many
 
 
 def count_held_out(setting: int | str, texts: int, *, most: int = MOST_HELD_OUT) -> int:
-    """Count how many texts are held out: the setting, or one in ten, from 1 to `most` but never a run's only one.
+    """Count how many of a run's texts are held out: the setting, or one in ten, from 1 to `most`, but not the only one.
 
     >>> [count_held_out("auto", texts) for texts in (1, 7, 153, 5000)]
     [0, 1, 15, 32]
@@ -62,7 +62,7 @@ def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
 
 
 def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> list[Integers]:
-    """Return these documents of a corpus in groups that stay in one step."""
+    """Return these documents of a corpus in groups that stay in one step, of at most `most_tokens` where they can."""
     groups = group_documents(corpus.select(documents.tolist()), corpus.source_of[documents], most_tokens)
     return [documents[group] for group in groups]
 
@@ -81,7 +81,10 @@ def allow_sharing(config: RunConfig, order: StepOrder, corpus: Corpus, log: Call
 
 
 def forbid_sharing(order: StepOrder, log: Callable[[str], None], *reasons: str) -> None:
-    """Let no documents share prefixes if there are reasons (`order.sharing`), and log it where some begin alike."""
+    """Let no documents share prefixes if there are reasons: sets `order.sharing` to None.
+
+    A line gives the reasons where documents of the first step begin alike.
+    """
     if not reasons or order.sharing is None:
         return
     if max(find_families(order.select(order.sharing, 0)).parents) >= 0:

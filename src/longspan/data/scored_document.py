@@ -22,12 +22,12 @@ class ScoredDocument(Document):
     >>> words = ScoredDocument([5, 7, 9, 2], labels=[-100, 0, 2, 1])        # of tokens, not shifted
     >>> values = ScoredDocument([5, 7, 9, 2], rows=range(1, 4), old_values=[0.0, 0.1, 0.4, 0.2])  # of a critic
 
-    By default the row of the last token that is not `pad` counts, by its id, whatever stands behind it (without such a
-    token the first row; without `pad` the last). `rows` are others, by position, and "all" is every row. `label` is a
-    number or (L,) numbers of the document; `labels` (n,) or (n, L) are those of tokens, of which those that are not
-    −100 count. A loss reads them as `at["label"]`, of several as `at["label_0"]`, `at["label_1"]`, …. `weights` and
-    other keywords are numbers as a Document has them. Raises DataError for rows that the document has not, and for
-    labels of both kinds.
+    By default one row counts: that of the last token whose id is not `pad` (if there is none, the first row; without
+    `pad` the last). `rows` are positions of rows that count in its place; "all" is every row. `label` is a number or
+    (L,) numbers of the document; `labels` (n,) or (n, L) are those of tokens, of which those that are not −100 count. A
+    loss reads them as `at["label"]`, of several as `at["label_0"]`, `at["label_1"]`, …. `weights` and other keywords
+    are numbers as a Document has them. Raises DataError for rows that the document has not, and for labels of both
+    kinds.
     """
 
     makes_scores = True
@@ -44,9 +44,8 @@ class ScoredDocument(Document):
         **values: Any,
     ) -> None:
         super().__init__(ids)
-        if sum(choice is not None for choice in (rows, pad, labels)) > 1 or (
-            label is not None and labels is not None
-        ):
+        choices = [choice for choice in (rows, pad, labels) if choice is not None]
+        if len(choices) > 1 or (label is not None and labels is not None):
             raise DataError(
                 "a ScoredDocument has more than one of rows, pad and labels, or label and labels; each says which rows "
                 "count or what their scores are to be: give one of them"
@@ -64,29 +63,29 @@ class ScoredDocument(Document):
             columns = label_columns(table)
         else:
             is_scored[self._choose_rows(rows, pad)] = True
-            columns = {} if label is None else label_columns(host_array(f"{LABEL} of a document", label)[None])
-            columns = {name: column[0] for name, column in columns.items()}
+            if label is not None:
+                table = host_array(f"{LABEL} of a document", label)[None]  # of one row
+                columns = {name: column[0] for name, column in label_columns(table).items()}
         self._labels = np.where(is_scored, 0, NO_TARGET)
         self._values = self._read_values(({} if weights is None else {"weights": weights}) | columns | values)
 
-    def _choose_rows(self, rows: Any, pad: int | None) -> Any:
-        """Return an index of the rows that count, by `rows` or `pad` as the class describes them.
+    def _choose_rows(self, rows: Any, pad: int | None) -> Integers | slice:
+        """Return the positions of the rows that count, as an array or a slice, by `rows` or `pad` as the class says.
 
         Raises DataError for positions that the document does not have.
         """
         if isinstance(rows, str) and rows == "all":
             return slice(None)
         if rows is None:
-            # transformers' rule: the rightmost token with another id, row 0 if there is none
             if not len(self._ids):
                 return slice(0, 0)
-            return int(np.flatnonzero(self._ids != pad).max(initial=0))
-        chosen: Integers = np.unique(
-            host_array("rows of a document", list(rows) if isinstance(rows, range) else rows)
-        )
-        if (chosen.dtype.kind not in "iu" and chosen.size) or (
-            chosen.size and not 0 <= chosen[0] <= chosen[-1] < len(self)
-        ):
+            # transformers' rule: the rightmost token with another id than `pad`, row 0 if there is none; all ids differ
+            # from None
+            return np.flatnonzero(self._ids != pad).max(initial=0, keepdims=True)
+        values = list(rows) if isinstance(rows, range) else rows
+        chosen: Integers = np.unique(host_array("rows of a document", values))
+        has_integers = not chosen.size or chosen.dtype.kind in "iu"  # numpy takes an empty list for floats
+        if not has_integers or (chosen.size and not 0 <= chosen[0] <= chosen[-1] < len(self)):
             raise DataError(
                 f"rows of a document are {short_text(rows)}, the document has {len(self)} tokens; give positions from "
                 'its first to its last, or "all"'

@@ -81,7 +81,7 @@ def share_prefixes(
     >>> plan = plan_dynamic(shared.lengths, home, parents=shared.parents, targets=shared.targets)  # doctest: +SKIP
     >>> run_step(model, plan, shared, world)  # doctest: +SKIP
 
-    A prefix has at least `least_rows` rows, which no prefix that it continues has; prefixes may continue each other.
+    Prefixes may continue each other; each has at least `least_rows` rows beyond those of the prefix that it continues.
     `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Families
     with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`,
     `ScoredDocument`, those of a corpus) share; any other stays as it is. A prefix ends `depths` rows earlier, as its
@@ -123,8 +123,7 @@ def find_families(
     families = list[_Family]()
     left_out = 0
     too_large: LargeFamily | None = None
-    rows = dict[int, int]()
-    for numbers in _group_by_common_prefix(documents, rows, least_rows, depths, length_limits):
+    for numbers, rows in _group_by_common_prefix(documents, least_rows, depths, length_limits):
         common = [0]  # of each document, the first rows that the one before has as well
         common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
         whole = _make_family(documents, numbers, common, least_rows)
@@ -140,14 +139,15 @@ def find_families(
                 left_out += len(family.documents)
     lengths = [len(document) for document in documents]
     parents = [-1] * len(lengths)
+    # documents lose their prefixes, which are appended, family after family
     for family in families:
         first = len(lengths)
         for number, prefix in zip(family.documents, family.prefix, strict=True):
             if prefix >= 0:
-                lengths[number] -= family.prefixes[prefix][0]
+                lengths[number] -= family.prefixes[prefix].end
                 parents[number] = first + prefix
-        for depth, parent in family.prefixes:
-            lengths.append(depth - (family.prefixes[parent][0] if parent >= 0 else 0))
+        for end, parent in family.prefixes:
+            lengths.append(end - _end(family.prefixes, parent))
             parents.append(first + parent if parent >= 0 else -1)
     return Families(tuple(lengths), tuple(parents), left_out, too_large)
 
@@ -155,13 +155,16 @@ def find_families(
 def cut_documents(
     documents: Sequence[Any], lengths: Sequence[int], parents: Sequence[int], left_out: int = 0, *, depths: int = 0
 ) -> SharedDocuments:
-    """Cut documents as `Families` or a plan of theirs says: no token is read."""
+    """Cut documents into rests and prefixes of these `lengths` and `parents`, which `Families` or a plan of theirs has.
+
+    The rests of the documents come first, in their order, then the prefixes. No token is read.
+    """
     count = len(documents)
     starts = [0] * len(parents)
     for part in (*range(count, len(parents)), *range(count)):  # prefixes stand behind those that they continue
         if (parent := parents[part]) >= 0:
             starts[part] = starts[parent] + lengths[parent]
-    source = [*range(count), *[-1] * (len(parents) - count)]  # a document that has the part
+    source = [*range(count), *[-1] * (len(parents) - count)]  # of each part, a document that has its tokens
     for document in range(count):
         part = parents[document]
         while part >= 0 and source[part] < 0:
@@ -176,15 +179,28 @@ def cut_documents(
     return SharedDocuments(tuple(cut), tuple(parents), tuple(starts[:count]), left_out, documents)
 
 
-class _Family(NamedTuple):
-    """Documents in the order of their ids, and their prefixes as (rows, index of the one continued).
+class _Prefix(NamedTuple):
+    """The first `end` rows of some documents, of which those of prefix `parent` (−1: none) lie in that one."""
 
-    `prefix` has for each document the index of the prefix that it continues; `rows` are those of all.
+    end: int
+    parent: int
+
+
+def _end(prefixes: Sequence[_Prefix], number: int) -> int:
+    """Return where prefix `number` ends in its documents; 0 for −1, which is none."""
+    return prefixes[number].end if number >= 0 else 0
+
+
+class _Family(NamedTuple):
+    """Documents by number, in the order of their ids, and their prefixes.
+
+    `prefix` has for each document the index of the prefix that it continues (−1: none). `rows` are those of all
+    prefixes and of the rests of all documents.
     """
 
     documents: list[int]
     prefix: list[int]
-    prefixes: list[tuple[int, int]]
+    prefixes: list[_Prefix]
     rows: int
 
 
@@ -200,17 +216,13 @@ def _shareable_rows(document: Any) -> int:
 
 
 def _group_by_common_prefix(
-    documents: Sequence[Any],
-    rows: dict[int, int],
-    least_rows: int,
-    depths: int,
-    length_limits: Sequence[LengthLimit],
-) -> Iterator[list[int]]:
-    """Yield groups of documents that begin with the same ids, sorted by the ids that they may share.
-
-    `rows` is filled: how many rows each of them may share. Raises DataError for a document that has a parent.
+    documents: Sequence[Any], least_rows: int, depths: int, length_limits: Sequence[LengthLimit]
+) -> Iterator[tuple[list[int], dict[int, int]]]:
+    """Yield groups of documents that begin with the same ids: their numbers, sorted by the ids that they may share, and
+    how many rows each may share, by number.
 
     `depths` of multi-token prediction read as many tokens behind a prefix: these, too, are the same in its documents.
+    Before the first group, raises DataError for a document that has a parent.
     """
     same_start = dict[Any, list[int]]()
     for number, document in enumerate(documents):
@@ -222,18 +234,25 @@ def _group_by_common_prefix(
             key = document.ids[: least_rows + depths].tobytes(), length_class(length_limits, len(document))
             same_start.setdefault(key, []).append(number)
     for numbers in same_start.values():
-        if len(numbers) > 1:
-            rows |= {number: _shareable_rows(documents[number]) - depths for number in numbers}
-            numbers = [number for number in numbers if rows[number] >= least_rows]
-        if len(numbers) > 1:
+        if len(numbers) < 2:
+            continue
+        shareable = {number: _shareable_rows(documents[number]) - depths for number in numbers}
+        rows = {number: count for number, count in shareable.items() if count >= least_rows}
+        if len(rows) > 1:
             # in this order documents with a common prefix follow each other
-            yield sorted(numbers, key=lambda d: documents[d].ids[: rows[d] + depths].astype(">i8").tobytes())
+            ordered = sorted(rows, key=lambda d: documents[d].ids[: rows[d] + depths].astype(">i8").tobytes())
+            yield ordered, rows
 
 
 def _divide_into_families(
     documents: Sequence[Any], numbers: list[int], common: list[int], least: int, max_rows: int
 ) -> Iterator[_Family]:
-    """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in `common`."""
+    """Divide sorted documents into families of neighbours, and yield these.
+
+    `common[i]` are the rows that document i has in common with the one before. A family ends where it would have more
+    than `max_rows` rows if each document shared all of those with its neighbour. As prefixes have at least `least`
+    rows, it may share less, and its `rows` may be more.
+    """
     start = 0
     total = 0
     for index, number in enumerate(numbers):
@@ -248,7 +267,10 @@ def _divide_into_families(
 
 
 def _common_rows(documents: Sequence[Any], rows: dict[int, int], one: int, other: int, depths: int) -> int:
-    """Count the first rows that two documents have in common, of those (`rows`) that both may share."""
+    """Count the first rows that two documents have in common, of those (`rows[d]`) that both may share.
+
+    The ids at `depths` rows behind them are the same, too.
+    """
     count = min(rows[one], rows[other]) + depths
     differs = documents[one].ids[:count] != documents[other].ids[:count]
     return int(differs.argmax() if differs.any() else count) - depths
@@ -257,23 +279,25 @@ def _common_rows(documents: Sequence[Any], rows: dict[int, int], one: int, other
 def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_tokens: int) -> list[list[int]]:
     """List all documents in groups of at most `most_tokens`, each of one source, whose neighbours begin alike.
 
-    These have at least half of the rows in common that one of them could share: more than a prompt of the system.
+    Neighbours have at least half of the rows in common that the one which can share fewer could share: that is more
+    than a prompt of the system. A document longer than `most_tokens`, or unlike all others, is a group of its own.
     Groups stand in the order of their first documents.
     """
     groups = list[list[int]]()
-    rows = dict[int, int]()
-    for numbers in _group_by_common_prefix(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
-        tokens = most_tokens
+    for numbers, rows in _group_by_common_prefix(documents, LEAST_ROWS, depths=0, length_limits=()):
+        tokens = 0  # of the last group
         for before, number in pairwise([-1, *numbers]):
+            goes_on = (
+                before >= 0
+                and tokens + len(documents[number]) <= most_tokens
+                and sources[before] == sources[number]
+                and 2 * _common_rows(documents, rows, before, number, depths=0) >= min(rows[before], rows[number])
+            )
+            if not goes_on:
+                groups.append([])
+                tokens = 0
+            groups[-1].append(number)
             tokens += len(documents[number])
-            goes_on = before >= 0 and tokens <= most_tokens and sources[before] == sources[number]
-            if goes_on and 2 * _common_rows(documents, rows, before, number, depths=0) >= min(
-                rows[before], rows[number]
-            ):
-                groups[-1].append(number)
-            else:
-                groups.append([number])
-                tokens = len(documents[number])
     grouped = {number for group in groups for number in group}
     groups += ([number] for number in range(len(documents)) if number not in grouped)
     return sorted(groups, key=min)
@@ -282,25 +306,24 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
 def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int], least: int) -> _Family:
     """Return the family of sorted documents, of which `common[i]` rows are those of the one before.
 
-    Prefixes are the intervals of documents with so many rows in common, where they add `least` to another.
+    A prefix is what neighbours have in common, where that is `least` rows or more beyond the prefix that they continue.
     """
-    prefixes = list[tuple[int, int]]()
+    prefixes = list[_Prefix]()
     prefix = [-1] * len(numbers)
-    waiting = [(0, len(numbers), -1)]  # documents first to stop, and what they continue
+    waiting = [(0, len(numbers), -1)]  # documents from first to before stop, and the prefix that all of them have
     while waiting:
-        first, stop, parent = waiting.pop()
+        first, stop, outer = waiting.pop()
         if stop - first < 2:
             continue
-        depth = min(common[first + 1 : stop])
-        before = prefixes[parent][0] if parent >= 0 else 0
-        if depth - before >= least:
-            prefixes.append((depth, parent))
-            parent = len(prefixes) - 1
-            prefix[first:stop] = [parent] * (stop - first)
-        cuts = [first, *(i for i in range(first + 1, stop) if common[i] == depth), stop]
-        waiting += [(a, b, parent) for a, b in pairwise(cuts)]
-    rows_behind = (
-        len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True)
-    )
-    shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent in prefixes)
-    return _Family(numbers, prefix, prefixes, sum(rows_behind) + sum(shared))
+        end = min(common[first + 1 : stop])
+        inner = outer
+        if end - _end(prefixes, outer) >= least:
+            inner = len(prefixes)
+            prefixes.append(_Prefix(end, outer))
+            prefix[first:stop] = [inner] * (stop - first)
+        # between cuts documents have more in common, perhaps another prefix
+        cuts = [first, *(i for i in range(first + 1, stop) if common[i] == end), stop]
+        waiting += [(cut, next_cut, inner) for cut, next_cut in pairwise(cuts)]
+    rests = (len(documents[n]) - _end(prefixes, p) for n, p in zip(numbers, prefix, strict=True))
+    shared = (end - _end(prefixes, parent) for end, parent in prefixes)
+    return _Family(numbers, prefix, prefixes, sum(rests) + sum(shared))

@@ -55,29 +55,31 @@ class StepOrder:
         self.targets = targets
         self.unit = unit
         unit_lengths = self.lengths
-        if unit > 1:  # the stream is one of units, each of which is a text
+        if unit > 1:  # each unit is a text, and `texts` and `mixture` are of units from here on
             unit_lengths = self.lengths.reshape(-1, unit).sum(1)
             texts = None
             mixture = None if mixture is None else mixture._replace(source_of=mixture.source_of[::unit])
         all_texts = count_texts(unit_lengths, texts)
         held_out_texts = choose_held_out_texts(all_texts, mixture, texts, eval_documents, seed)
-        held_out = held_out_texts
-        if texts is not None:  # their documents, sorted, as `texts` ascends
+        held_out_units = held_out_texts  # where each unit is a text
+        if texts is not None:  # sorted, as `texts` ascends
             numbers = held_out_texts.astype(texts.dtype)  # another type would copy the array
             firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
-            held_out = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
-        self.evaluation: tuple[int, ...] = documents_of_units(held_out.tolist(), unit)
-        self.groups: Sequence[Integers] | None = None  # the documents of each unit
-        if group is not None:
-            self.groups = groups = group(np.setdiff1d(np.arange(len(unit_lengths)), held_out))
-            unit_lengths = np.array([unit_lengths[documents].sum() for documents in groups])
-            held_out = held_out[:0]
+            held_out_units = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
+        self.evaluation: tuple[int, ...] = documents_of_units(held_out_units.tolist(), unit)
+        self.groups: Sequence[Integers] | None = None  # the documents of each element of the stream
+        stream_lengths = unit_lengths
+        left_out = held_out_units  # of the elements of the stream
+        if group is not None:  # the stream is one of groups, which have no held-out documents
+            self.groups = groups = group(np.setdiff1d(np.arange(len(unit_lengths)), held_out_units))
+            stream_lengths = np.array([unit_lengths[documents].sum() for documents in groups])
+            left_out = held_out_units[:0]
             if mixture is not None:
                 mixture = mixture._replace(source_of=mixture.source_of[[documents[0] for documents in groups]])
         self.training_texts = all_texts - len(held_out_texts)
         self.held_out_texts = len(held_out_texts)
         self.stream: DocumentStream = DocumentStream(
-            unit_lengths, shuffled_sources(unit_lengths, mixture, held_out, seed)
+            stream_lengths, shuffled_sources(stream_lengths, mixture, left_out, seed)
         )
         self._budget = tokens_per_step
         self.epoch_documents: int = self.stream.documents
@@ -131,8 +133,8 @@ class StepOrder:
         """Return, in the order of the mixture's sources, the tokens that a step (from 0) takes of each."""
         ids = self._units_of_step(step)
         sources = self.stream.sources
-        of_source = np.searchsorted([source.first for source in sources], ids, side="right") - 1
-        tokens = np.bincount(of_source, weights=self.stream.lengths[ids], minlength=len(sources))
+        source_of = np.searchsorted([source.first for source in sources], ids, side="right") - 1
+        tokens = np.bincount(source_of, weights=self.stream.lengths[ids], minlength=len(sources))
         return tokens.astype(np.int64).tolist()
 
     def count_steps(self) -> int:
@@ -167,12 +169,13 @@ class StepOrder:
     def _end_of_step(self, start: int) -> int:
         """Return the place behind the step that begins at `start`.
 
-        A step that reaches the end of a part of the stream goes on in the next with the tokens that are left.
+        A step that reaches the end of a part of the stream goes on in the next with the tokens that are left. It ends
+        with the epoch, or before the first document that it has already, as the class describes it.
         """
         stream_part = self.stream.part_at(start)
         tokens_left = self._budget
         index = start - stream_part.first
-        last_end = 1 << 62  # the stream has no end
+        last_end = 1 << 62  # the latest place that a step may end at: the stream has no end
         if self._ends_with_epochs:  # the end of this epoch, or of the run
             last_end = (start // self.epoch_documents + 1) * self.epoch_documents
             last_end = min(last_end, self._last) if start < self._last else last_end
@@ -186,8 +189,8 @@ class StepOrder:
             tokens_left -= int(stream_part.ends[end_index] - stream_part.ends[index])
             stream_part = self.stream.next_part(stream_part)
             index = 0
-        end = min(max(end, start + 1), last_end)
-        rest = self.epoch_documents - start % self.epoch_documents  # of the epoch; behind it documents may repeat
+        end = min(max(end, start + 1), last_end)  # at least one document
+        rest = self.epoch_documents - start % self.epoch_documents  # of this epoch; behind it documents may repeat
         if self.may_repeat or end - start <= rest:
             return end
         ids = self._ids_between(start, end)
@@ -217,8 +220,8 @@ def choose_held_out_texts(
     >>> choose_held_out_texts(53, Mixture(np.repeat([0, 1], [50, 3]), (1.0, 1.0)), None, 9, 0)[-2:] >= 50
     array([False,  True])
 
-    Of several sources each gives by its number of texts, at least one but not its last. Raises DataError if no text is
-    left to train on.
+    Of several sources each gives in proportion to its number of texts, at least one but not its last. Raises DataError
+    if no text is left to train on.
     """
     if most >= all_texts:
         raise DataError(
@@ -232,12 +235,13 @@ def choose_held_out_texts(
         bounds = [int(texts[bound]) if bound < len(texts) else int(texts[-1]) + 1 for bound in bounds]
     counts: list[int] = np.diff(bounds).tolist()
     quotas = [min(1, most, max(count - 1, 0)) for count in counts]
-    # a source's last text is taken when no other is left, which is then refused
+    # One more is taken from the source that is furthest below its share; its last text only when no other is left,
+    # which is then refused.
     for _ in range(most - sum(quotas)):
-        open_texts = [
+        priorities = [
             (n - q > 0, n - q > 1, most * n / sum(counts) - q) for n, q in zip(counts, quotas, strict=True)
         ]
-        quotas[open_texts.index(max(open_texts))] += 1
+        quotas[priorities.index(max(priorities))] += 1
     chosen = [shuffled_sample(count, quotas[s], seed, HELD_OUT, s) + bounds[s] for s, count in enumerate(counts)]
     return np.sort(np.concatenate(chosen))
 

@@ -57,7 +57,8 @@ class ShuffledSource:
     def document_ids(self, start: int, count: int) -> Integers:
         """Return the ids of `count` documents of this source's endless stream, from place `start` on."""
         numbers = self.shuffled[np.arange(start, start + count)]
-        before = self.held_out - self.first - np.arange(len(self.held_out))  # training documents before each
+        # how many training documents come before each held-out one: a number from there on skips it
+        before = self.held_out - self.first - np.arange(len(self.held_out))
         return self.first + numbers + np.searchsorted(before, numbers, side="right")
 
 
@@ -143,8 +144,8 @@ class DocumentStream:
         return sum(source.tokens for source in self.sources)
 
     def part_at(self, place: int) -> StreamPart:
-        """Return the part of the stream that has this place; the parts before it are computed once, for their
-        beginnings.
+        """Return the part of the stream that has this place; the parts before it are computed once, to know where they
+        begin.
         """
         while self._places[-1] <= place:  # each call computes the next part, and where the part after it begins
             self._part(len(self._marks) - 1)
@@ -155,8 +156,8 @@ class DocumentStream:
         return self.part_at(part.first + len(part.ids))
 
     def place_after(self, epochs: float, source: int) -> int:
-        """Return the place before which each document of a source stands `epochs` times, without rounding errors."""
-        documents = math.ceil(round(epochs * self.sources[source].documents, 6))
+        """Return the place behind the last document of so many epochs of a source, of parts of an epoch too."""
+        documents = math.ceil(round(epochs * self.sources[source].documents, 6))  # 0.07 * 100 is above 7
         if len(self.sources) == 1:
             return documents
         part = self.part_at(0)
@@ -166,13 +167,12 @@ class DocumentStream:
         return part.first + int(places[documents - 1]) + 1
 
     def _merge_part(self, number: int) -> StreamPart:
-        """Merge documents of all sources into part `number`, until the first source has given all of its candidates.
+        """Merge documents of all sources into part `number`, until one source has given all of its candidates.
 
-        Where the next part begins is noted, unless it is known.
-
-        A document's share is the tokens that its source gave before it, over the source's weight. Documents are sorted
-        by their shares. The part ends at the share at which the first source runs out of candidates: documents of
-        larger shares may have to wait for further ones of that source.
+        Where the next part begins is noted in `_marks` and `_places`, unless it is known. A document's share is the
+        tokens that its source gave before it, over the source's weight. Documents are sorted by their shares. The part
+        ends at the lowest share at which a source runs out of candidates: documents of larger shares may have to wait
+        for further ones of that source.
         """
         used, used_tokens = self._marks[number]
         candidates = [

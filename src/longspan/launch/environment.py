@@ -25,8 +25,9 @@ LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing o
 
 
 def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for n local ranks whose store listens on this port, but for those of
-    one rank.
+    """Return the variables that torchrun would set for each of n local ranks whose store listens on this port.
+
+    RANK and LOCAL_RANK, which differ between ranks, are not among them.
     """
     variables = {
         "WORLD_SIZE": n,

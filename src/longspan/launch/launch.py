@@ -130,9 +130,11 @@ class LocalRanks:
     def collect_answers(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer for `timeout` seconds (None: no limit), but after a failure only for `grace` more; then
         set `failure`, the error to raise, None if every rank answered with a result.
+
+        Deaths of ranks are posted in the store, and failed ranks are listed in `failed`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        failed_at: float | None = None
+        has_grace = False
         while waiting := {rank.pipe: rank for rank in self.ranks if rank.waiting}:
             seconds_left = None if deadline is None else deadline - time.monotonic()
             if seconds_left is not None and seconds_left <= 0:
@@ -144,14 +146,16 @@ class LocalRanks:
                     self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
                 if rank.has_failed:
                     self.failed.append(rank)
-            if failed_at is None and self.failed:
-                failed_at = time.monotonic()
-                deadline = min(failed_at + grace, deadline or failed_at + grace)
+            if self.failed and not has_grace:
+                has_grace = True
+                grace_end = time.monotonic() + grace
+                deadline = grace_end if deadline is None else min(grace_end, deadline)
         self.failure = self._error_to_raise(timeout)
 
     def _error_to_raise(self, timeout: float | None) -> BaseException | None:
-        """Return the error of the rank that most likely made others fail, with a note on up to four others; None if
-        none failed or is late.
+        """Return the error of the rank that most likely made others fail, with a note on up to four others.
+
+        Where none failed: the error of a time-out if some still run, else None.
         """
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]

@@ -56,16 +56,17 @@ def processes_of_torchrun() -> dict[int, int]:
     that have not started yet are missing, so a caller waits for all ranks first. Linux only.
     """
     processes = dict[int, int]()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        torchrun = os.getppid()
-        children = list[str]()
-        with suppress(OSError):
-            children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
-        for pid in children:
-            with suppress(OSError):  # it has ended since
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                ranks = [int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")]
-                processes |= dict.fromkeys(ranks, int(pid))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return processes
+    torchrun = os.getppid()
+    children = list[str]()
+    with suppress(OSError):
+        children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+    for pid in children:
+        with suppress(OSError):  # it has ended since
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            ranks = [int(entry.removeprefix(b"RANK=")) for entry in variables if entry.startswith(b"RANK=")]
+            processes |= dict.fromkeys(ranks, int(pid))  # a child that is no rank has none
     return processes
 
 

@@ -12,7 +12,10 @@ FILE = "output.txt"  # in a run's folder: what standard output or error did not 
 
 
 class _Output(io.FileIO):
-    """A descriptor; what it does not take goes to `file`, as soon as that has a folder, behind the reason."""
+    """Writes to a descriptor; what that does not take is appended to `file`, after a line that gives the reason.
+
+    It is kept in memory while the file cannot be written, as before its folder is there, and where there is no file.
+    """
 
     def __init__(self, descriptor: int, file: Path | None) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -41,11 +44,13 @@ def keep_prints_from_failing(folder: Path | None, names: Sequence[str] = ("stdou
     """Replace these streams by ones that never fail: what cannot be written goes to FILE in the folder, if any."""
     for name in names:
         stream: Any = getattr(sys, name)
-        if stream is not None and stream is getattr(sys, f"__{name}__"):  # not those of a program, as of pytest
+        if stream is not None and stream is getattr(
+            sys, f"__{name}__"
+        ):  # else a program has set its own, as pytest does
             raw = _Output(stream.fileno(), folder and folder / FILE)
             buffer = io.BufferedWriter(raw)
-            keys = {"encoding": stream.encoding, "errors": stream.errors}
-            setattr(sys, name, io.TextIOWrapper(buffer, line_buffering=stream.line_buffering, **keys))
+            options = {"encoding": stream.encoding, "errors": stream.errors}
+            setattr(sys, name, io.TextIOWrapper(buffer, line_buffering=stream.line_buffering, **options))
 
 
 def write_error(text: str, descriptor: int = 2) -> None:

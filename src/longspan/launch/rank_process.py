@@ -187,12 +187,14 @@ def answer_call(spec: RankSpec, pipe: connection.Connection) -> None:
         with unblock_signals():
             fn, args = _read_call(spec.payload)
             result = fn(spec.rank, *args)
-        message = RankAnswer(True, pickle.dumps(result))
+        message = RankAnswer(ok=True, pickled=pickle.dumps(result))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         summary = f"{type(error).__name__}: {error}".strip()[:2000]
         consequence = bool(getattr(error, "seen_from_outside", False))
-        message = RankAnswer(False, pickle_error(error), text, summary, consequence)
+        message = RankAnswer(
+            ok=False, pickled=pickle_error(error), text=text, summary=summary, consequence=consequence
+        )
     with suppress(OSError):  # the launcher was killed: nobody waits for an answer
         sys.stdout.flush()
         sys.stderr.flush()
@@ -211,11 +213,13 @@ def _read_call(payload: bytes) -> tuple[Any, Any]:
 
 
 def stack_text(folder: Path, index: int) -> str:
-    """Return the stack that a rank's faulthandler has written, 14 lines at most; "" if it has written none. Of a fault
-    in a library, these are the name of the fault and the stack of the thread in which it happened.
+    """Return the stack that a rank's faulthandler has written, 14 lines at most; "" if it has written none. After a
+    fault in a library, these are the name of the fault and the stack of the thread in which it happened.
     """
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""
+    lines = text.splitlines()
     before, current, thread = text.partition("Current thread")
-    lines = [*before.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
+    if current:  # a fault: its name is the first line, and stacks of other threads may follow it
+        lines = [*before.splitlines()[:1], *(current + thread).splitlines()]
     return "\n".join(lines[:14])

@@ -43,12 +43,13 @@ def raise_on_stop_signals() -> Iterator[None]:
     """Let signals that stop raise Interrupted inside, but not within a second of the last one that did: a terminal may
     send several at one press of keys. Ignored signals stay ignored; only the main thread receives signals.
     """
-    raised_at = [-SAME_PRESS]  # the time of the last Interrupted
+    raised_at = -SAME_PRESS  # the time of the last Interrupted; at first so long ago that any signal raises
 
     def interrupt(number: int, _: FrameType | None) -> None:
+        nonlocal raised_at
         now = time.monotonic()
-        if now - raised_at[0] > SAME_PRESS:
-            raised_at[0] = now
+        if now - raised_at > SAME_PRESS:
+            raised_at = now
             raise Interrupted(number)
 
     heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -94,13 +95,14 @@ def _mask_signals(how: int) -> Iterator[None]:
 class Forwarding:
     """While open, signals that stop go to ranks instead of ending their launcher. Ranks know what a notice asks for,
     and get each. A second SIGINT or SIGTERM, more than a second after the first, kills them; within a second it is of
-    the same press, and does nothing. `send` sends a signal to all ranks; `sent` are all that were sent.
+    the same press, and does nothing. `send` sends a signal to all ranks; `sent` are all that were sent, and `received`
+    is the one that this process got last, of those that it sent on.
     """
 
     def __init__(self, send: Callable[[int], None]) -> None:
         self.sent: list[int] = []
         self._send = send
-        self._first_signal_at = -1.0  # when the first of KILLS came; −1: none
+        self._first_signal_at: float | None = None  # when the first of KILLS came
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Forwarding":
@@ -115,7 +117,7 @@ class Forwarding:
         now = time.monotonic()
         if number in NOTICES:
             self._send_to_ranks(number, number)
-        elif self._first_signal_at < 0:
+        elif self._first_signal_at is None:
             self._first_signal_at = now
             self._send_to_ranks(number, number)
         elif now - self._first_signal_at > SAME_PRESS:
@@ -125,7 +127,7 @@ class Forwarding:
             self._send_to_ranks(number, signal.SIGKILL)
 
     def _send_to_ranks(self, number: int, to_ranks: int) -> None:
-        """Send `to_ranks` to all ranks, and note it, and the signal that was received."""
+        """Send the signal `to_ranks` to all ranks, for signal `number` that was received; note both."""
         self.received = number
         self.sent.append(to_ranks)
         self._send(to_ranks)

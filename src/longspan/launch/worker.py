@@ -81,7 +81,10 @@ def next_request(connection: "Connection[Any, Any]", parent: int) -> Any:
 
 
 def main_script(payload: bytes) -> dict[str, Any]:
-    """Return where a worker finds this program's script, for `import_main`; {} if the payload names nothing of it."""
+    """Return where a worker finds this program's script, for `import_main`; {} if the payload names nothing of it.
+
+    `payload` is a pickled call, which names the modules of its functions.
+    """
     return main_program() if b"_main__" in payload else {}  # as in __main__, and in a worker's own __mp_main__
 
 

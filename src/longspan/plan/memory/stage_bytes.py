@@ -26,7 +26,7 @@ from longspan.plan.shape.layers import LayerKind
 
 CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels, as measured on an H200
 COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group, as measured on H200s
-REPLAYED_TENSORS = 16  # as large as the queries, which recordings of attention hold (comm/replays.py)
+REPLAYED_TENSORS = 16  # as large as the queries, which recordings of attention hold (comm/cuda_graphs.py)
 # Rows that a depth of multi-token prediction keeps around its layer: the embedded tokens, these joined with the hidden
 # states (twice as wide), and the layer's output before and after its norm.
 OF_A_DEPTH = 5

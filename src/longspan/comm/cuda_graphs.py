@@ -1,7 +1,7 @@
 """Calls that a GPU repeats: their kernels and exchanges are recorded as a CUDA graph, and replayed by one launch.
 
-The host takes longer to launch the attention of a short micro-batch than its device to compute it, and layer after
-layer launches the same on other tensors.
+The host may take longer to launch a call than its device to compute it: attention of a short micro-batch is launched
+layer after layer, the same on other tensors.
 """
 
 from collections import deque
@@ -22,22 +22,24 @@ MOST_RECORDINGS = 4  # the last ones: a micro-batch replays forward in one go, a
 class Replay:
     """A call of tensors to results, the same launches each time: run at first, recorded the second time, then replayed.
 
-    Tensors have the shapes of the first call each time. They are copied to where the recording reads, and results from
-    where it writes, but for results that are an input or no tensor. The exchanges of a replay meet those of members
-    that run or record the call.
+    Tensors have the shapes of the first call each time. Before a replay they are copied to where the recording reads,
+    and after it results are copied from where the recording writes; a result that is an input, or no tensor, is not.
+    The exchanges of a replay meet those of members that run or record the call. `label` names a replay in failure
+    reports.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, label: str) -> None:
         self._watch = watch
+        self._label = label
         self._calls = 0
-        self._graph = None
-        self._inputs = list[Tensor]()
-        self._written = list[Tensor]()
-        self._results = list[Any]()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs = list[Tensor]()  # that the recording reads
+        self._written = list[Tensor]()  # the tensors among `_results` that the recording writes
+        self._results = list[Any]()  # of the recorded call
 
     def __call__(self, run: Run, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return `run(*tensors)`: it runs at the first call, is recorded at the second, and is not called from the
-        third on.
+        """Return the results of `run(*tensors)`; `run` is called at the first call, recorded (and replayed) at the
+        second, and only replayed from the third on.
         """
         self._calls += 1
         if self._calls == 1:
@@ -50,12 +52,13 @@ class Replay:
             ]
             _recorded.append(self)
             forget_replays(MOST_RECORDINGS)
-        with self._watch.enter_operation("attention, replayed", self._watch.ranks) as operation:
+        with self._watch.enter_operation(self._label, self._watch.ranks) as operation:
             torch._foreach_copy_(self._inputs, list(tensors))
             self._graph.replay()
             self._watch.watch_stream(operation)
         copies = [torch.empty_like(x) for x in self._written]
         torch._foreach_copy_(copies, self._written)
+        # by the id of a tensor of the recording: the caller's input, or the copy of a result, that stands for it
         returned = dict(zip(map(id, [*self._inputs, *self._written]), [*tensors, *copies], strict=True))
         return [returned.get(id(x), x) for x in self._results]
 
@@ -72,8 +75,8 @@ _recorded = deque[Replay]()
 
 
 def forget_replays(count: int = 0) -> None:
-    """Give up all recordings but the last `count`, the oldest first: such a call runs once more, and is then recorded
-    anew.
+    """Give up all recordings but the last `count`, the oldest first; a call that lost its recording runs once more,
+    and is then recorded anew.
 
     All are given up before groups are destroyed, as NCCL waits for graphs of theirs.
     """
@@ -81,16 +84,18 @@ def forget_replays(count: int = 0) -> None:
         _recorded.popleft().forget()
 
 
-def record_graph(run: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
-    """Record a call on the current device; return its graph, and where its replays leave the results.
+def record_graph(run: Callable[[], list[Any]]) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    """Record a call on the current device; return its graph, and its results, whose tensors every replay writes anew.
 
-    Recordings made under one stream share memory, as their replays follow each other there.
+    Recordings that are made under one current stream share memory, as their replays follow each other in that stream.
     """
     stream, pool, _ = _recorder(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
     return _record_on_stream(run, stream, pool)
 
 
-def _record_on_stream(run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any) -> tuple[Any, list[Any]]:
+def _record_on_stream(
+    run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
     """Record a call as a graph on this stream, in this pool of memory; an error ends the recording and is raised."""
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -107,9 +112,11 @@ def _record_on_stream(run: Callable[[], list[Any]], stream: torch.cuda.Stream, p
 
 
 @cache
-def _recorder(device: int, current_stream: int) -> tuple[torch.cuda.Stream, Any, Any]:
-    """Return a stream to record on, memory, and a graph that is never replayed: the memory stays while any graph has
-    it.
+def _recorder(device: int, current_stream: int) -> tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]:
+    """Return, for calls under this current stream of a device, a stream to record on and a pool of memory.
+
+    The pool is torch's handle of it, whose type has no public name. The third value is a graph that is never replayed:
+    the pool stays while any graph has memory of it.
     """
     stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()
