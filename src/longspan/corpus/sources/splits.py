@@ -103,8 +103,8 @@ def find_splits(root: Path, names: Collection[str]) -> Splits:
 def check_one_configuration(root: Path, names: Collection[str], path: str, key: str) -> None:
     """Raise DataError for files of several configurations, by the README.md of a data set or by its folders.
 
-    Folders beside each other with files of one name are some, unless numbers alone tell them apart, as parts of a
-    split. One configuration may hold the files of the others.
+    Folders beside each other with files of one name are configurations, unless only numbers or names of splits tell
+    them apart. Files are taken for one configuration if one of them holds all.
     """
     configurations = {name: [*files] for name, files in _card_files(root, names).items()}
     reason = f"by its {_CARD}"
@@ -124,15 +124,18 @@ def check_one_configuration(root: Path, names: Collection[str], path: str, key: 
 
 
 def _sibling_folders(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the files of each folder beside one that holds a file of the same name; {} if words tell no two apart."""
+    """Return the files of folders beside each other, by folder, of the first such that have a file of one name.
+
+    {} if there are none, or if only numbers and names of splits tell the folders apart.
+    """
     alike = defaultdict[tuple[str, str], set[str]](set)  # folders, by what stands before and behind them in names
     for name in names:
         parts = name.split("/")
         for i, folder in enumerate(parts[:-1]):
             alike["".join(f"{part}/" for part in parts[:i]), "/".join(parts[i + 1 :])].add(folder)
-    for (above, _), beside in alike.items():
-        if len({re.sub(r"\d+", "", _SPLIT.sub("", folder.lower())) for folder in beside}) > 1:
-            folders = [above + folder for folder in sorted(beside)]
+    for (above, _), siblings in alike.items():
+        if len({re.sub(r"\d+", "", _SPLIT.sub("", folder.lower())) for folder in siblings}) > 1:
+            folders = [above + folder for folder in sorted(siblings)]
             return {folder: [name for name in names if name.startswith(f"{folder}/")] for folder in folders}
     return {}
 
