@@ -118,7 +118,8 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         """
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
-        self.accelerator.before_backward, self.accelerator.after_backward = self._check_loss, self._add_gradients
+        self.accelerator.before_backward = self._check_loss
+        self.accelerator.after_backward = self._add_gradients
         self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads a stream, not the first only
         clear_device_map(self.args)
 

@@ -37,7 +37,7 @@ class LongspanVLLM(VLLMGeneration):
     def sync_weights(self) -> None:
         """Send whole weights to the engines, of which each rank has one, or to the server that the first rank talks to.
 
-        In the ranks' own processes the first rank begins it, and the others join.
+        With engines in the ranks' own processes the first rank calls it, which has the others call it too.
         """
         with (
             nullcontext()
