@@ -167,10 +167,7 @@ class _BatchDocuments:
         else:
             uncut = [(image.start, image.stop) for image in sample.images]
             pieces = cut_into_documents(len(ids), codes, self._encoder.longest, self.notes.left_out, uncut)
-        # The hash is of the whole text: of its ids, and of what is known of images without reading their pixels.
-        image_facts = [(image.grid, image.bytes) for image in sample.images]
-        digest = hashlib.blake2b(sample.ids.tobytes() + repr(image_facts).encode(), digest_size=8).digest()
-        text_hash = int.from_bytes(digest, "little", signed=True)
+        text_hash = _text_hash(sample)
         for piece in pieces:
             number = len(self._facts)  # of this document in the batch
             for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
@@ -243,6 +240,13 @@ class _BatchDocuments:
         return EncodedDocuments(
             ids, codes, lengths, targets, files, positions, hashes, self.notes, self._images, self._numbers
         )
+
+
+def _text_hash(sample: Sample) -> int:
+    """Return a hash of a whole text: of its ids, and of what is known of its images without reading their pixels."""
+    images = [(image.grid, image.bytes) for image in sample.images]
+    digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def cut_into_documents(

@@ -65,7 +65,7 @@ class TextTokenizer:
 
     @cached_property
     def own_size(self) -> int:
-        """The same without added tokens, which a model's own tokenizer may have beyond the model's embedding."""
+        """The `size` without added tokens, which a model's own tokenizer may have beyond the model's embedding."""
         return max(self.engine.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
     @cached_property

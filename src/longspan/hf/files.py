@@ -61,12 +61,10 @@ def _generator_accessors(owner: Any) -> Iterator[tuple[Callable[[], Any], Callab
     Their order is that of attributes, so that states can be set in the order in which they were read.
     """
     for value in vars(owner).values():
-        if isinstance(value, torch.Generator):
+        if isinstance(value, (torch.Generator, np.random.RandomState)):
             yield value.get_state, value.set_state
         elif isinstance(value, random.Random):
             yield value.getstate, value.setstate
-        elif isinstance(value, np.random.RandomState):
-            yield value.get_state, value.set_state
         elif isinstance(value, np.random.Generator):
             bits: Any = value.bit_generator
             yield lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state)

@@ -64,6 +64,7 @@ class GenerationPart(StockTrainer):
     def _first_rank(self) -> FirstRank:
         """The channel by which the first rank works alone and has others gather weights, or call vLLM, meanwhile."""
         calls: dict[str, Callable[..., Any]] = {
+            # iterated to the end, as all ranks gather each weight
             "weights": lambda merge_adapter: deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0),
             "vllm": lambda method, *arguments: getattr(self.vllm_generation, method)(*arguments),
         }

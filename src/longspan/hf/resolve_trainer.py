@@ -45,9 +45,9 @@ def resolve_trainer(trainer: Any) -> Resolved:
     """
     config = _config_with_arguments(trainer)
     args = trainer._stock_arguments
-    default = {key.name: key.default for key in fields(args)}
+    defaults = {key.name: key.default for key in fields(args)}
     if asks_for_recomputation(args) and any(
-        getattr(args, name, None) != default.get(name) for name in CHECKPOINTING
+        getattr(args, name, None) != defaults.get(name) for name in CHECKPOINTING
     ):
         config = config.with_keys("train", plan_memory=False, activation_checkpointing="full")
     world = trainer.world

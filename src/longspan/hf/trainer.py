@@ -136,11 +136,10 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         inside = unwrap_peft_model(self.model)
         self._facade.head = take_fused_head(inside)
         reference_config = take_reference_adapter(self.model)
-        self.memory_plan: MemoryPlan | None
         resolved = resolve_trainer(self)
         self._config = resolved.config
         self._cost = resolved.cost
-        self.memory_plan = resolved.memory
+        self.memory_plan: MemoryPlan | None = resolved.memory
         self._prepare_model(self.model, self._facade)
         if reference_config is not None:
             ReferenceAdapter(self.model, self._facade.inner_model, reference_config)

@@ -80,6 +80,7 @@ class LongspanVLLM(VLLMGeneration):
             lambda error: CommError(f"vLLM failed to make answers: {error_in_one_line(error)}"),
         )
         # vLLM gives several lists, such as ids and log-probabilities, with an entry for each answer, or None for one.
+        # The shares are joined, list by list, without the answers to the repeated prompt.
         fields_of_ranks = zip(*self._world.control.gather_objects(answers, "answers of vLLM"), strict=True)
         return tuple(
             None

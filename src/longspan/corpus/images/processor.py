@@ -113,7 +113,8 @@ class Processor:
         """
         grid = self.patch_grid(size)
         several = self._depends_on_image_count and among > 1
-        key = grid or (several, None if self.has_fixed_placeholders else size)  # the text depends on these alone
+        # The text depends on the grid alone or, without one, on these; it is found once for each.
+        key = grid or (several, None if self.has_fixed_placeholders else size)
         if key not in self._texts:
             self._texts[key] = _call_processor(self.name, size, lambda: self._find_text(size, grid, several))
         return self._texts[key]

@@ -163,7 +163,9 @@ class RowEncoding:
             return {}
         engine = self.tokenizer.engine
         is_target = labels != NO_TARGET
-        stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
+        stops = np.flatnonzero(
+            is_target & ~np.append(is_target[1:], False)
+        )  # the last token of each run of targets
         if engine.decode(ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
             return {}
         ends = ((str(engine.id_to_token(number)), number) for number in reversed(ids[stops].tolist()))

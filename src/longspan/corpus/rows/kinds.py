@@ -123,7 +123,10 @@ def check_objects(values: Mapping[str, Any]) -> None:
 
 
 def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -> None:
-    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
+    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here.
+
+    `scored`: its label is read.
+    """
     if len(kinds := _kinds_of_row(values)) > 1:
         raise RowError(_several_kinds_text(kinds))
     chat = is_chat(values, kind)

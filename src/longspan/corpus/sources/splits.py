@@ -53,7 +53,7 @@ def read_split_parts(split: str, key: str) -> list[SplitPart]:
     Raises DataError, with the grammar, for one that is none.
     """
     parts = [match for text in split.split("+") if (match := _PART.fullmatch(text.strip()))]
-    if len(parts) <= split.count("+"):
+    if len(parts) <= split.count("+"):  # one of the texts around a + is no part
         raise DataError(
             f'{key} is {split!r}; give a split of the data set, as "train", or some of its rows, as "train[:100]", '
             '"train[-50:]" or "train[10%:90%]", or several with + between them, as "train+validation"'
@@ -75,7 +75,9 @@ class Splits(NamedTuple):
 
     @property
     def are_mixed(self) -> bool:
-        """Whether there are several splits; names of files alone may say test and validation, without any to train."""
+        """Whether there are several splits. Where only names of files say so, one of them must be one to train on:
+        files may be called test for other reasons.
+        """
         splits = {_SAME.get(split, split) for split in self.by_name.values()}
         return len(splits) > 1 and (self.is_declared or any(split.startswith("train") for split in splits))
 
