@@ -217,9 +217,8 @@ class Facade:
         out = self._loss_output(rows, leaf, labels, items)
         if not fused:
             return out
-        tables = dict.fromkeys(
-            (*DISTRIBUTION_VALUES, "aux_loss")
-        )  # None for values that the head was not asked for
+        # None for values that the head was not asked for
+        tables = dict.fromkeys((*DISTRIBUTION_VALUES, "aux_loss"))
         tables |= {name: batch_values(name, torch.bool if name == "top1" else dtype) for name in self.head.values}
         tables["is_top1"] = tables.pop("top1")
         return TokenOutput({**out, **tables, "log_probs": leaf, "label_mask": _label_mask(labels)})

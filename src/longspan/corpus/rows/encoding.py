@@ -163,9 +163,8 @@ class RowEncoding:
             return {}
         engine = self.tokenizer.engine
         is_target = labels != NO_TARGET
-        stops = np.flatnonzero(
-            is_target & ~np.append(is_target[1:], False)
-        )  # the last token of each run of targets
+        # the last token of each run of targets
+        stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
         if engine.decode(ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
             return {}
         ends = ((str(engine.id_to_token(number)), number) for number in reversed(ids[stops].tolist()))

@@ -78,16 +78,16 @@ def find_files(
     if tables := [name for name in names if name.endswith(_TABLES)]:
         check_one_configuration(root, tables, path, key)
     split_key = f"{key.removesuffix('path')}split"
-    rows = [name for name in names if name.endswith(_ROWS)]
+    row_files = [name for name in names if name.endswith(_ROWS)]
     if split:
-        splits = find_splits(root, rows or names)
-        by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
-        if absent := [name for name, of_part in by_part.items() if not of_part]:
+        splits = find_splits(root, row_files or names)
+        names_by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
+        if absent := [name for name, part_names in names_by_part.items() if not part_names]:
             raise DataError(
                 f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts_text}"
             )
-        names = sorted({name for of_part in by_part.values() for name in of_part})
-    elif rows and (splits := find_splits(root, rows)).are_mixed:
+        names = sorted({name for part_names in names_by_part.values() for name in part_names})
+    elif row_files and (splits := find_splits(root, row_files)).are_mixed:
         reason = "as it says itself" if splits.is_declared else "by the names of its files"
         raise DataError(
             f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts_text}; give one "
