@@ -79,7 +79,9 @@ def _key_of_prompt(row: Row) -> str:
 
 
 def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
-    """Encode one row as `encode_prompts` says. Raises RowError, with the row's place, for what it does not say."""
+    """Encode the prompt of one row as `encode_prompts` says. Raises RowError, with the row's place, for another row,
+    and DataError for messages if the tokenizer has no chat template.
+    """
     from longspan.corpus.rows.template import ChatTemplate
 
     key = _key_of_prompt(row)

@@ -27,10 +27,7 @@ from longspan.hf.ahead import (
 from longspan.hf.batch_entries import counts_of_writes, document_entries, move_to_device
 from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
-from longspan.hf.refusals import (
-    refuse_inner_loss,
-    refuse_sharded_loss,
-)
+from longspan.hf.refusals import refuse_inner_loss, refuse_sharded_loss
 from longspan.hf.scores import COEFFICIENT, loss_by_coefficients
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.kinds import score_columns

@@ -30,9 +30,7 @@ def load_stock_processor(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     # the name at the top needs torchvision
-    from transformers.models.auto.image_processing_auto import (
-        AutoImageProcessor,
-    )
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     stock = _stock_class(_class_name(folder))
 

@@ -89,9 +89,9 @@ class ChatTemplate:
             try:
                 stock.chat_template = tokenizer.template_file.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
-                file = str(tokenizer.template_file)
                 raise DataError(
-                    f"cannot read data.chat_template {file!r}: {error}; give a file with a template"
+                    f"cannot read data.chat_template {str(tokenizer.template_file)!r}: {error}; give a file with a "
+                    "template"
                 ) from error
         elif not stock.chat_template and has_image_processor(folder):
             # some models' folders have it for the processor only

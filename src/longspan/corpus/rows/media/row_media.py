@@ -142,9 +142,10 @@ class _PartMedia:
         self._counts = Counter[str]()  # of parts so far, by kind
 
     def extract_part(self, part: Any, name: str) -> Any:
-        """Return a bare part in place of one with media, which are added here, and any other part as it is.
+        """Return a bare part in place of one of an image or a video, and any other part as it is.
 
-        A part that has a type of media and brings none names the next entry of the row; it is counted too. Raises
+        The image or video that the part brings is added to `images` or `videos`. A part that brings none names the next
+        entry of the row's own list. Parts of each kind are counted. Raises
         RowError, which calls the part `name`, for keys that its type has not, several media, and an image out of order.
         """
         if not isinstance(part, dict):
