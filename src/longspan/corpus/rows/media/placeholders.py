@@ -131,7 +131,9 @@ class RowImages:
                     f"{plural(len(files), kind)}; mend the template of {self.tokenizer.folder}"
                 )
         numbered_files = {"image": enumerate(media.images), "video": enumerate(media.videos)}
-        shown = tuple(self._shown_medium(kind, *next(numbered_files[kind]), len(media.images)) for kind in kinds)
+        shown = tuple(
+            self._shown_medium(kind, *next(numbered_files[kind]), images=len(media.images)) for kind in kinds
+        )
         sizes = [len(token) for token in placeholders]
         # Where each placeholder begins in the text, and by how much those before it have grown.
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum(sizes) - sizes
@@ -235,7 +237,7 @@ class RowImages:
                 start, stop, rows, (1, height, width), number, path, *stamp, frame=group * size, seconds=seconds
             )
 
-    def _shown_medium(self, kind: str, number: int, file: ImageFile | VideoFile, images: int) -> ShownMedium:
+    def _shown_medium(self, kind: str, number: int, file: ImageFile | VideoFile, *, images: int) -> ShownMedium:
         """Return what the processor writes for a row's file of this number among its kind, by the size of the file.
 
         `images` is how many images the row has. Raises RowError, naming the file, where that fails.
