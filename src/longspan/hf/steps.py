@@ -225,7 +225,10 @@ class StepsPart(StockTrainer):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return a step's batches and targets, and keep both to run ahead; on the CPU, `float` waits for no device."""
+        """Return a step's batches and the number of their targets, and keep both to run ahead.
+
+        Targets are counted on the CPU, so that reading their number waits for no device, and returned on `device`.
+        """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
         self._coming_batches = batches
         self._coming_targets = None if items is None else float(items)
@@ -374,9 +377,9 @@ class StepsPart(StockTrainer):
             self._runs_ahead = False
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
         refuse_two_pass_dropout(model, "losses that are not the mean cross entropy")
-        documents_in_loss = [document for document in documents if has_coefficients(document)]
-        if documents_in_loss:
-            self._run_step(documents_in_loss)
+        documents = [document for document in documents if has_coefficients(document)]  # on which the loss depends
+        if documents:
+            self._run_step(documents)
             return
         # All coefficients are 0: no pass is needed, and gradients that would be None are 0.
         self._norm_and_versions = 0.0, None

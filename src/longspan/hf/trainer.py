@@ -260,7 +260,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         self._leave_one_process()
 
     def _leave_one_process(self) -> None:
-        """Leave the shared process, once."""
+        """Count this trainer no more among those that share one process; a second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()
