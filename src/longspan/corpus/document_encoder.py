@@ -99,7 +99,10 @@ class DocumentEncoder:
     skip_bad: bool = False
 
     def encode_chunks(self, chunks: Sequence[FileChunk]) -> EncodedDocuments:
-        """Encode the rows of chunks in order. Raises DataError for the first bad row, unless bad rows are skipped."""
+        """Encode the rows of chunks in order. Raises DataError for the first bad row, unless bad rows are skipped.
+
+        A text that is not UTF-8 is only noted.
+        """
         batch = _BatchDocuments(self)
         for source, group in groupby(chunks, key=lambda chunk: chunk.source):
             encoding = self.encodings[source]
@@ -158,7 +161,7 @@ class _BatchDocuments:
         codes = None if sample.labels is None else encode_labels(ids, sample.labels)
         ids_and_labels = ids if sample.labels is None else np.concatenate([ids, sample.labels])
         self.notes.largest = max(
-            self.notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0]
+            self.notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda entry: entry[0]
         )
         file, position = place
         if sample.stops:

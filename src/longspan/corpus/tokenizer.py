@@ -104,7 +104,7 @@ class TextTokenizer:
         tail = array[-_TAIL:].tolist()
         if closing and closing[-1] in tail:
             ids_behind = tail[len(tail) - tail[::-1].index(closing[-1]) :]
-            if not self.engine.decode(ids_behind, skip_special_tokens=False).strip():
+            if not self.engine.decode(ids_behind, skip_special_tokens=False).strip():  # the text has its end
                 closing = []
         if array[: len(opening)].tolist() == opening:
             opening = []

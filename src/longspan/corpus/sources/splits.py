@@ -87,7 +87,11 @@ class Splits(NamedTuple):
 
 
 def find_splits(root: Path, names: Collection[str]) -> Splits:
-    """Find the split of each of these files of a data set in `root`; where none names any, all are "train"."""
+    """Find the split of each of these files of a data set in `root`; where none names any, all are "train".
+
+    In a saved data set it is the name of the folder. Else it is what README.md says of the file, or what stands before
+    the number of a shard, or the last word in the name that is one of a split.
+    """
     if (root / SAVED_SPLITS).is_file():
         return Splits({name: name.partition("/")[0] for name in names if "/" in name}, is_declared=True)
     declared = {
@@ -106,7 +110,7 @@ def check_one_configuration(root: Path, names: Collection[str], path: str, key: 
     """Raise DataError for files of several configurations, by the README.md of a data set or by its folders.
 
     Folders beside each other with files of one name are configurations, unless only numbers or names of splits tell
-    them apart. Files are taken for one configuration if one of them holds all.
+    them apart. If one configuration holds the files of all the others, there is nothing to choose.
     """
     configurations = {name: [*files] for name, files in _card_files(root, names).items()}
     reason = f"by its {_CARD}"

@@ -105,7 +105,8 @@ def marked_spans(
     answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
     all_learnt = answers == set(learnt)
     fields = texts_of_messages(messages)
-    # If all answers are learnt, no mark is another message's; where texts end matters only to count those that lack.
+    # If all answers are learnt, no mark is another message's. Where texts end matters only to count those that the
+    # rendering lacks; if it has all, any place (0) will do.
     if all_learnt and all(field.added or str(field.value).strip() in conversation.text for field in fields):
         return TurnSpans(marks, _count_unrendered(conversation, fields, [(0,)] * len(fields), learnt, first))
     try:
