@@ -321,8 +321,8 @@ class FilesPart(StockTrainer):
             raise CheckpointError(unreadable_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint into the prepared model; entered by all ranks. Warns where it is
-        gone.
+        """Load the weights of the best checkpoint into the prepared model, or warn that it is gone; entered by all
+        ranks.
         """
         best_folder = Path(self.state.best_model_checkpoint)
         if not run_on_first_rank(self.world, best_folder.is_dir, CheckpointError):

@@ -134,9 +134,7 @@ class StepsPart(StockTrainer):
 
     @cached_property
     def _choices(self) -> dict[bool, PlannerConfig]:
-        """How documents are planned: in training (True) and in evaluation (False); made once the trainer
-        is resolved.
-        """
+        """How documents are planned, in training (True) and in evaluation (False), by what was resolved."""
         config = self._config
         heads = query_heads(unwrap_peft_model(self.model).config)
         cost = self._cost

@@ -184,8 +184,9 @@ class LongspanEngine(BaseEngine):
         )
 
     def _load_model(self) -> Any:
-        """Return the model of `model.path`, with a new adapter if one is asked for, not yet prepared. Raises
-        ConfigError for a new adapter of a model that reads images.
+        """Return the model of `model.path`, not yet prepared, with a new adapter if model.lora_rank is above 0.
+
+        Raises ConfigError for a new adapter of a model that reads images.
         """
         if (rank := self.model_config.lora_rank) > 0 and self._has_images:
             raise ConfigError(
@@ -199,7 +200,12 @@ class LongspanEngine(BaseEngine):
         )
         if rank > 0:
             names = self.model_config.target_modules
-            targets = () if names == "all-linear" else (names,) if isinstance(names, str) else tuple(names)
+            if names == "all-linear":
+                targets = ()
+            elif isinstance(names, str):
+                targets = (names,)
+            else:
+                targets = tuple(names)
             alpha = self.model_config.lora_alpha
             seed = self.engine_config.seed
             return add_lora(model, NewAdapter(rank=rank, alpha=alpha, targets=targets, seed=seed, base=path))
