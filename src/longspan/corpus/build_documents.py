@@ -26,23 +26,25 @@ from longspan.host import usable_cores
 from longspan.plain_text import LogLine, bytes_text
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
-_LONG_BYTES = 16 << 20
-_NEWS_SECONDS = 5.0
-# Larger corpora are encoded by several processes: by the kind of rows.
+_LONG_BYTES = 16 << 20  # of one chunk, from which on a line says that it takes a while
+_NEWS_SECONDS = 5.0  # between two lines of progress
+# Bytes of a corpus, by the kind of its rows, up to which one process encodes it; larger ones are shared by several.
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
 _CHATS_BYTES = 4 << 20  # of rows of other kinds
 
 
 def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
-    """Write the documents of a recipe to a folder, which is created; progress is logged.
+    """Write the documents of a recipe to a folder, which is created, and return their manifest, which is written last.
 
-    Raises DataError for a bad row that is not left out, if no row gives a document, and for files that changed.
+    Progress is logged. Raises DataError for a bad row that is not left out, if no row gives a document, and for files
+    that changed.
     """
     folder.mkdir(parents=True)
     file_ends = [*accumulate((source.bytes for source in recipe.sources), initial=0)]
     start_time = last_log_time = time.monotonic()
     small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in recipe.encodings)
-    processes = 1 if file_ends[-1] <= small_bytes else usable_cores()  # one is done before others start
+    # One process is done with a small corpus before others have started.
+    processes = 1 if file_ends[-1] <= small_bytes else usable_cores()
     with closing(_Writer(folder, recipe)) as writer:
         for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), processes):
             writer.write_rows(encoded)
@@ -112,18 +114,21 @@ class _Writer:
                 file.close()
 
     def write_rows(self, encoded: EncodedDocuments) -> None:
-        """Append the documents of a batch to all files. Raises DataError if labels of rows have different sizes."""
+        """Append the documents of a batch to all files; for KTO each with a mismatched one behind it.
+
+        Raises DataError, once they are written, if labels of rows have different sizes.
+        """
         if self._mismatched is not None:
             encoded = self._mismatched.add_mismatched_documents(encoded)
-        # A text is a row: a file and a position there.
-        begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
+        # A text is a row, which a file and a position there name: it begins where either is another than before.
+        begins_text = (np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1)) != 0
         values = {  # of all columns that a corpus can have; this one may lack some
             "lengths": encoded.lengths,
             "origins": encoded.files,
             "targets": encoded.targets,
             "source_of": self._source_of_file[encoded.files],
             "offsets": self.tokens + np.cumsum(encoded.lengths) - encoded.lengths,
-            "texts": self._texts + np.cumsum(begins) - 1,
+            "texts": self._texts + np.cumsum(begins_text) - 1,
             "hashes": encoded.hashes,
             "labels": np.array(encoded.numbers),
         }
@@ -145,7 +150,8 @@ class _Writer:
     def finish_manifest(self) -> Manifest:
         """Return the manifest of all that was written, once the files are closed.
 
-        Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text.
+        Removes `targets.npy` if all tokens are targets and documents have no labels, and `texts.npy` if each document
+        is a text.
         """
         if self._codes is None and "labels" not in self._columns:
             (self._folder / "targets.npy").unlink()
@@ -180,7 +186,8 @@ class _Writer:
 def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
     """Yield the chunks of all files in order, about BATCH_BYTES of rows at a time.
 
-    A chunk without rows only shows progress, so its batch is yielded at once.
+    A chunk without rows only shows progress, so its batch is yielded at once. A chunk of more than _LONG_BYTES is
+    logged, as it takes a while.
     """
     batch = list[FileChunk]()
     size = 0
@@ -203,18 +210,19 @@ def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
 
 def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
     """Say why not one row of the sources gave a document: files that are not UTF-8, or rows that were all left out."""
-    path = " and ".join(f"{key} {path!r}" for key, path in recipe.settings.source_paths())
+    paths = " and ".join(f"{key} {path!r}" for key, path in recipe.settings.source_paths())
     skipped = len(manifest.skipped)
-    left_out = manifest.left_out
-    rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
     if skipped == len(recipe.files):
         name = recipe.files[0].path.name
         return (
-            f"{path} is not UTF-8 ({plural(skipped, 'file')}); iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > "
+            f"{paths} is not UTF-8 ({plural(skipped, 'file')}); iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > "
             f"{shlex.quote(f'utf8-{name}')} converts a text, if it is Latin-1, and so for other encodings"
         )
+    left_out = manifest.left_out
+    rows_text = ""
+    if left_out.masked_rows or left_out.bad_rows:
+        rows_text = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
     return (
-        f"{path} is empty: of {plural(len(recipe.files), 'file')} {skipped} {'is' if skipped == 1 else 'are'} "
-        f"not UTF-8, and the rest holds no text of {SHORTEST} tokens or more"
-        f"{rows if left_out.masked_rows or left_out.bad_rows else ''}; give text"
+        f"{paths} is empty: of {plural(len(recipe.files), 'file')} {skipped} {'is' if skipped == 1 else 'are'} "
+        f"not UTF-8, and the rest holds no text of {SHORTEST} tokens or more{rows_text}; give text"
     )

@@ -29,7 +29,11 @@ class Cache:
     def open_or_build_documents(
         self, key: str, is_whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
     ) -> tuple[Path, bool]:
-        """Return the folder of the documents with this key, and whether it was built now; other runs wait meanwhile."""
+        """Return the folder of the documents with this key, and whether it was built now; other runs wait meanwhile.
+
+        `build` writes the documents into the folder that it is given, which gets its final name afterwards. A folder
+        that is there already, and of which `is_whole` is false, is removed and built again.
+        """
         folder = self.folder / key[:40]  # of 64 hexadecimal digits: enough to be different
         if folder.is_dir() and is_whole(folder):
             return folder, False

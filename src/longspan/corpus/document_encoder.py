@@ -52,7 +52,7 @@ class Notes:
         self.ends = dict[str, int]()  # the special tokens with which answers end, and their ids
 
     def add_notes(self, other: "Notes") -> None:
-        """Add the notes of the rows behind these; where only the first ones are kept, those that are here stay."""
+        """Add the notes of later rows. Where only the first are kept (`largest`, `sizes`, `bad`), earlier ones stay."""
         self.rows += other.rows
         self.largest = max(self.largest, other.largest, key=lambda pair: pair[0])
         self.sizes = {**other.sizes, **self.sizes}
@@ -99,7 +99,10 @@ class DocumentEncoder:
     skip_bad: bool = False
 
     def encode_chunks(self, chunks: Sequence[FileChunk]) -> EncodedDocuments:
-        """Encode the rows of chunks in order. Raises DataError for the first bad row, unless bad rows are skipped."""
+        """Encode the rows of chunks in order. Raises DataError for the first bad row, unless bad rows are skipped.
+
+        A text that is not UTF-8 is only noted.
+        """
         batch = _BatchDocuments(self)
         for source, group in groupby(chunks, key=lambda chunk: chunk.source):
             encoding = self.encodings[source]
@@ -114,7 +117,7 @@ class DocumentEncoder:
                         else:
                             rows.append(rename_columns(row, encoding.settings.columns))
                             places.append((file_chunk.file, position))
-                except UnicodeDecodeError:
+                except UnicodeDecodeError:  # of a text, whose file has no other rows
                     batch.notes.skipped.append(file_chunk.chunk.name)
             good_rows = set[int]()  # a conversation that is split gives several samples
             for sample in encoding.encode(rows):
@@ -124,9 +127,9 @@ class DocumentEncoder:
                 if sample.row not in good_rows:
                     good_rows.add(sample.row)
                     batch.notes.unread.update(encoding.unread_columns(rows[sample.row].values))
-                counts = sample.unseen._asdict()
-                batch.notes.unseen.update(counts.pop("others"))
-                batch.notes.left_out.update(counts)
+                unseen_counts = sample.unseen._asdict()  # by fields of LeftOut, except for "others"
+                batch.notes.unseen.update(unseen_counts.pop("others"))
+                batch.notes.left_out.update(unseen_counts)
                 if sample.labels is not None:
                     batch.notes.ends |= encoding.learnt_end(sample.ids, sample.labels)
                 batch.add_sample(sample, places[sample.row], rows[sample.row].where)
@@ -148,8 +151,8 @@ class _BatchDocuments:
     def add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
         """Cut a sample into documents and collect them; one whose ids, images or lengths do not fit is a bad row.
 
-        `place` is its row's file and position, `where` the row in words. Without codes (`encode_labels`) every token
-        but the first is a target.
+        `place` is its row's file and position, `where` the row in words. A sample with `stops`, whose documents are
+        scored or compared, is cut there; any other one at the length of the longest document.
         """
         if reason := self._unfit_sample_text(sample):
             self.add_bad_row(BadRow(where, reason))
@@ -158,7 +161,7 @@ class _BatchDocuments:
         codes = None if sample.labels is None else encode_labels(ids, sample.labels)
         ids_and_labels = ids if sample.labels is None else np.concatenate([ids, sample.labels])
         self.notes.largest = max(
-            self.notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0]
+            self.notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda entry: entry[0]
         )
         file, position = place
         if sample.stops:
@@ -167,21 +170,20 @@ class _BatchDocuments:
         else:
             uncut = [(image.start, image.stop) for image in sample.images]
             pieces = cut_into_documents(len(ids), codes, self._encoder.longest, self.notes.left_out, uncut)
-        # of token ids, and of what is known of images without reading their pixels
-        images = [(image.grid, image.bytes) for image in sample.images]
-        digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
-        text_hash = int.from_bytes(digest, "little", signed=True)
+        text_hash = _text_hash(sample)
         for piece in pieces:
+            number = len(self._facts)  # of this document in the batch
             for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
-                moved = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
-                self._images.append(PlacedImage(len(self._facts), moved, position))  # whose facts are added below
+                moved_image = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
+                self._images.append(PlacedImage(number, moved_image, position))
             document_ids = ids[piece]
             document_codes = None if codes is None else codes[piece].copy()
-            targets = 1 if sample.stops else len(document_ids) - 1
             self._numbers += sample.numbers
-            if document_codes is not None:
+            if document_codes is None:  # then every token but the first is a target, or the one score
+                targets = 1 if sample.stops else len(document_ids) - 1
+            else:
                 targets = int((document_codes[1:] != NOTHING).sum())
-                # never predicted; so that codes with no other value need not be stored
+                # The first token is never predicted. With this code, codes that have no other value are not stored.
                 document_codes[0] = OWN_TOKEN
             self._ids.append(document_ids)
             self._codes.append(document_codes)
@@ -243,6 +245,13 @@ class _BatchDocuments:
         )
 
 
+def _text_hash(sample: Sample) -> int:
+    """Return a hash of a whole text: of its ids, and of what is known of its images without reading their pixels."""
+    images = [(image.grid, image.bytes) for image in sample.images]
+    digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
 def cut_into_documents(
     length: int,
     codes: Integers | None,
@@ -261,7 +270,8 @@ def cut_into_documents(
     start = 0
     while start < length:
         stop = min(start + step, length)
-        stop = next((a for a, b in uncut if start < a < stop < b), stop)  # it would end inside a span
+        # The part ends before a span inside which it would end.
+        stop = next((span_start for span_start, span_stop in uncut if start < span_start < stop < span_stop), stop)
         if stop - start >= SHORTEST:
             pieces.append(slice(start, stop))
         start = stop

@@ -25,7 +25,8 @@ def encode_batches(
     """Yield each batch with its documents, in order, encoded by `workers` processes (0 and 1: by this one).
 
     In flight are two batches for each worker: one that it encodes, and one that waits. A batch of more than
-    IN_FLIGHT_BYTES is sent once no other is in flight.
+    IN_FLIGHT_BYTES is sent once no other is in flight. An error of a batch is raised where its documents would be
+    yielded.
     """
     if workers <= 1:
         for batch in batches:
@@ -91,7 +92,10 @@ def _worker_processes(
 
 
 def serve_batches(connection: "Connection[Any, Any]", parent: int) -> None:
-    """Encode the batches that come after the encoder, until none comes or process `parent` is gone."""
+    """Receive an encoder, then batches, and send back the documents of each, or the LongspanError that it raised.
+
+    Ends once no batch comes, or process `parent` is gone.
+    """
     encoder: DocumentEncoder = connection.recv()
     while (batch := next_request(connection, parent)) is not None:
         try:

@@ -12,10 +12,11 @@ AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocument
 
 
 def fit_to_model(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
-    """Prepare a corpus for this model, whose processor is in `folder`, and return it; the corpus is changed.
+    """Prepare a corpus in place for this model, whose processor is in `folder`, and return it.
 
-    Documents that are scored learn which token is padding. Others get their images (`attach_images`) if the model takes
-    images or the documents have any. Raises DataError for a model without such a token, and as `attach_images` does.
+    A corpus with labels, whose documents are scored, gets the id of padding as `corpus.pad`: the model's, or else its
+    tokenizer's. Any other corpus gets its images (`attach_images`) if the model takes images or the documents have any.
+    Raises DataError for labels without an id of padding, and as `attach_images` does.
     """
     if corpus.labels is not None:
         corpus.pad = corpus.manifest.pad_id if model.pad_token_id is None else model.pad_token_id

@@ -1,6 +1,6 @@
 """Documents of a corpus with images, as a step takes them: token ids, and the places of images among them.
 
-corpus = show_images(Corpus(Path("runs/first/corpus")), configuration, Path("runs/first"))
+corpus = attach_images(Corpus(Path("runs/first/corpus")), configuration, Path("runs/first"))
 corpus.select([3, 7]).items                     # every rank knows the places; read(i) has the pixels of one
 """
 
@@ -101,10 +101,10 @@ class ImageReader:
         return image
 
     def _image_files(self, placed: PlacedImage) -> list[ImageFile]:
-        """Return the files of an image, or of the frames of its group; their bytes may be in its row, which
-        is read again.
+        """Return the file of an image, or the files of the frames of a group.
 
-        Raises DataError for a row that changed or cannot be read.
+        Without a path their bytes are in the row, which is read again. Raises DataError for a row that changed or
+        cannot be read.
         """
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
@@ -115,7 +115,7 @@ class ImageReader:
             media = RowMedia() if isinstance(row, BadRow) else extract_row_media(rename_columns(row, columns))[1]
         except RowError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
-        # Slices, as a row that has changed may have fewer images: without files the error below is raised.
+        # A row that has changed may have fewer images: slices of these are empty, and the error below is raised.
         number = placed.image.number
         frame = placed.image.frame
         if frame < 0:  # no frame of a video
@@ -132,11 +132,11 @@ class ImageReader:
     def _image_name(self, placed: PlacedImage) -> str:
         """Name an image for messages, by its file, its row and its place there."""
         name = self.corpus.origin(placed.document)
-        kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
-        number = placed.position + 1 if kind == "row" else placed.position
+        is_table = name.endswith((".parquet", ".arrow"))
+        row = f"row {placed.position + 1}" if is_table else f"the line at byte {placed.position}"
         media = "image" if placed.image.frame < 0 else "video"
         path = f" ({display_paths(placed.image.path)})" if placed.image.path else ""
-        return f"{media} {placed.image.number + 1} of {name}, {kind} {number}{path}"
+        return f"{media} {placed.image.number + 1} of {name}, {row}{path}"
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,13 @@ class ShownImages:
             return ((image.start, image.stop),)
         ids = self.corpus.read(document, np.arange(image.start, image.stop))
         places = image.start + np.flatnonzero(ids == self.tokens.placeholder)
-        return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
+        # the runs of neighbouring places
+        return tuple((int(start), int(stop)) for start, stop in Partition.from_rows([places]).runs(0).tolist())
 
     def positions(self, ids: npt.NDArray[np.int64], numbers: Sequence[int]) -> npt.NDArray[np.int64] | None:
         """Return the position ids (n, T) of a document's tokens (T,), which contain the images of these numbers.
 
-        None: the ids are 0 to T − 1. Groups of frames go to `videos`, which joins them.
+        None: the ids are 0 to T − 1. Groups of frames are joined to their videos first.
         """
         placed = [self.table[number] for number in numbers]
         grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
@@ -187,19 +188,17 @@ class ImageDocuments(CorpusDocuments):
 
     @cached_property
     def image_numbers(self) -> tuple[int, ...]:
-        """The numbers of the images in the corpus's table, in the order of `items`: by document and then by
-        position.
-        """
+        """The numbers of the images in the corpus's table, in the order of `items`: by document, then by position."""
         return tuple(number for numbers in self._numbers_by_document for number in numbers)
 
     @cached_property
     def items(self) -> tuple[MediaItem, ...]:
         """The images, each with the spans of placeholders that its encoded rows take."""
         images = self.images
-        numbers_by_document = enumerate(self._numbers_by_document)
         if images is None:
             return ()
-        return tuple(MediaItem(i, images.spans(number)) for i, numbers in numbers_by_document for number in numbers)
+        numbers_by_document = enumerate(self._numbers_by_document)
+        return tuple(MediaItem(d, images.spans(number)) for d, numbers in numbers_by_document for number in numbers)
 
     @cached_property
     def item_table(self) -> ItemTable:
@@ -231,9 +230,10 @@ class ImageDocuments(CorpusDocuments):
 
 
 def attach_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
-    """Make a corpus select documents with images, and return it; the processor of the model is in `folder`.
+    """Have a corpus select ImageDocuments if the model takes images, and return it.
 
-    Raises DataError if there are images and the model takes none, or makes another number of rows than placeholders.
+    The processor of the model is in `folder`. Raises DataError if there are images and the model takes none, or makes
+    another number of rows of one than it has placeholders.
     """
     images = corpus.images if corpus.images is not None and len(corpus.images) else None
     takes_images = getattr(model, "vision_config", None) is not None
@@ -278,8 +278,7 @@ def _checked_video_tokens(model: PreTrainedConfig, processor: Processor) -> Vide
 
 def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
     """Raise DataError if the model has another placeholder than the processor, or makes another number of rows of an
-    image than it has placeholders.
-
+    image than the documents have placeholders for it.
     """
     if processor.placeholder != tokens.placeholder:
         raise DataError(
@@ -287,7 +286,7 @@ def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, 
             f"{tokens.placeholder} (image_token_id) for them; use the processor and the tokenizer of the model's own "
             "folder"
         )
-    if not tokens.has_grids and (tokens.unknown or not processor.has_fixed_placeholders):
+    if tokens.unknown or (tokens.fixed_rows is not None and not processor.has_fixed_placeholders):
         return  # how many rows the encoder makes is known only once it runs, and compared with placeholders then
     grids = np.stack([table.column(name) for name in ("time", "height", "width")], axis=1)
     unique_grids, grid_of_image = np.unique(grids, axis=0, return_inverse=True)

@@ -65,8 +65,8 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
 
 
 def row_lines(recipe: Recipe) -> Iterator[str]:
-    """Yield for each source what its rows hold and how they are encoded, and a warning where no end of a chat is
-    learnt.
+    """Yield a line for each source, of what its rows hold and how they are encoded, and a warning where no end of a
+    chat is learnt.
     """
     for (key, _), encoding in zip(recipe.settings.source_paths(), recipe.encodings, strict=True):
         source_text = f"{key}: " if recipe.settings.data.sources else ""
@@ -81,21 +81,11 @@ _WORDS = ("Zq0user", "Zq1assistant")
 def encoding_line(encoding: RowEncoding) -> str:
     """Return a line of what rows hold, how they are encoded and what is learnt.
 
-    The loss decides first, of preferences or of scores; pairs have one of these (`find_kinds`). Else the kind of rows
-    does, and of chats the template.
+    A loss of preferences decides what is learnt, else a head of scores, else the kind of rows, and for chats whether
+    the template marks targets.
     """
     title = f"rows hold {KIND_TEXTS[encoding.kind]}"
-    opening, closing = map(" ".join, encoding.tokenizer.surrounding_tokens)
-    parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
-    surrounding_tokens = f"each text {' and '.join(parts)}"
-    if not parts:
-        surrounding_tokens = (
-            "nothing is put around a text: the tokenizer names no token for its beginning or its end"
-        )
-    elif opening:  # an end without a beginning may be longspan's own
-        surrounding_tokens += ", as the tokenizer says"
-    if encoding.settings.parse_special_tokens:
-        surrounding_tokens += "; a text that has them gets no second ones"
+    surrounding_tokens = _surrounding_tokens_text(encoding)
     if encoding.settings.preference:
         return f"{title}: {surrounding_tokens}; targets are all tokens behind each prompt"
     if encoding.settings.num_labels:
@@ -109,7 +99,7 @@ def encoding_line(encoding: RowEncoding) -> str:
             targets = "whose {% generation %} marks name the targets"
         source = encoding.tokenizer.template_file or encoding.tokenizer.folder
         return f"{title}: written by the chat template of {source}, {targets}"
-    treatment = {
+    treatment = {  # pairs have a loss of preferences or a head of scores (`find_kinds`)
         "text": surrounding_tokens,
         "prompt+completion": f"{surrounding_tokens}; targets are the completion and its end",
         "input_ids": "taken as they are; targets are those that labels or masks name, or all",
@@ -117,11 +107,25 @@ def encoding_line(encoding: RowEncoding) -> str:
     return f"{title}: {treatment[encoding.kind]}"
 
 
-def missing_end_line(encoding: RowEncoding) -> str | None:
-    """Return a warning that no end of a conversation's last turn is learnt; None if one is.
+def _surrounding_tokens_text(encoding: RowEncoding) -> str:
+    """Say which tokens are put around each text."""
+    opening, closing = map(" ".join, encoding.tokenizer.surrounding_tokens)
+    parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
+    text = f"each text {' and '.join(parts)}"
+    if not parts:
+        text = "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+    elif opening:  # an end without a beginning may be longspan's own
+        text += ", as the tokenizer says"
+    if encoding.settings.parse_special_tokens:
+        text += "; a text that has them gets no second ones"
+    return text
 
-    Behind the answer of an encoded conversation of two words the targets must have a special token, or one that ends
-    generation.
+
+def missing_end_line(encoding: RowEncoding) -> str | None:
+    """Return a warning that no end of a conversation's last turn is learnt; None if one is, or if none need be.
+
+    A conversation of two words is encoded. Behind the answer its targets must have a special token, or one that ends
+    generation. None need be learnt with `end_of_chat`, and of documents that are scored.
     """
     if encoding.settings.end_of_chat or encoding.settings.num_labels:
         return None

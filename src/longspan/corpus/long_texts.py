@@ -72,7 +72,7 @@ def encode_with_spans(
                 left_piece = right_piece
                 first = joint[1]
                 break
-        else:
+        else:  # no overlap has a joint
             left_piece, first = _lengthen_piece(engine, text, left_piece, joined)
     runs = [*joined, _Run(left_piece, first, len(left_piece.ids))]
     ids, spans = ([getattr(run.piece, name)[run.first : run.stop] for run in runs] for name in ("ids", "spans"))
@@ -80,10 +80,11 @@ def encode_with_spans(
 
 
 def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Run]) -> tuple[_Piece, int]:
-    """Return a piece twice as long as `left`, and its first token behind the `joined` runs.
+    """Return a piece twice as long as `left`, and its first token behind the `joined` runs, which are changed in place.
 
-    A longer piece may have other tokens, so the last of the joined runs is joined to it anew; if the two have no joint,
-    they become one piece. Raises LongTextError for a piece that is too long.
+    The longer piece may have other tokens than `left`, so the last of the joined runs is taken off and joined to it
+    anew. If the two have no joint, they become one piece, which is joined to the run before in the same way. Raises
+    LongTextError for a piece that is too long.
     """
     begin = left.begin
     size = 2 * (left.end - left.begin)
@@ -121,27 +122,23 @@ def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
 
 
 def _find_joint(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
-    """Find where two pieces can be joined: the left piece's tokens end before one index, the right's begin at another.
+    """Find a token at which two pieces can be joined: return its index in the left piece and in the right one.
 
-    Both indices are of the same token. Of the overlap's four quarters, both pieces must agree on the middle two, which
-    hold enough runs of characters that what is beyond has no influence; the joint is in the middle of the overlap,
-    behind the left piece's token `first`. None: the pieces do not agree, or the overlap is too short.
+    From this token on the right piece's tokens are taken. Of the overlap's four quarters, both pieces must agree on the
+    middle two, which hold enough runs of characters that what is beyond has no influence; the joint is in the middle of
+    the overlap, behind the left piece's token `first`. None: the pieces do not agree, or the overlap is too short.
     """
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))
     left_begin, left_joint, left_end = np.searchsorted(left.spans[:, 0], (begin, middle, end))
     right_begin, right_end = np.searchsorted(right.spans[:, 0], (begin, end))
-    if not (
-        first < left_begin < left_joint < left_end
-        and min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) >= _RUNS
-    ):
+    has_tokens = first < left_begin < left_joint < left_end
+    if not has_tokens or min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) < _RUNS:
         return None
     is_equal = np.array_equal(left.ids[left_begin:left_end], right.ids[right_begin:right_end]) and np.array_equal(
         left.spans[left_begin:left_end], right.spans[right_begin:right_end]
     )
-    if is_equal:
-        return (int(left_joint), int(right_begin + left_joint - left_begin))
-    return None
+    return (int(left_joint), int(right_begin + left_joint - left_begin)) if is_equal else None
 
 
 def _count_runs(text: str) -> int:

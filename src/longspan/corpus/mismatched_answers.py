@@ -13,9 +13,9 @@ from longspan.data.array_files import NOTHING, OWN_TOKEN
 class MismatchedAnswers:
     """Puts behind each document its prompt with the answer of another row, by which KTO estimates a divergence.
 
-    That is the answer of the row before; for the first of all, of the last row in its batch. Of pairs, as TRL rotates
-    them, chosen answers are exchanged among themselves, and rejected ones. A document has at most `longest` tokens
-    (0: any).
+    The other answer is that of the row before; the first row of all gets that of the last row in its batch. A chosen
+    answer of a pair is replaced by the chosen one of another pair, and a rejected one by a rejected one, as TRL does.
+    A document has at most `longest` tokens (0: any).
     """
 
     def __init__(self, longest: int) -> None:
@@ -29,25 +29,27 @@ class MismatchedAnswers:
         """
         if not len(encoded.lengths):
             return encoded
-        of_tokens = np.zeros(len(encoded.ids), np.uint8) if encoded.codes is None else encoded.codes
+        token_codes = np.zeros(len(encoded.ids), np.uint8) if encoded.codes is None else encoded.codes
         bounds = [*pairwise((0, *np.cumsum(encoded.lengths).tolist()))]
-        firsts = [a + 1 + int(np.argmax(of_tokens[a + 1 : b] != NOTHING)) for a, b in bounds]
-        answers = [encoded.ids[first:b] for first, (_, b) in zip(firsts, bounds, strict=True)]
+        # where each answer begins: at the first target after the document's first token
+        firsts = [start + 1 + int(np.argmax(token_codes[start + 1 : stop] != NOTHING)) for start, stop in bounds]
+        answers = [encoded.ids[first:stop] for first, (_, stop) in zip(firsts, bounds, strict=True)]
         rows = [*zip(encoded.files.tolist(), encoded.positions.tolist(), strict=True)]
         shift = 2 if rows[::2] == rows[1::2] else 1  # both answers of a pair have one prompt
-        before = self._answers if len(self._answers) >= shift else answers
-        others = [*before[-shift:], *answers[:-shift]]
+        earlier_answers = self._answers if len(self._answers) >= shift else answers
+        other_answers = [*earlier_answers[-shift:], *answers[:-shift]]
         self._answers = answers[-2:]
         ids = list[npt.NDArray[Any]]()
         codes = list[npt.NDArray[Any]]()
         counts = list[tuple[int, int]]()  # tokens and targets
-        for (a, b), first, other in zip(bounds, firsts, others, strict=True):
-            mixed = np.concatenate([encoded.ids[a:first], other])[: self._longest]
-            ids += [encoded.ids[a:b], mixed]
-            answer_codes = np.full(len(mixed) - (first - a), OWN_TOKEN, of_tokens.dtype)
-            codes += [of_tokens[a:b], np.append(of_tokens[a:first], answer_codes)]
-            counts += [(b - a, b - first), (len(mixed), len(answer_codes))]
+        for (start, stop), first, other_answer in zip(bounds, firsts, other_answers, strict=True):
+            mismatched_ids = np.concatenate([encoded.ids[start:first], other_answer])[: self._longest]
+            ids += [encoded.ids[start:stop], mismatched_ids]
+            answer_codes = np.full(len(mismatched_ids) - (first - start), OWN_TOKEN, token_codes.dtype)
+            codes += [token_codes[start:stop], np.append(token_codes[start:first], answer_codes)]
+            counts += [(stop - start, stop - first), (len(mismatched_ids), len(answer_codes))]
         lengths, targets = np.array(counts).T
+        # both documents have the images of their prompt
         images = [image._replace(document=2 * image.document + i) for image in encoded.images for i in (0, 1)]
         names = ("files", "positions", "hashes", "numbers")
         columns: dict[str, Any] = {name: np.repeat(getattr(encoded, name), 2) for name in names}

@@ -38,9 +38,11 @@ def read_prompt_rows(file: Path) -> list[Row]:
 
 
 def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer, positions: int | None) -> list[Prompt]:
-    """Encode rows with `text`, a plain text; `prompt`, what a user says if the tokenizer has a chat template, else a
-    text; or `messages`, with `tools`. Raises DataError, with the row's place, for others, and for a prompt of more
-    tokens than the model has `positions` (None: no limit).
+    """Encode the prompt of each row: its `text`, a plain text; its `prompt`, which is what a user says if the tokenizer
+    has a chat template, else a text; or its `messages`, perhaps with `tools`.
+
+    Raises DataError, with the row's place, for other rows, for a prompt without tokens, and for one of more tokens than
+    the model has `positions` (None: no limit).
     """
     if not rows:
         raise DataError("there are no prompts; give a line, or a row of JSON, for each")
@@ -61,12 +63,8 @@ def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer, positions: int
     return prompts
 
 
-def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
-    """Encode one row as `encode_prompts` says. Raises RowError, with the row's place, for keys that do not go
-    together.
-    """
-    from longspan.corpus.rows.template import ChatTemplate
-
+def _key_of_prompt(row: Row) -> str:
+    """Return the key of a row's prompt. Raises RowError, with the row's place, for keys that do not go together."""
     values = row.values
     keys = [key for key in _KEYS if values.get(key) is not None]
     temperature = values.get("temperature")
@@ -77,20 +75,29 @@ def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
             f"{row.where}: it has {', '.join(map(repr, values))}; give one of {', '.join(_KEYS)}, and besides tools "
             "of a conversation, or a temperature of at least 0"
         )
-    value: Any = values[keys[0]]
+    return keys[0]
+
+
+def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
+    """Encode the prompt of one row as `encode_prompts` says. Raises RowError, with the row's place, for another row,
+    and DataError for messages if the tokenizer has no chat template.
+    """
+    from longspan.corpus.rows.template import ChatTemplate
+
+    key = _key_of_prompt(row)
+    value: Any = row.values[key]
+    temperature = row.values.get("temperature")
     template = None
-    with suppress(DataError):
-        template = None if keys == ["text"] else ChatTemplate.from_tokenizer(tokenizer)
+    with suppress(DataError):  # a prompt that is a string needs no template
+        template = None if key == "text" else ChatTemplate.from_tokenizer(tokenizer)
     try:
         if isinstance(value, str) and template is None:
             opening = tokenizer.surrounding_ids[0]
-            ids = tokenizer.set_parsing(False).encode_with_spans(require_string(value, keys[0]))[0].tolist()
+            ids = tokenizer.set_parsing(False).encode_with_spans(require_string(value, key))[0].tolist()
             return Prompt(value, tuple(ids if ids[: len(opening)] == opening else [*opening, *ids]), temperature)
-        messages = (
-            [{"role": "user", "content": value}] if isinstance(value, str) else checked_messages(value, keys[0])
-        )
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else checked_messages(value, key)
         template = template or ChatTemplate.from_tokenizer(tokenizer)  # raises DataError
-        tools = read_tools(values.get("tools"))
+        tools = read_tools(row.values.get("tools"))
         text = template.render(template.fit_arguments(messages, tools), tools, prompt=True).text
     except RowError as error:
         raise RowError(f"{row.where}: {error}") from error

@@ -86,8 +86,8 @@ class Recipe:
         return DocumentEncoder(self.encodings, longest, "<u2" if fits_uint16 else "<u4", skip_bad)
 
 
-# Keys of [data] that decide documents, with the paths; those that came with version 0.4 only where they are set, so
-# that records of before fit.
+# Keys of [data] that decide documents, beside the paths. Those of the second tuple are recorded only where they are
+# set, so that records from before version 0.4, which lack them, still fit.
 _DECIDING = ("max_document_tokens", "on_bad_row", "max_text_bytes", "parse_special_tokens", "split_turns")
 _WHERE_SET = ("end_of_chat_token", "rename_columns", "chat_template")
 
@@ -97,8 +97,8 @@ class CorpusSettings:
     """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
 
     `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages;
-    `num_labels` is the model's, `preference` what rows become for train.loss: pairs, for orpo pairs whose chosen
-    document is learnt whole, or for kto answers with labels; "" for no preferences.
+    `num_labels` is the model's. `preference` says what rows become for train.loss: "pairs"; "orpo" for pairs whose
+    chosen document is learnt whole; "kto" for answers with labels; "" for a loss without preferences.
     """
 
     data: DataConfig
@@ -158,7 +158,7 @@ class CorpusSettings:
 def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Kind]:
     """Find the kind of rows of each source by their first rows.
 
-    Raises DataError for kinds that do not go together, or not with the loss.
+    Raises DataError for pairs beside other kinds, and for kinds that train.loss or the model's head cannot take.
     """
     kinds = list[Kind]()
     for number, _ in enumerate(settings.source_paths()):

@@ -84,38 +84,22 @@ class _CorpusOfRun:
 
         Nothing is built if settings, files and key (which covers the tokenizer) are as recorded and no file is damaged.
         A resumed run whose documents are lost or damaged builds them again under the same key, so that rows become the
-        same tokens. Raises DataError where a resumed run's corpus is lost or changed.
+        same tokens. Without a `tokenizer` that of the run's folder is read, or one is trained if it has none or the
+        corpus changed. Raises DataError where a resumed run's corpus is lost or changed.
         """
-        if resumed and self._old_record is None:
+        recorded = self._old_record
+        if resumed and recorded is None:
             raise DataError(
                 f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"
             )
-        recorded = self._old_record
-        changes = list[str]()
-        if recorded is not None:
-            changes = self._changed_settings(recorded, tokenizer)
-            file_changes = list[str]()
-            if self._old_sources is not None:
-                file_changes = file_differences(self._old_sources, self._sources)
-            documents = self._folder / recorded.documents
-            if documents.is_dir() and not file_changes and (images := ImageTable.open_in_folder(documents)):
-                file_changes = list(islice(images.describe_changes(), 3))  # messages name no more
-            changes += file_changes
+        changes = [] if recorded is None else self._describe_changes(recorded, tokenizer)
         if resumed and changes:
             raise DataError(_changes_text(self._run_dir, changes))
         if changes:
             self._log(f"the corpus changed ({changes[0]}): building it again")
-        has_tokenizer = recorded is not None and (self._run_dir / "tokenizer.json").is_file()
-        if tokenizer is None and has_tokenizer and not changes:
-            tokenizer = load_tokenizer(self._run_dir)
-        elif tokenizer is None:
-            data = self._settings.data
-            paths = ", ".join(path for _, path in self._settings.source_paths())
-            self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
-            trained = train_tokenizer(read_texts_for_tokenizer(self._files, data.max_text_bytes), data.vocab_size)
-            # Read again as later starts read it: beside the model's config.json, by whose class it may split otherwise.
-            trained.save_pretrained(self._run_dir)
-            tokenizer = replace(load_tokenizer(self._run_dir), folder=None)
+        if tokenizer is None:
+            is_trained = recorded is not None and not changes and (self._run_dir / "tokenizer.json").is_file()
+            tokenizer = load_tokenizer(self._run_dir) if is_trained else self._train_tokenizer()
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
         if recorded is not None and recorded.key == recipe.key and not changes:
             if _documents_are_whole(self._folder / recorded.documents):
@@ -124,11 +108,33 @@ class _CorpusOfRun:
             raise DataError(_changes_text(self._run_dir, ["its rows become other tokens than they did"]))
         return self._build_corpus(recipe, tokenizer)
 
-    def _changed_settings(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
-        """Describe settings and tokenizer that are other ones than recorded, one phrase each, in the order of the
-        settings; `tokenizer` None: one is trained.
+    def _describe_changes(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
+        """Describe how settings and tokenizer, then files, differ from those recorded, one phrase each.
 
-        A key that the record lacks, as of another version, counts with its default.
+        Files of images are looked at if no source file changed.
+        """
+        file_changes = list[str]()
+        if self._old_sources is not None:
+            file_changes = file_differences(self._old_sources, self._sources)
+        documents = self._folder / recorded.documents
+        if documents.is_dir() and not file_changes and (images := ImageTable.open_in_folder(documents)):
+            file_changes = list(islice(images.describe_changes(), 3))  # messages name no more
+        return self._changed_settings(recorded, tokenizer) + file_changes
+
+    def _train_tokenizer(self) -> TextTokenizer:
+        """Train a tokenizer on the source files, and write it into the run's folder."""
+        data = self._settings.data
+        paths = ", ".join(path for _, path in self._settings.source_paths())
+        self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
+        trained = train_tokenizer(read_texts_for_tokenizer(self._files, data.max_text_bytes), data.vocab_size)
+        # Read again as later starts read it: beside the model's config.json, by whose class it may split otherwise.
+        trained.save_pretrained(self._run_dir)
+        return replace(load_tokenizer(self._run_dir), folder=None)
+
+    def _changed_settings(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
+        """Describe settings and tokenizer that are other ones than recorded, one phrase each, sorted.
+
+        `tokenizer` None: one is trained. A key that the record lacks, as of another version, counts with its default.
         """
         values = self._settings.deciding_values()
         changes = list[str]()
@@ -155,20 +161,9 @@ class _CorpusOfRun:
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
         """Build the recipe's documents, unless the cache has them, and record them in the run's folder.
 
-        The tokenizer's files are written there too.
+        The tokenizer's files are written there too. Raises DataError if the cache cannot hold the documents.
         """
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
-        tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
-        if tokenizer.folder is not None:  # one that was trained here has been read from here
-            # models read it from the run's folder, where transformers chooses its class by their config.json too
-            saved = load_tokenizer(self._run_dir)
-            if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):
-                raise DataError(
-                    f"tokenizer {tokenizer.folder} gives other ids beside the config.json of the run's model: "
-                    f"transformers reads it there with the class {saved.kind}, and in its own folder with "
-                    f"{tokenizer.kind}; name a tokenizer of the model's kind with data.tokenizer"
-                )
+        self._save_tokenizer(tokenizer, parse=recipe.encodings[0].settings.parse_special_tokens)
         for line in row_lines(recipe):
             self._log(line)
         build = partial(build_documents, recipe, log=self._log)
@@ -196,6 +191,25 @@ class _CorpusOfRun:
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / FILE, json.dumps(asdict(record), indent=1))
         return Corpus(self._folder)
+
+    def _save_tokenizer(self, tokenizer: TextTokenizer, *, parse: bool) -> None:
+        """Write the tokenizer's files into the run's folder; `parse` as in `set_parsing`.
+
+        Raises DataError if they give other ids there.
+        """
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
+        tokenizer.set_parsing(parse).save_pretrained(self._run_dir)
+        if tokenizer.folder is None:  # it was trained here, and has been read from the run's folder
+            return
+        # Models read it from the run's folder, where transformers chooses its class by their config.json too.
+        saved = load_tokenizer(self._run_dir)
+        if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):
+            raise DataError(
+                f"tokenizer {tokenizer.folder} gives other ids beside the config.json of the run's model: "
+                f"transformers reads it there with the class {saved.kind}, and in its own folder with "
+                f"{tokenizer.kind}; name a tokenizer of the model's kind with data.tokenizer"
+            )
 
 
 def _documents_are_whole(folder: Path) -> bool:

@@ -65,7 +65,7 @@ class TextTokenizer:
 
     @cached_property
     def own_size(self) -> int:
-        """The same without added tokens, which a model's own tokenizer may have beyond the model's embedding."""
+        """The `size` without added tokens, which a model's own tokenizer may have beyond the model's embedding."""
         return max(self.engine.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
     @cached_property
@@ -95,16 +95,17 @@ class TextTokenizer:
         return self.surround(self.encode_with_spans(text)[0])
 
     def surround(self, ids: Sequence[int] | Integers) -> Integers:
-        """Return the ids of a text with those around it: no beginning that it has, and no end behind an end.
+        """Put the tokenizer's ids before and after the ids of a text, without those that the text itself has there.
 
-        Only a text whose special tokens were parsed can have them; blanks may follow its end, as a rendered chat has.
+        Only a text whose special tokens were parsed can have them. Blanks may follow its end, as in a rendered chat.
         """
         array = np.asarray(ids, dtype=np.int64)
         opening, closing = self.surrounding_ids
         tail = array[-_TAIL:].tolist()
-        blanks = tail[len(tail) - tail[::-1].index(closing[-1]) :] if closing and closing[-1] in tail else None
-        if blanks is not None and not self.engine.decode(blanks, skip_special_tokens=False).strip():
-            closing = []
+        if closing and closing[-1] in tail:
+            ids_behind = tail[len(tail) - tail[::-1].index(closing[-1]) :]
+            if not self.engine.decode(ids_behind, skip_special_tokens=False).strip():  # the text has its end
+                closing = []
         if array[: len(opening)].tolist() == opening:
             opening = []
         return np.concatenate([opening, array, closing]).astype(np.int64)
@@ -154,7 +155,7 @@ class TextTokenizer:
             template = self.template_file and self.template_file.read_bytes()
             copy_tokenizer_files(self.folder, folder)
             if template is not None:
-                for name in TEMPLATE_FILES:
+                for name in TEMPLATE_FILES:  # removed, as there is no such source
                     replace_with_copy(folder / "no template", folder / name)
                 (folder / TEMPLATE_FILES[0]).write_bytes(template)
             return

@@ -102,10 +102,11 @@ class BatchesAhead:
 
 @dataclass(frozen=True, eq=False)
 class ComingStep:
-    """The documents of a step whose loss is the mean cross entropy, with their coefficients, and their plan, which is
-    of `shared`: what `share_prefixes` makes of them.
+    """A step that was read and planned before the Trainer's loss, as if this were the mean cross entropy.
 
-    `rows` are those of each batch; its documents with targets begin at `firsts` in `documents`.
+    `rows` has what was read of each batch. `documents` are the documents with targets of all batches, with guessed
+    coefficients; those of a batch begin at its number in `firsts`. The plan is of `shared`, the documents as
+    `share_prefixes` makes them; `digest` is that of `documents`.
     """
 
     batches: Sequence[Any]
@@ -130,8 +131,8 @@ def read_step_documents(
 ) -> tuple[list[BatchDocuments], list[Document], list[int]]:
     """Return the rows of each batch of a step, its documents with targets, and where those of each batch begin.
 
-    Each document brings its guessed coefficient: −1 / `items`, the targets of all batches, or −1 / (targets of the
-    batch × batches) for None.
+    Each document brings its guessed coefficient: −1 / `items`, the targets of all batches, or without `items`
+    −1 / (targets of the batch × batches), the mean of the batches' means.
     """
     all_rows = list[BatchDocuments]()
     documents = list[Document]()
@@ -159,7 +160,7 @@ def coefficients_agree(documents: Sequence[Document], guessed: Sequence[Document
             return False
         positions = np.flatnonzero(document.labels() != NO_TARGET)
         positions = positions[positions > 0]
-        slopes, guesses = (d.token_values(positions)["coefficient"] for d in (document, guess))
-        if not np.allclose(slopes, guesses, rtol=bound, atol=0):
+        actual, guessed_values = (d.token_values(positions)["coefficient"] for d in (document, guess))
+        if not np.allclose(actual, guessed_values, rtol=bound, atol=0):
             return False
     return True

@@ -95,7 +95,7 @@ class LongspanArguments:
             keys["lora.rank"] = 1  # a key that it needs: the model brings an adapter
         for name in (key.name for key in fields(self)):
             value = getattr(self, name)
-            # it is not given
+            # a key that was not given
             if value in ("", []) or (value == NOT_GIVEN and name.endswith("context_parallel_size")):
                 continue
             if isinstance(value, str) and value.lstrip("-").isdigit():  # fields for "auto" or a number are strings

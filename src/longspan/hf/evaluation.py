@@ -47,10 +47,11 @@ class EvaluationPart(StockTrainer):
         self._check_same_documents(documents)
         targets = sum(document.targets for document in documents)
         plan = cached_plan(self._choices[False], tuple(map(len, documents)), self.world.home, targets=targets)
-        parts: list[Tensor] = []
+        logits_of_batches: list[Tensor] = []  # of this rank's rows
 
         def keep_logits(batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-            parts.append(head(hidden))
+            """Keep the logits of a micro-batch, and return a loss of 0, which nothing reads."""
+            logits_of_batches.append(head(hidden))
             return hidden.new_zeros((), dtype=torch.float64)
 
         gathered: dict[int, Tensor] = {}
@@ -59,8 +60,8 @@ class EvaluationPart(StockTrainer):
             terms = encoder_terms(inputs)
             batches = read_step_batches(inputs, terms)
             run_passes(Passes.with_terms(inputs, terms, keep_logits), batches)
-            for batch, local in zip(batches, parts, strict=True):
-                rows = batch.shard.gather(local.detach())
+            for batch, logits in zip(batches, logits_of_batches, strict=True):
+                rows = batch.shard.gather(logits.detach())
                 numbers = [d for group in batch.shard.micro_batch.groups for d in group.documents]
                 lengths = [plan.lengths[d] for d in numbers]
                 gathered |= dict(zip(numbers, rows.split(lengths), strict=True))

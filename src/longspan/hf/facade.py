@@ -116,8 +116,8 @@ class TokenOutput(dict[str, Any]):
 class Facade:
     """A prepared model as the Trainer calls it; attributes are the model's.
 
-    `model()` gives the Trainer's model, which may be replaced; `token_values(facade, documents)` those of its tokens.
-    `called`, `ahead` and `evaluated` are kept for the trainer, which reads and empties them.
+    `model()` returns the Trainer's model, which may be replaced; `token_values(facade, documents)` computes values of
+    the documents' tokens by a pass. The trainer reads and empties `called`, `ahead` and `evaluated`.
     """
 
     def __init__(
@@ -159,8 +159,9 @@ class Facade:
 
         With gradients the answer is noted in `called`, for the step; a batch whose step ran ahead is taken off `ahead`
         and answered by that step's values, without a pass. With `logits_of` set, and no `fused_lm_head`, the answer has
-        logits instead; any other answer to a batch without labels is empty. `labels` are replaced by `labels_apart`
-        where a batch comes without.
+        logits instead; any other answer to a batch without labels is empty. A batch without labels gets `labels_apart`,
+        if there are any, and is answered as with `fused_lm_head` unless logits are wanted. A model with a head of
+        scores answers with its scores as logits.
         """
         if batch.pop("output_router_logits", False):
             raise ConfigError(
@@ -174,21 +175,38 @@ class Facade:
         if labels is None and self.labels_apart is not None:
             labels = self.labels_apart
             fused_lm_head = self.logits_of is None
+        logits_of = None if fused_lm_head else self.logits_of
         batch = {"input_ids": input_ids, "labels": labels, **batch}
         ahead = None
-        if (self.logits_of is None or fused_lm_head) and torch.is_grad_enabled():
-            ahead = self.ahead.pop(0) if self.ahead and self.ahead[0].matches(batch) else None
+        if logits_of is None and torch.is_grad_enabled() and self.ahead and self.ahead[0].matches(batch):
+            ahead = self.ahead.pop(0)
         rows = ahead.rows if ahead is not None and ahead.has_same_tensors(batch) else read_documents_of_batch(batch)
-        if self.logits_of is not None and not fused_lm_head:
-            return self._logits_output(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
+        if logits_of is not None:
+            return self._logits_output(rows, logits_of(self, list(rows.documents)), labels, num_items_in_batch)
         if labels is None:  # nothing is predicted, and hidden states are not answered
             return TokenOutput()
-        scored = [d for d, document in enumerate(rows.documents) if document.targets]  # indices into the documents
         values = None if ahead is None else ahead.values
+        return self._answer_tokens(batch, rows, values, num_items_in_batch, fused=fused_lm_head)
+
+    def _answer_tokens(
+        self,
+        batch: Mapping[str, Any],
+        rows: BatchDocuments,
+        values: OffsetValues | None,
+        items: Any,
+        *,
+        fused: bool,
+    ) -> TokenOutput:
+        """Answer a batch with labels: with its loss and, if `fused`, with the values that the head was asked for.
+
+        `values` are those of a step that ran ahead; None: a pass computes them here, which all ranks enter.
+        """
+        labels = batch["labels"]
+        scored = [d for d, document in enumerate(rows.documents) if document.targets]  # indices into the documents
         if values is None and scored:
             values = OffsetValues(self._token_values(self, [rows.documents[d] for d in scored]), 0)
         dtype = torch.promote_types(self.inner_model.dtype, torch.float32)
-        device = torch.as_tensor(input_ids).device
+        device = torch.as_tensor(batch["input_ids"]).device
 
         def batch_values(name: str, kind: torch.dtype) -> Tensor:
             """Return this value of all tokens (B, L - 1), without column 0, which nothing predicts; 0 for no target."""
@@ -196,24 +214,26 @@ class Facade:
             return rows.to_batch(document_values, dtype=kind, device=device)[:, 1:]
 
         leaf = batch_values("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
-        out = self._loss_output(rows, leaf, labels, num_items_in_batch)
-        if not fused_lm_head:
+        out = self._loss_output(rows, leaf, labels, items)
+        if not fused:
             return out
-        tables = dict.fromkeys((*DISTRIBUTION_VALUES, "aux_loss"))  # None: not asked of the head
+        # None for values that the head was not asked for
+        tables = dict.fromkeys((*DISTRIBUTION_VALUES, "aux_loss"))
         tables |= {name: batch_values(name, torch.bool if name == "top1" else dtype) for name in self.head.values}
         tables["is_top1"] = tables.pop("top1")
         return TokenOutput({**out, **tables, "log_probs": leaf, "label_mask": _label_mask(labels)})
 
     def _answer_scores(self, batch: Mapping[str, Any], labels: Any) -> TokenOutput:
-        """Answer with logits (B, L) or (B, W, L), and the class's loss if there are labels; with gradients noted in
-        `called`.
+        """Answer with logits (B, L), or (B, W, L) of a head for tokens, and the class's loss if there are labels.
+
+        With gradients the answer is noted in `called`, for the step.
         """
         model = self.inner_model
-        tokens = architecture_name(model).endswith(SCORE_HEADS[1])
+        tokens = architecture_name(model).endswith(SCORE_HEADS[1])  # whether the head scores tokens
         batch = {name: value for name, value in batch.items() if name not in IGNORED}
         rows = read_scored_batch(batch, model.config.get_text_config().pad_token_id, tokens=tokens)
         values: Any = self._token_values(self, list(rows.documents))
-        table = values.sums[: len(rows.documents)]  # shared prefixes stand behind
+        table = values.sums[: len(rows.documents)]  # behind these are sums of shared prefixes
         if tokens:
             table = np.zeros((*rows.shape, values.values.shape[1]))  # 0 at padding
             for d, (row, start, stop) in enumerate(rows.places):

@@ -50,24 +50,21 @@ class EpochOrder(NamedTuple):
 
 
 def read_order_states(loader: Any) -> list[Any]:
-    """Return the states of all generators that decide the order of a loader's rows: global ones, then its own, in
-    order.
-    """
+    """Return the states of all generators that decide the order of a loader's rows: global ones first, then its own."""
     states = [get() for get, _ in (*GLOBAL_GENERATORS, *_generator_accessors(loader))]
     return tree_map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, states)
 
 
 def _generator_accessors(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Yield how to get and set the state of each generator in an object, its samplers and data sets, in
-    a fixed order.
+    """Yield two functions, which get and set its state, for each generator in an object, its samplers and data sets.
+
+    Their order is that of attributes, so that states can be set in the order in which they were read.
     """
     for value in vars(owner).values():
-        if isinstance(value, torch.Generator):
+        if isinstance(value, (torch.Generator, np.random.RandomState)):
             yield value.get_state, value.set_state
         elif isinstance(value, random.Random):
             yield value.getstate, value.setstate
-        elif isinstance(value, np.random.RandomState):
-            yield value.get_state, value.set_state
         elif isinstance(value, np.random.Generator):
             bits: Any = value.bit_generator
             yield lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state)
@@ -109,12 +106,13 @@ class FilesPart(StockTrainer):
     _epoch: EpochOrder | None = None  # that runs
 
     def _try_to_save_files(self) -> None:
-        """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks."""
+        """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks.
+
+        Where that fails, ModelError is raised on every rank, or a warning logged if nothing is to be saved.
+        """
 
         def write() -> None:
-            """Write configuration, tokenizer, arguments and state into a folder of its own, which goes; on the first
-            rank.
-            """
+            """Write configuration, tokenizer, arguments and state into a temporary folder; called on the first rank."""
             with tempfile.TemporaryDirectory(prefix=".", dir=self.args.output_dir) as name:
                 model: Any = copy(unwrap_peft_model(self.model))
                 folder = Path(name)
@@ -217,9 +215,7 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write this rank's random states, and from the first rank the place in the epoch and the states
-        of its order.
-        """
+        """Write this rank's random states, and on the first rank the place in the epoch and the states of its order."""
         super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
         assert self._epoch is not None
         loader, number, first_step, began = self._epoch
@@ -269,12 +265,13 @@ class FilesPart(StockTrainer):
         self.world.seed = state["seed"]
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
-        """Return where training begins: (epoch, batches of it that are done), of a resumed run by `order.pt`.
+        """Return where training begins: (epoch, batches of it that are done).
 
-        A run without a known length has one epoch in the Trainer's eyes: its place is the saved one.
+        A resumed run takes up `order.pt`. If its length is not known, the Trainer counts one epoch: then the saved
+        place is returned, not the Trainer's.
         """
         place = super()._init_training_state(max_steps, steps_per_epoch, *args)
-        *_, checkpoint, _ = args
+        *_, checkpoint, _ = args  # …, resume_from_checkpoint, trial
         self._order = None
         if checkpoint is not None and (path := Path(checkpoint) / ORDER).exists():
             self._order = order = run_on_every_rank(self.world, lambda: load_without_code(path), CheckpointError)
@@ -283,27 +280,29 @@ class FilesPart(StockTrainer):
         return place
 
     def _run_epoch(self, **keywords: Any) -> None:
-        """Run an epoch as the Trainer does; a resumed one begins with the states that drew its order, or those after
-        it.
+        """Run an epoch as the Trainer does, and note the states of generators with which it begins.
+
+        The first epoch of a resumed run begins with saved states: those that drew its order if some of its batches are
+        done, else those at the save.
         """
         loader = keywords["train_dataloader"]
         number = keywords["epoch"]
-        first = self.state.global_step
+        first_step = self.state.global_step
         if self._order is not None:
             batches = keywords["steps_trained_in_current_epoch"]
             states = self._order["began" if batches else "now"]
-            # those of generators that the loader lacks now are left out
+            # States of generators that the loader lacks now are left out.
             for (_, set_state), state in zip(
                 (*GLOBAL_GENERATORS, *_generator_accessors(loader)), states, strict=False
             ):
                 set_state(state)
-            first = first - batches // self.args.gradient_accumulation_steps
+            first_step -= batches // self.args.gradient_accumulation_steps
             self._order = None
-        self._epoch = EpochOrder(loader, number, first, read_order_states(loader))
+        self._epoch = EpochOrder(loader, number, first_step, read_order_states(loader))
         super()._run_epoch(**keywords)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Take up this rank's random states; on another number of ranks all take the first's."""
+        """Take up this rank's random states; if another number of ranks saved them, all take the first rank's."""
         if checkpoint is None:
             return
         root = Path(checkpoint) / RANDOM
@@ -322,8 +321,8 @@ class FilesPart(StockTrainer):
             raise CheckpointError(unreadable_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint into the prepared model; entered by all ranks. Warns where it is
-        gone.
+        """Load the weights of the best checkpoint into the prepared model, or warn that it is gone; entered by all
+        ranks.
         """
         best_folder = Path(self.state.best_model_checkpoint)
         if not run_on_first_rank(self.world, best_folder.is_dir, CheckpointError):

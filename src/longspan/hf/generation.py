@@ -64,6 +64,7 @@ class GenerationPart(StockTrainer):
     def _first_rank(self) -> FirstRank:
         """The channel by which the first rank works alone and has others gather weights, or call vLLM, meanwhile."""
         calls: dict[str, Callable[..., Any]] = {
+            # iterated to the end, as all ranks gather each weight
             "weights": lambda merge_adapter: deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0),
             "vllm": lambda method, *arguments: getattr(self.vllm_generation, method)(*arguments),
         }
@@ -103,22 +104,22 @@ class GenerationPart(StockTrainer):
         """
 
         def work_and_note_state() -> Any:
-            """Return what the work gave, on the host, what it logged, and the states of the host's random generators
-            after it.
+            """Return what the work gave, on the host; what it logged; the number of tokens that were read; and the
+            states of the host's random generators after it.
             """
             result = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, work())
             logged = {name: getattr(self, name) for name in LOGGED if hasattr(self, name)}
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             return result, logged, self.state.num_input_tokens_seen, random_states
 
-        result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run_on_first(
+        result, logged, tokens_seen, (python_state, numpy_state, torch_state) = self._first_rank.run_on_first(
             work_and_note_state, work_name
         )
         if not is_first_rank(self.world):
             self.__dict__.update(logged)
-            self.state.num_input_tokens_seen = tokens
-            random.setstate(python)
-            np.random.set_state(numpy)
+            self.state.num_input_tokens_seen = tokens_seen
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
             torch.set_rng_state(torch_state)
         return result
 
@@ -136,7 +137,8 @@ class GenerationPart(StockTrainer):
     def _replace_generation(self) -> Iterator[None]:
         """Return a context in which the Trainer is made, with longspan's vLLM in place of TRL's.
 
-        After it ranks other than the first keep no reward models on their GPU and no environments, as they call none.
+        At its end all ranks take the seed of the arguments, and ranks other than the first move reward models to the
+        host and drop environments, as they call none.
         """
         if not hasattr(self, ANSWERS[0]):  # a trainer that makes no answers
             yield

@@ -122,7 +122,9 @@ class OneProcess:
                 save_stock(trainer, output_dir, _internal_call)
 
         def set_up_devices(args: TrainingArguments) -> torch.device:
-            """Run under the state that accelerate had before any trainer of ours: it writes into the state."""
+            """Set up devices under the state that accelerate had before any trainer of ours, and put the present state
+            back: transformers writes into it.
+            """
             states = [(kind, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState)]
             PartialState._shared_state.update(self._state)
             try:

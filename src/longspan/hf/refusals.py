@@ -121,7 +121,10 @@ def refusals_of_arguments(
 
 
 def refuse_model_kind(maybe_wrapped: Any, frozen: str) -> None:
-    """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer, by model.frozen."""
+    """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer.
+
+    `frozen` is the key model.frozen, by which weights that were loaded in 4 or 8 bits may stay so.
+    """
     model: Any = unwrap_peft_model(maybe_wrapped)
     name = type(model).__name__
     takes_codes = frozen in (AUTO, "stored") and holds_codes(model)
@@ -213,7 +216,7 @@ def has_cross_entropy_loss(trainer: Any) -> bool:
 def refuse_hooks(model: nn.Module) -> None:
     """Raise ModelError for a hook on a gradient, or a forward hook that is not of longspan or a library under it.
 
-    The model is looked at again once any hook has been made since, all of which torch counts.
+    A model without such hooks is looked at again only once a hook was made, of any module: torch counts them all.
     """
     if _HOOKS_BEFORE.get(model) == RemovableHandle.next_id:
         return
@@ -230,8 +233,10 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range = range(0)) -> None:
-    """Raise ModelError for a loss with nodes of passes, numbered `nodes`, in its graph; without one, for modules that
-    keep tensors of a pass with their graph.
+    """Raise ModelError for a loss that depends on tensors inside the model, or for modules that keep such tensors.
+
+    With a `loss` only the loss decides: whether its graph has nodes of passes, whose numbers are `nodes`. Without one
+    tensors that modules keep with their graph do.
     """
     if loss is not None and not _graph_reaches(loss.grad_fn, nodes):
         return
@@ -246,7 +251,10 @@ def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range
 
 
 def _graph_reaches(node: Any, nodes: range) -> bool:
-    """Return whether a node of autograd's graph, or one before it, has a number among `nodes`."""
+    """Return whether a node of autograd's graph, or one that it depends on, has a number among `nodes`.
+
+    torch numbers nodes as they are made (`_sequence_nr`, of which it has no public form).
+    """
     todo = [node]
     seen = {None}
     while todo:

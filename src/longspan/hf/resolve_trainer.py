@@ -45,9 +45,9 @@ def resolve_trainer(trainer: Any) -> Resolved:
     """
     config = _config_with_arguments(trainer)
     args = trainer._stock_arguments
-    default = {key.name: key.default for key in fields(args)}
+    defaults = {key.name: key.default for key in fields(args)}
     if asks_for_recomputation(args) and any(
-        getattr(args, name, None) != default.get(name) for name in CHECKPOINTING
+        getattr(args, name, None) != defaults.get(name) for name in CHECKPOINTING
     ):
         config = config.with_keys("train", plan_memory=False, activation_checkpointing="full")
     world = trainer.world
@@ -59,9 +59,8 @@ def resolve_trainer(trainer: Any) -> Resolved:
     if not lengths:
         cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=world.home.slots)
         return Resolved(set_usual_mode(config), None, cost)
-    # Steps with lengths drawn at random stand for all steps.
-    batch = trainer.args  # of all ranks
-    rows_of_step = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+    # Steps with lengths drawn at random stand for all steps. `trainer.args` has the batch of all ranks.
+    rows_of_step = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
 
     def lengths_of_step(step: int) -> list[int]:
         return np.random.default_rng(step).choice(np.asarray(lengths), rows_of_step).tolist()
@@ -72,7 +71,7 @@ def resolve_trainer(trainer: Any) -> Resolved:
 
 def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
     """Return the options of `prepare` by a Trainer's arguments; without `training` those of a reference, which takes no
-    step. What a plan of memory chose takes the place of the keys of memory.
+    step. What the plan `memory` chose (None: there is none) takes the place of the keys of memory.
     """
     args = trainer._stock_arguments
     config = trainer.longspan.config()
@@ -100,18 +99,17 @@ def _config_with_arguments(trainer: Any) -> RunConfig:
     """Return the trainer's keys as a run's configuration, with dtypes, optimizer and adapter of its arguments and
     model.
     """
-    # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
-    # memory does not depend on the learning rate.
     config = trainer.longspan.config()
     args = trainer._stock_arguments
     model = unwrap_peft_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
     computes_in = "bfloat16" if args.mixed_precision == "bf16" else dtype
     model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
+    # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it.
     optim = optimizer_name(args)
-    name = "adamw" if optim in ONE_PASS_OPTIMIZERS else CLASS_OF_OPTIM.get(optim, "torch.optim.AdamW")
+    class_name = "adamw" if optim in ONE_PASS_OPTIMIZERS else CLASS_OF_OPTIM.get(optim, "torch.optim.AdamW")
     config = config.with_keys("train", offload_optimizer_states=optim == PAGED)
-    optimizer = OptimizerSection(class_=name, lr=1e-3)
+    optimizer = OptimizerSection(class_=class_name, lr=1e-3)  # any rate: a plan of memory does not depend on it
     if optim in ONE_PASS_OPTIMIZERS and optim != PAGED:
         optimizer = replace(optimizer, moments="8bit")
     lora = LoraSection()
@@ -126,9 +124,11 @@ def _config_with_arguments(trainer: Any) -> RunConfig:
 
 
 def _lengths_of_documents(trainer: Any) -> list[int]:
-    """Return lengths of the trainer's documents, as many as are looked at, or the longest that its arguments allow.
+    """Return the lengths of some of the trainer's documents, or the one that its arguments allow at most; [] for
+    neither.
 
-    [] for neither. Rows of another data set than one with columns are read for it, which may read files.
+    Of a data set with a column of ids these are the first MOST_ROWS rows. Of another one FEW_ROWS rows at equal
+    distances are made, which may read files.
     """
     data = trainer.train_dataset
     args = trainer.args

@@ -50,7 +50,7 @@ def loss_by_coefficients(scores: Tensor, at: LossTokens) -> Tensor:
 
 
 def read_scored_batch(batch: Mapping[str, Any], pad: int | None, *, tokens: bool) -> BatchDocuments:
-    """Return a batch's documents, one in each row, of whose rows the last that is not `pad` counts, or all.
+    """Return a batch's documents, one in each row: the last token that is not `pad` is scored, or all with `tokens`.
 
     Raises DataError for packed rows, rows without tokens, and padding that transformers would take for the last token.
     """

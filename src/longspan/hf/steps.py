@@ -27,10 +27,7 @@ from longspan.hf.ahead import (
 from longspan.hf.batch_entries import counts_of_writes, document_entries, move_to_device
 from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
-from longspan.hf.refusals import (
-    refuse_inner_loss,
-    refuse_sharded_loss,
-)
+from longspan.hf.refusals import refuse_inner_loss, refuse_sharded_loss
 from longspan.hf.scores import COEFFICIENT, loss_by_coefficients
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.kinds import score_columns
@@ -121,7 +118,6 @@ class StepsPart(StockTrainer):
     """
 
     _runs_ahead = True  # whether steps run ahead of the Trainer's loss
-
     _batches_ahead: BatchesAhead | None = None  # of the loader, where some can be made before they are asked for
     # batches of the optimizer step that begins; () once its first batch is called
     _coming_batches: Sequence[Any] = ()
@@ -138,9 +134,7 @@ class StepsPart(StockTrainer):
 
     @cached_property
     def _choices(self) -> dict[bool, PlannerConfig]:
-        """How documents are planned: in training (True) and in evaluation (False); made once the trainer
-        is resolved.
-        """
+        """How documents are planned, in training (True) and in evaluation (False), by what was resolved."""
         config = self._config
         heads = query_heads(unwrap_peft_model(self.model).config)
         cost = self._cost
@@ -152,7 +146,7 @@ class StepsPart(StockTrainer):
     def _plan_documents(
         self, model: Any, documents: Sequence[Document], *, training: bool
     ) -> tuple[Sequence[Document], Plan]:
-        """Return documents, whose common prefixes may be apart, and their plan, which all passes of a step have."""
+        """Return documents, whose common prefixes may be made documents of their own, and the plan of these."""
         lengths = tuple(map(len, documents))
         targets = sum(document.targets for document in documents)
         choice = self._choices[training]
@@ -164,27 +158,29 @@ class StepsPart(StockTrainer):
         """Return the values of the documents' tokens, or their scores, on every rank, by a pass without gradient; all
         enter.
 
-        The model's mode is restored. Raises CommError where ranks have other documents.
+        The plan is one of training or of evaluation, as the model's mode is, which is restored afterwards. Raises
+        CommError where ranks have other documents.
         """
         self._check_same_documents(documents)
         prepared = facade.inner_model
         head = facade.head
-        training = facade.inner_model.training
+        training = prepared.training
         shared, plan = self._plan_documents(prepared, documents, training=training)
         read_values = token_log_probs
-        values = {"also": head.values, "temperature": head.temperature}
+        options = {"also": head.values, "temperature": head.temperature}
         if score_columns(prepared):
             read_values = token_scores
-            values = {}
+            options = {}
         try:
             with torch.autocast(self.args.device.type, enabled=False):
-                return read_values(prepared, plan, shared, self.world, **values)
+                return read_values(prepared, plan, shared, self.world, **options)
         finally:
             prepared.train(training)  # the pass has put the model into evaluation mode
 
     def _check_same_documents(self, documents: list[Document], digest: str = "") -> None:
-        """Raise CommError, on every rank, where ranks have other documents; entered by all. `digest` is theirs, if
-        known.
+        """Raise CommError, on every rank, where ranks have other documents; entered by all.
+
+        `digest` is that of this rank's documents, if it is known already.
         """
         self.world.control.compare_digests(
             digest or documents_digest(documents),
@@ -203,10 +199,11 @@ class StepsPart(StockTrainer):
         return super()._prepare_for_training(*args)
 
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's loader; its batches stay on the host until `training_step` moves them, and can be made
-        ahead, unless a class below has a step that reads them.
+        """Return the Trainer's loader, changed so that batches can be made ahead, and stay on the host until
+        `training_step` moves them.
 
-        Loaders of other kinds than DataLoaderShard stay as they are: they fetch batches in another order.
+        It stays as it is where the user's class has a step of its own, which may read its batches, and if its kind is
+        not DataLoaderShard: others fetch batches in another order.
         """
         loader = super().get_train_dataloader()
         self._batches_ahead = None
@@ -226,12 +223,16 @@ class StepsPart(StockTrainer):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return a step's batches and targets, and keep both to run ahead; on the CPU, `float` waits for no device."""
+        """Return a step's batches and the number of their targets, and keep both to run ahead.
+
+        Targets are counted on the CPU, so that reading their number waits for no device, and returned on `device`.
+        """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
         self._coming_batches = batches
         self._coming_targets = None if items is None else float(items)
         if self._facade.ahead:  # answers are left of the step before: a callback ended its epoch amid its batches
-            self._was_cut_short, self._facade.ahead = True, []
+            self._was_cut_short = True
+            self._facade.ahead = []
         return batches, move_to_device(items, device) if isinstance(items, Tensor) else items
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
@@ -243,7 +244,11 @@ class StepsPart(StockTrainer):
             self._facade.labels_apart = None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Take the Trainer's own loss of a batch; the last batch of an accumulation runs the step."""
+        """Return the Trainer's own loss of a batch, and add the step's gradients after the last batch of the step.
+
+        At the first batch the step of all its batches runs ahead, so that its values answer the Trainer's calls. Only
+        if the loss turns out another one than was guessed does the last batch run the step (`_add_gradients`).
+        """
         batches = self._coming_batches
         self._coming_batches = ()
         if batches:
@@ -256,9 +261,10 @@ class StepsPart(StockTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._add_gradients()  # of a step of the user's own that calls loss.backward()
         if self.accelerator.sync_gradients:
-            self._moved, self._facade.called = (), []
+            self._moved = ()
+            self._facade.called = []
         loss_sum = getattr(self, "_tr_loss", None)
-        # it may be gathered on devices
+        # In other modes the Trainer may gather its sum of losses on devices.
         if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
             return loss
         # With the Trainer's sum of losses on the host, too, logging waits for no update.
@@ -283,11 +289,12 @@ class StepsPart(StockTrainer):
             step = self._read_coming_step(batches, self._coming_targets)
         if step is None:
             return
-        # A step that goes on after a stream's end runs in two parts.
         parameters = list(self._facade.inner_model.parameters())
-        others = exchange_gradients(parameters, self._guessed_gradients)
+        # While the step runs, `.grad` holds the guessed gradients, to which it adds.
+        trainer_gradients = exchange_gradients(parameters, self._guessed_gradients)
         values = self._run_step(step.documents, names=self._facade.head.values, coming=step)
-        self._guessed_gradients = exchange_gradients(parameters, others)
+        self._guessed_gradients = exchange_gradients(parameters, trainer_gradients)
+        # added to what is there: a step that goes on after a stream's end runs in two parts
         self._guessed_documents = [*self._guessed_documents, *step.documents]
         all_entries = [document_entries(moved) for _, moved in self._moved]
         self._facade.ahead = [
@@ -316,8 +323,9 @@ class StepsPart(StockTrainer):
             torch.cuda.current_stream(self.world.device).synchronize()
 
     def _prepare_next_step(self) -> None:
-        """Make and read the batches of the next step, if the loader can make them early; errors wait
-        until it is taken.
+        """Make, read and plan the batches of the next step, if the loader can make them early.
+
+        An error here is dropped: it is raised again where the step is taken.
         """
         ahead = self._batches_ahead
         if ahead is None or self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
@@ -331,16 +339,17 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _check_loss(self, loss: Tensor) -> None:
-        """Raise ModelError for a loss of sharded parameters, or of tensors inside the model; before its
-        backward pass.
-        """
+        """Raise ModelError, before its backward pass, for a loss of sharded parameters or of tensors in the model."""
         refuse_sharded_loss(loss)
         refuse_inner_loss(self._facade.inner_model, loss, self._pass_nodes)
 
     def _add_gradients(self) -> None:
         """Add the step's gradients to `.grad` after a backward pass of the Trainer's loss through its last batch.
 
-        A step of the user's own may go backward more than once. After a loss that was not guessed no step runs ahead.
+        These are the gradients of the step that ran ahead, if the loss left the guessed coefficients in the leaves.
+        Else the step runs here with the loss's own, and no later step runs ahead. A step of the user's own may go
+        backward more than once: then it does nothing without new coefficients. Raises NonFiniteError for coefficients
+        that are not finite.
         """
         calls = self._facade.called
         guessed = self._guessed_documents
@@ -350,9 +359,35 @@ class StepsPart(StockTrainer):
         gradients = self._guessed_gradients
         self._guessed_documents = ()
         self._guessed_gradients = ()
-        cut = self._was_cut_short
+        was_cut_short = self._was_cut_short
         self._was_cut_short = False
-        uncalled, self._facade.ahead = self._facade.ahead, []  # of a step that a callback ended with its epoch
+        uncalled = self._facade.ahead  # batches of a step that a callback ended with its epoch
+        self._facade.ahead = []
+        self._refuse_infinite_coefficients()
+        documents = [document for batch in calls for document in batch.documents_with_coefficients()]
+        for batch in calls:
+            batch.leaf.grad = None
+        if guessed and not uncalled and coefficients_agree(documents, guessed, calls[0].leaf.dtype):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                add_gradient(parameter, gradient)
+            return
+        if guessed and not was_cut_short:  # a step that a callback cut says nothing about the loss
+            self._runs_ahead = False
+            _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
+        refuse_two_pass_dropout(model, "losses that are not the mean cross entropy")
+        documents = [document for document in documents if has_coefficients(document)]  # on which the loss depends
+        if documents:
+            self._run_step(documents)
+            return
+        # All coefficients are 0: no pass is needed, and gradients that would be None are 0.
+        self._norm_and_versions = 0.0, None
+        for parameter in model.parameters():
+            if calls and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _refuse_infinite_coefficients(self) -> None:
+        """Raise NonFiniteError for coefficients that are not finite, ModelError for those of a sharded loss."""
+        calls = self._facade.called
         for number, batch in enumerate(calls):
             refuse_sharded_loss(batch.leaf.grad)
             if not batch.is_finite():
@@ -361,34 +396,15 @@ class StepsPart(StockTrainer):
                     f"finite, in batch {number + 1} of {len(calls)} of the step; weights and optimizer are as before "
                     "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
                 )
-        documents = [document for batch in calls for document in batch.documents_with_coefficients()]
-        for batch in calls:
-            batch.leaf.grad = None
-        if guessed and not uncalled and coefficients_agree(documents, guessed, calls[0].leaf.dtype):
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                add_gradient(parameter, gradient)
-            return
-        if guessed and not cut:  # a step that a callback cut says nothing about the loss
-            self._runs_ahead = False
-            _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
-        refuse_two_pass_dropout(model, "losses that are not the mean cross entropy")
-        documents = [d for d in documents if has_coefficients(d)]
-        if documents:
-            self._run_step(documents)
-            return
-        self._norm_and_versions = 0.0, None  # all coefficients are 0: no pass is needed
-        for parameter in model.parameters():
-            if calls and parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     def _run_step(
         self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
     ) -> TokenLogProbs:
-        """Run one step of documents with their coefficients, adding to `.grad`; return their tokens' values. All ranks
-        enter.
+        """Run one step of documents with their coefficients, adding to `.grad`; return their tokens' values on every
+        rank. All ranks enter.
 
-        `names` are further values to collect. `coming` has the plan of a step that was prepared. Notes the gradients'
-        norm.
+        `names` are further values to collect. `coming` has the plan of a step that was prepared. The norm of gradients
+        and the numbers of the passes' nodes in autograd's graph are noted.
         """
         self._check_same_documents(documents, coming.digest if coming else "")
         facade = self._facade
@@ -397,7 +413,7 @@ class StepsPart(StockTrainer):
             (coming.shared, coming.plan) if coming else self._plan_documents(model, documents, training=True)
         )
         refuse_other_parameters(model, self._torch_optimizer())
-        first_node = torch.autograd._get_sequence_nr()
+        first_node = torch.autograd._get_sequence_nr()  # that the next node gets; torch has no public form of it
         collected = CollectedTokens([len(document) for document in documents], names)
         has_scores = score_columns(model) > 0
         model.train()
@@ -423,14 +439,14 @@ class StepsPart(StockTrainer):
 
     @property
     def _has_step_below(self) -> bool:
-        """Whether the user's class, or the trainer itself, has a `training_step` of its own, which may change
-        gradients.
-        """
+        """Whether the user's class, or this trainer alone, has its own `training_step`, which may change gradients."""
         return type(self).training_step is not StepsPart.training_step or "training_step" in vars(self)
 
     def _clip_grad_norm(self, model: Any) -> float:
         """Clip gradients and return their norm, which is the step's own if nothing has written to gradients since."""
-        model, (norm, versions), limit = self._facade.inner_model, self._norm_and_versions, self.args.max_grad_norm
+        model = self._facade.inner_model
+        norm, versions = self._norm_and_versions
+        limit = self.args.max_grad_norm
         if self._has_step_below or versions != gradient_versions(model):
             return clip_grad_norm(model, limit, self.world)
         check_finite(model, self.world, norm=norm)

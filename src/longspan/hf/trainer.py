@@ -118,7 +118,8 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         """
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
-        self.accelerator.before_backward, self.accelerator.after_backward = self._check_loss, self._add_gradients
+        self.accelerator.before_backward = self._check_loss
+        self.accelerator.after_backward = self._add_gradients
         self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads a stream, not the first only
         clear_device_map(self.args)
 
@@ -135,11 +136,10 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         inside = unwrap_peft_model(self.model)
         self._facade.head = take_fused_head(inside)
         reference_config = take_reference_adapter(self.model)
-        self.memory_plan: MemoryPlan | None
         resolved = resolve_trainer(self)
         self._config = resolved.config
         self._cost = resolved.cost
-        self.memory_plan = resolved.memory
+        self.memory_plan: MemoryPlan | None = resolved.memory
         self._prepare_model(self.model, self._facade)
         if reference_config is not None:
             ReferenceAdapter(self.model, self._facade.inner_model, reference_config)
@@ -260,7 +260,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         self._leave_one_process()
 
     def _leave_one_process(self) -> None:
-        """Leave the shared process, once."""
+        """Count this trainer no more among those that share one process; a second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()

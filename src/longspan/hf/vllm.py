@@ -37,7 +37,7 @@ class LongspanVLLM(VLLMGeneration):
     def sync_weights(self) -> None:
         """Send whole weights to the engines, of which each rank has one, or to the server that the first rank talks to.
 
-        In the ranks' own processes the first rank begins it, and the others join.
+        With engines in the ranks' own processes the first rank calls it, which has the others call it too.
         """
         with (
             nullcontext()
@@ -80,6 +80,7 @@ class LongspanVLLM(VLLMGeneration):
             lambda error: CommError(f"vLLM failed to make answers: {error_in_one_line(error)}"),
         )
         # vLLM gives several lists, such as ids and log-probabilities, with an entry for each answer, or None for one.
+        # The shares are joined, list by list, without the answers to the repeated prompt.
         fields_of_ranks = zip(*self._world.control.gather_objects(answers, "answers of vLLM"), strict=True)
         return tuple(
             None

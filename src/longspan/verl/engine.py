@@ -161,28 +161,32 @@ class LongspanEngine(BaseEngine):
         if not self.engine_config.forward_only:
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             self.optimizer = build_optimizer(trained, self.optimizer_config)
-            settings = self.optimizer_config  # the schedule is that of verl's FSDP engine
-            total = settings.total_training_steps
-            warmup = settings.lr_warmup_steps
-            if warmup is None or warmup <= 0:
-                warmup = int(settings.lr_warmup_steps_ratio * total)
-            if settings.lr_scheduler_type == "constant":
-                self.lr_scheduler = get_constant_schedule_with_warmup(self.optimizer, num_warmup_steps=warmup)
-            else:
-                self.lr_scheduler = get_cosine_schedule_with_warmup(
-                    self.optimizer,
-                    num_warmup_steps=warmup,
-                    num_training_steps=total,
-                    min_lr_ratio=settings.min_lr_ratio,
-                    num_cycles=settings.num_cycles,
-                    zero_indexed_step=settings.zero_indexed_step,
-                )
+            self.lr_scheduler = self._make_schedule()
         offload = self.is_param_offload_enabled
         self.to("cpu", model=offload, optimizer=self.is_optimizer_offload_enabled, grad=offload)
 
+    def _make_schedule(self) -> Any:
+        """Return the optimizer's schedule of learning rates, which is that of verl's FSDP engine."""
+        settings = self.optimizer_config
+        total = settings.total_training_steps
+        warmup = settings.lr_warmup_steps
+        if warmup is None or warmup <= 0:
+            warmup = int(settings.lr_warmup_steps_ratio * total)
+        if settings.lr_scheduler_type == "constant":
+            return get_constant_schedule_with_warmup(self.optimizer, num_warmup_steps=warmup)
+        return get_cosine_schedule_with_warmup(
+            self.optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=total,
+            min_lr_ratio=settings.min_lr_ratio,
+            num_cycles=settings.num_cycles,
+            zero_indexed_step=settings.zero_indexed_step,
+        )
+
     def _load_model(self) -> Any:
-        """Return the model of `model.path`, with a new adapter if one is asked for, not yet prepared. Raises
-        ConfigError for a new adapter of a model that reads images.
+        """Return the model of `model.path`, not yet prepared, with a new adapter if model.lora_rank is above 0.
+
+        Raises ConfigError for a new adapter of a model that reads images.
         """
         if (rank := self.model_config.lora_rank) > 0 and self._has_images:
             raise ConfigError(
@@ -196,7 +200,12 @@ class LongspanEngine(BaseEngine):
         )
         if rank > 0:
             names = self.model_config.target_modules
-            targets = () if names == "all-linear" else (names,) if isinstance(names, str) else tuple(names)
+            if names == "all-linear":
+                targets = ()
+            elif isinstance(names, str):
+                targets = (names,)
+            else:
+                targets = tuple(names)
             alpha = self.model_config.lora_alpha
             seed = self.engine_config.seed
             return add_lora(model, NewAdapter(rank=rank, alpha=alpha, targets=targets, seed=seed, base=path))
@@ -233,21 +242,21 @@ class LongspanEngine(BaseEngine):
 
     @contextmanager
     def _device_context(self) -> Iterator[None]:
-        """Return a context in which parameters and states are on the device; they go back to where they were at its
-        end, unless an error ends it.
+        """Return a context in which parameters and states are on the device; those that were on the host go back there
+        at its end, unless an error ends it.
         """
-        away = dict(self._offloaded)
-        self.to(get_device_name(), **away, grad=False)
+        was_offloaded = dict(self._offloaded)
+        self.to(get_device_name(), **was_offloaded, grad=False)
         yield
-        self.to("cpu", **away, grad=False)
+        self.to("cpu", **was_offloaded, grad=False)
 
     # ---- steps
 
     def _plan(self, documents: Any, data: Any, *, forward_only: bool) -> tuple[Any, Plan]:
-        """Return documents whose common prefixes are apart, where all is exact then, and their plan.
+        """Return documents, whose common prefixes are made documents of their own where this is exact, and their plan.
 
-        The bound of rows is the engine's, or verl's tokens per GPU of this batch. Documents with images stay whole.
-        Raises ConfigError where neither says how many.
+        Documents with images stay whole. A slot has as many rows as the engine's key says, else as verl's number of
+        tokens per GPU in this batch. Raises ConfigError where neither is there.
         """
         settings = self.engine_config
         limit = settings.max_tokens_per_slot
@@ -325,21 +334,22 @@ class LongspanEngine(BaseEngine):
     def _compute_values(
         self, plan: Plan, documents: Any, names: list[str], temperature: float
     ) -> dict[str, Callable[[int], Any]]:
-        """Return functions of a document's number to values (length,), its shared prefix among them, by longspan's
-        names.
+        """Compute values of tokens by a forward pass, on every rank: log-probabilities, and those of `names`.
 
-        A forward pass computes them on every rank; `names` are those besides log-probabilities.
+        Return for each name a function from a document's number to its values (length,), with those of a prefix that
+        it shares.
         """
         values = token_log_probs(self.module, plan, documents, self.world, also=names, temperature=temperature)
         return {"log_probs": values.of, **{name: partial(values.value, name) for name in names}}
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
-        """Turn values of tokens, end to end, into verl's output, where that of token j + 1 is row j's; 0 where none is
-        predicted.
+        """Return verl's output of the values of all samples' tokens, end to end: nested tensors of rows.
+
+        Row j has the value of token j + 1, and 0 where no token is predicted.
         """
         predicts = torch.from_numpy(np.concatenate(samples.predicted)).roll(-1)
-        rows = {name: x.roll(-1) for name, x in values.items()}  # at first tokens is 0
-        if "log_sum_sq_probs" in rows:
+        rows = {name: x.roll(-1) for name, x in values.items()}  # a last row gets the 0 of the next first token
+        if "log_sum_sq_probs" in rows:  # whose exponential is 1 where nothing is predicted
             rows["sum_pi_squared"] = rows.pop("log_sum_sq_probs").exp() * predicts
         return {name: samples.nest(x.to(self._values_dtype)) for name, x in rows.items()}
 
@@ -353,13 +363,15 @@ class LongspanEngine(BaseEngine):
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> dict[str, Any]:
         """Return outputs, losses and metrics of a batch, as verl's engines do, and leave gradients unless forward only.
 
-        In training the loss is computed for each micro-batch of the plan, between its forward and backward pass.
+        In training the loss is computed for each micro-batch of the plan, between its forward and backward pass. With
+        `forward_only` it is computed once of all outputs; without a `loss_function` the losses are then [1.0].
         """
         data = data.to("cpu")
         mask = data["loss_mask"]
         tokens = int((mask.values() if mask.is_nested else mask).sum())
         tu.assign_non_tensor(data, sp_size=1, dp_size=1, batch_num_tokens=tokens)
-        samples, temperature = read_samples(data), self._temperature(data)
+        samples = read_samples(data)
+        temperature = self._temperature(data)
         names = [name for key, name in self.further_values.items() if tu.get_non_tensor_data(data, key, False)]
         documents = self._documents(samples)
         documents, plan = self._plan(documents, data, forward_only=forward_only)
@@ -372,21 +384,23 @@ class LongspanEngine(BaseEngine):
             append_to_dict(result["metrics"], metrics)
             return loss
 
+        numbers = range(len(samples.ids))
         if forward_only:
             values = self._compute_values(plan, documents, names, temperature)
-            numbers = range(len(samples.ids))
-            all_values = {name: np.concatenate([of(d) for d in numbers]) for name, of in values.items()}
-            result["model_output"] = self._outputs({n: torch.from_numpy(x) for n, x in all_values.items()}, samples)
+            all_values = {
+                name: torch.from_numpy(np.concatenate([values_of(d) for d in numbers]))
+                for name, values_of in values.items()
+            }
+            result["model_output"] = self._outputs(all_values, samples)
             if loss_function is None:
                 return result | {"loss": [1.0]}
             compute_loss(result["model_output"], data)
             return result
-        padded, collected = pad_answers(data), dict[str, dict[int, Tensor]]()
+        padded = pad_answers(data)
+        collected = dict[str, dict[int, Tensor]]()  # values of each document, by their names, where verl wants them
 
         def loss_of_tokens(tokens: MicroBatchTokens) -> Tensor:
-            """Return verl's loss of one micro-batch, of its tokens' values; these are kept where verl
-            wants the output.
-            """
+            """Return verl's loss of one micro-batch by its tokens' values, and keep these in `collected`."""
             if tu.get_non_tensor_data(data, "return_model_output", False):
                 for name, x in tokens.values.items():
                     parts = x.detach().split(tokens.lengths)
@@ -396,15 +410,11 @@ class LongspanEngine(BaseEngine):
 
         loss = MicroBatchLoss(loss_of_tokens, also=names)
         run_step(self.module, plan, documents, self.world, loss=loss, temperature=temperature)
-        all_values = {
-            name: torch.cat([parts[d] for d in range(len(samples.ids))]) for name, parts in collected.items()
-        }
+        all_values = {name: torch.cat([parts[d] for d in numbers]) for name, parts in collected.items()}
         return result | {"model_output": self._outputs(all_values, samples) if collected else {}}
 
     def _temperature(self, data: Any) -> float:
-        """Return the temperature by which the batch's logits are divided. Raises DataError where samples have
-        different ones.
-        """
+        """Return the temperature by which the batch's logits are divided. Raises DataError if samples differ in it."""
         values = torch.as_tensor(tu.get_non_tensor_data(data, "temperature", 1.0), dtype=torch.float64).flatten()
         if bool((values != values[0]).any()):
             raise DataError(
@@ -417,7 +427,7 @@ class LongspanEngine(BaseEngine):
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clip, update, and return the norm: nan where it is not finite, and nothing is updated then."""
+        """Clip gradients, update weights, and return the norm; nan, with gradients dropped, where it is not finite."""
         try:
             norm = clip_grad_norm(self.module, self.optimizer_config.clip_grad, self.world)
         except NonFiniteError as error:
@@ -437,29 +447,35 @@ class LongspanEngine(BaseEngine):
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **keywords: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
-        """Yield whole weights one by one, on all ranks; of an adapter that is not merged its own, or the base model's.
+        """Return an iterator of whole weights by name, for the rollout, and an adapter's configuration; on all ranks.
 
-        Returned beside them is the adapter's configuration, None without one or where it is merged.
+        Without an adapter, or with model.lora.merge, it has the model's weights, the adapter merged, and the
+        configuration is None. Else it has the weights of the model under the adapter, by names as in peft's wrapper, or
+        with `base_sync_done`, once the rollout has these, the adapter's. All ranks must iterate, as they gather each
+        weight together. Weights that are on the host move to the device before, and stay there.
         """
         self.to(get_device_name(), model=self._offloaded["model"], optimizer=False, grad=False)
         adapter = adapter_of_prepared_model(self.module)
-        kind = self.model_config.hf_config.model_type
+        model_type = self.model_config.hf_config.model_type
         if adapter is None or self.model_config.lora.get("merge", False):
             merged = weights_by_name(self.module, self.world, merge_adapter=adapter is not None)
-            return unfuse_moe_params(merged, kind), None
+            return unfuse_moe_params(merged, model_type), None
         weights = WholeWeights(self.module, self.world)
         config = adapter.config
         adapter_names = {
             name: name_in_peft_files(name, adapter.name) for name in weights.names if belongs_to_adapter(name)
         }
         if base_sync_done:
-            return ((stock, weights.gather_tensor(name)) for name, stock in adapter_names.items()), config.to_dict()
-        base = (
+            adapter_weights = (
+                (peft_name, weights.gather_tensor(name)) for name, peft_name in adapter_names.items()
+            )
+            return adapter_weights, config.to_dict()
+        base_weights = (
             (replace_lora_wrapper(name_without_adapter(name), config), weights.gather_tensor(name))
             for name in weights.names
             if name not in adapter_names
         )
-        return unfuse_moe_params(base, kind), config.to_dict()
+        return unfuse_moe_params(base_weights, model_type), config.to_dict()
 
     def get_per_tensor_param_shard(self, **keywords: Any) -> Any:
         raise ConfigError(
@@ -476,7 +492,11 @@ class LongspanEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **keywords: Any,
     ) -> None:
-        """Write model, optimizer and schedule, on any number of ranks to be loaded; with "hf_model" stock weights."""
+        """Write model, optimizer and schedule, which any number of ranks can load; entered by all ranks.
+
+        With "hf_model" among the contents the folder `huggingface` has the model as transformers loads it. Of the
+        checkpoints of this engine the newest `max_ckpt_to_keep` stay (None or 0: all).
+        """
         _refuse_hdfs(hdfs_path)
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         with self._device_context():
@@ -547,9 +567,9 @@ class LongspanValueEngine(LongspanEngine):
         return add_score_head(model, tokens=True, seed=self.engine_config.seed)
 
     def _documents(self, samples: Samples) -> Any:
-        """Return samples as documents of which the rows before each answer's tokens count."""
+        """Return samples as documents of which the rows that predict the answer's tokens are scored."""
         self._refuse_images(samples)
-        rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]  # those that predict an answer's tokens
+        rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]  # row j predicts token j + 1
         return [ScoredDocument(ids, rows=chosen) for ids, chosen in zip(samples.ids, rows, strict=True)]
 
     def _compute_values(

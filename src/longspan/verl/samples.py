@@ -43,8 +43,8 @@ class Samples:
 
 
 def read_samples(data: Any) -> Samples:
-    """Read a batch on the host; predicted are all tokens of the answers, and of batches without answers (SFT) those of
-    `loss_mask`.
+    """Read a batch on the host. Predicted are all tokens of its answers or, without answers (SFT), those of
+    `loss_mask`; a sample's first token never is.
 
     Raises DataError for entries that the engine cannot follow, and for padded `input_ids`.
     """
@@ -75,7 +75,8 @@ def read_samples(data: Any) -> Samples:
 
 def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
     """Cut pixels of a sample into those of its images: (patches, size) by grids (images, 3), or (images, 3, H, W).
-    Raises DataError for other entries of images, and for patches that the grids do not count.
+
+    Raises DataError for other entries of images, and for another number of patches than the grids have.
     """
     tensors = {name: x for name, x in entry.items() if x is not None and name != "mm_token_type_ids"}  # as ids say
     if further := sorted(tensors.keys() - {"pixel_values", "image_grid_thw"}):
@@ -100,9 +101,9 @@ def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
 
 
 def pad_answers(data: Any) -> Any:
-    """Return a batch whose numbers of answers (r,) are padded to the longest answer of them all.
+    """Return a batch in which entries with a number for each token of an answer are padded to the longest answer.
 
-    verl divides some losses by the width of a micro-batch, which the plan would decide otherwise.
+    verl divides some losses by the width of a micro-batch, which would depend on the plan without padding.
     """
     if "responses" not in data.keys() or not data["responses"].is_nested:  # noqa: SIM118 (a TensorDict)
         return data

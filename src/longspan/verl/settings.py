@@ -57,7 +57,8 @@ class LongspanEngineConfig(EngineConfig):
         A degree that is given makes planner "auto" a fixed one, as in a run's keys.
         """
         options = {**keywords, **self.plan}
-        degrees = options.pop("min_cp", 1), options.pop("max_cp", None) or 0
+        smallest = options.pop("min_cp", 1)
+        largest = options.pop("max_cp", None) or 0
         degree = self.context_parallel_size
-        planner = "fixed" if self.planner == AUTO and degree else self.planner  # as of a run's keys
-        return PlannerConfig(planner, degree, *degrees, PlanOptions(**options), prefix="engine.")
+        planner = "fixed" if self.planner == AUTO and degree else self.planner
+        return PlannerConfig(planner, degree, smallest, largest, PlanOptions(**options), prefix="engine.")

@@ -67,7 +67,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("llava_onevision"),
     ),
     "places in the row, not in its part": ((ENCODER, PLACES, "image"), cut),
-    "cut in an image": ((ENCODER, "if start < a < stop < b", "if False"), cut),
+    "cut in an image": ((ENCODER, "if start < span_start < stop < span_stop", "if False"), cut),
 }
 
 

@@ -113,15 +113,14 @@ class Processor:
         """
         grid = self.patch_grid(size)
         several = self._depends_on_image_count and among > 1
-        key = grid or (several, None if self.has_fixed_placeholders else size)  # the text depends on these alone
+        # The text depends on the grid alone or, without one, on these; it is found once for each.
+        key = grid or (several, None if self.has_fixed_placeholders else size)
         if key not in self._texts:
             self._texts[key] = _call_processor(self.name, size, lambda: self._find_text(size, grid, several))
         return self._texts[key]
 
     def process_image(self, picture: Any, among: int = 1) -> ImageInput:
-        """Process a PIL image into the inputs of the model; `among` as in `image_text`. Raises DataError if
-        that fails.
-        """
+        """Process a PIL image into the model's inputs; `among` as in `image_text`. Raises DataError if it fails."""
         several = self._depends_on_image_count and among > 1
         size = (picture.height, picture.width)
         return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
@@ -148,8 +147,10 @@ class Processor:
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
     def _find_grid(self, size: Size) -> Grid:
-        """Find the grid by the processor's `smart_resize`, which makes sides multiples of a merged patch, or else by
-        processing a blank image: where there is no such function, no resizing, or another number of patches.
+        """Find the grid of an image of this size, by the processor's `smart_resize` if that is possible.
+
+        That function makes sides multiples of a merged patch. Where the processor has none, does not resize, or counts
+        another number of patches, a blank image is processed.
         """
         with suppress(Exception):  # processors without what is read here, or whose resizing has other arguments
             processor: Any = self.stock.image_processor
@@ -169,10 +170,10 @@ class Processor:
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
-        """Find the text of an image by its grid, or else by processing a blank image, with `several` beside another
-        one.
+        """Find the text of an image of this size by its grid or, if that fails, by processing a blank image.
 
-        Raises DataError for a processor that does not tell it.
+        With `several` another image stands behind the blank one. Raises DataError for a processor that does not tell
+        the text.
         """
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
@@ -186,7 +187,7 @@ class Processor:
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process_images(self, image: Any, several: bool = False) -> Any:
-        """Run the stock processor on an image, with `several` before a small blank one; return its output."""
+        """Return the stock processor's output for an image, behind which a small blank one stands with `several`."""
         images = [image, _blank_picture(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
@@ -209,19 +210,19 @@ def _blank_picture(size: Size) -> Any:
 def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
     """Return the first image of a processor's output for a text and its images.
 
-    Pixels are (n, 3, H, W), for n tiles. Where a processor puts them into (1, n, 3, H, W), the leading dim is removed,
-    as in other fields whose first two dims are the same.
+    Pixels are (n, 3, H, W), for n tiles. Where a processor returns (1, n, 3, H, W), the leading dim is removed, from
+    pixels and from other fields whose first two dims are (1, n).
     """
     tensors = {name: _as_tensor(name, value) for name, value in outputs.items() if name not in _OF_TEXT}
     pixels = tensors.pop(PIXELS)
-    nested = pixels.shape[:2] if pixels.ndim == 5 else None
+    leading_dims = pixels.shape[:2] if pixels.ndim == 5 else None
     grid = tensors.pop(GRIDS, None)
     size = tensors.pop(SIZES, None)
     return ImageInput(
-        pixels if nested is None else pixels[0],
+        pixels if leading_dims is None else pixels[0],
         None if grid is None else tuple(grid[0].tolist()),  # type: ignore[arg-type]
         None if size is None else tuple(size.reshape(-1, 2)[0].tolist()),  # type: ignore[arg-type]
-        {name: x[0] if nested is not None and x.shape[:2] == nested else x for name, x in tensors.items()},
+        {name: x[0] if leading_dims and x.shape[:2] == leading_dims else x for name, x in tensors.items()},
     )
 
 

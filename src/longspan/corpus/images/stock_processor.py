@@ -30,9 +30,7 @@ def load_stock_processor(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     # the name at the top needs torchvision
-    from transformers.models.auto.image_processing_auto import (
-        AutoImageProcessor,
-    )
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     stock = _stock_class(_class_name(folder))
 
@@ -41,6 +39,7 @@ def load_stock_processor(folder: Path) -> Any:
             "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **FOLDER_OPTIONS),
             "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FOLDER_OPTIONS),
         }
+        # in the order of the constructor's arguments; None for video
         return [loaders[name]() if name in loaders else None for name in cls.get_attributes()]
 
     # A subclass that neither loads the part for video nor checks its class.
@@ -75,10 +74,10 @@ def _stock_class(name: str) -> Any:
 
 
 def _class_name(folder: Path) -> str:
-    """Return the name of the class of a folder's processor.
+    """Return the name of the class of a folder's processor, without "Fast" at its end.
 
-    processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped. Raises DataError where
-    no file names one.
+    The first of processor_config.json, preprocessor_config.json and tokenizer_config.json that names a class decides,
+    else the type of model in config.json. Raises DataError where none does.
     """
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 

@@ -69,15 +69,17 @@ class VideoProcessor:
         """
         nested = read_settings(folder / NESTED).get("video_processor")
         stock_name = type(stock).__name__
-        settings = nested or read_settings(folder / OWN_FILE) or read_settings(folder / LEGACY)
-        kind = (settings.get("video_processor_type") or _OF_PROCESSORS.get(stock_name, "")).removesuffix("Fast")
+        folder_settings = nested or read_settings(folder / OWN_FILE) or read_settings(folder / LEGACY)
+        kind = (folder_settings.get("video_processor_type") or _OF_PROCESSORS.get(stock_name, "")).removesuffix(
+            "Fast"
+        )
         if kind not in _DEFAULTS or getattr(stock, "video_token_id", None) is None:
             raise DataError(
                 f"videos are processed here as {' and '.join(_DEFAULTS)} do, and {folder} has a "
                 f"{kind or stock_name}; give frames as images, each with its place in the text"
             )
         defaults = _DEFAULTS[kind] | _ALL
-        settings = defaults | {key: value for key, value in settings.items() if value is not None}
+        settings = defaults | {key: value for key, value in folder_settings.items() if value is not None}
         edges = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels")}
         bounds = {edge: value for edge, value in edges.items() if value and kind == _QWEN2}
         settings["size"] = defaults["size"] | dict(settings["size"]) | bounds
@@ -164,9 +166,10 @@ class VideoProcessor:
     def _sides_of_frames(self, frames: int, size: Size, factor: int) -> Size:
         """Return the height and width of resized frames, multiples of `factor`, by the class's formula and bounds.
 
-        `size` bounds the pixels of a frame in Qwen2-VL, of the whole video later. With `cap_pixels_per_frame` the
-        tokens bound a video, shared out over its frames, in Qwen2-VL, and one frame later. 0.9 and 1.05 are the
-        classes'.
+        The setting "size" bounds the pixels of each frame in Qwen2-VL's class, and of all frames together in
+        Qwen3-VL's. With "cap_pixels_per_frame" the setting "max_video_tokens" is a bound too: in Qwen2-VL's class of
+        the video, of which each frame gets an equal share, in Qwen3-VL's of each frame. 0.9 and 1.05 are the classes'
+        numbers.
         """
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
         fewest_pixels = self.settings["size"]["shortest_edge"]

@@ -73,28 +73,34 @@ class RowEncoding:
             _ = self.template  # raises DataError without a chat template
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
-        """Encode rows in their order; a conversation that is split gives a sample for each turn."""
+        """Encode rows in their order; a conversation that is split gives a sample for each turn.
+
+        What is wrong with a row is a BadRow in its place.
+        """
         # Without an image processor only a list under such a key counts: a column "image" may hold anything.
         has_media = (
             has_media_keys if self.images is not None else lambda values: bool(media_key(values, lists=True))
         )
         if self.kind != "text" or self.settings.num_labels or any(has_media(row.values) for row in rows):
             return [sample for i, row in enumerate(rows) for sample in self._encode_row(i, row)]
-        # Texts are encoded together; a long one by itself, as it may turn out a bad row.
-        texts = list[str]()
-        ids_or_bad = list[BadRow | Integers | None]()
+        return self._encode_texts(rows)
+
+    def _encode_texts(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
+        """Encode rows of plain text: short ones together, a long one by itself, as it may turn out a bad row."""
+        short_texts = list[str]()
+        results = list[BadRow | Integers | None]()  # None: of a short text, which is encoded below
         for row in rows:
             try:
                 check_keys(row.values, "text")
                 text = require_string(require_key(row.values, "text"), "text")
-                ids_or_bad.append(self._text_tokenizer.encode_text(text) if len(text) > PIECE else None)
+                results.append(self._text_tokenizer.encode_text(text) if len(text) > PIECE else None)
             except (RowError, LongTextError) as error:
-                ids_or_bad.append(BadRow(row.where, str(error)))
+                results.append(BadRow(row.where, str(error)))
             else:
-                if ids_or_bad[-1] is None:
-                    texts.append(text)
-        encodings = iter(self._text_tokenizer.encode(texts))
-        encoded = [next(encodings) if ids is None else ids for ids in ids_or_bad]
+                if results[-1] is None:
+                    short_texts.append(text)
+        short_encodings = iter(self._text_tokenizer.encode(short_texts))
+        encoded = [next(short_encodings) if result is None else result for result in results]
         return [ids if isinstance(ids, BadRow) else Sample(ids, row=i) for i, ids in enumerate(encoded)]
 
     @cached_property
@@ -106,14 +112,14 @@ class RowEncoding:
             with suppress(DataError):  # prompts that are strings need no template
                 template = astuple(self.template)
         rows = self.settings
-        # those that came with version 0.4 only where they are set, so that old corpora fit
+        # Settings that came with version 0.4 count only where they are set, so that older corpora keep their digest.
         optional = filter(None, (rows.end_of_chat, [*rows.columns], rows.num_labels, rows.preference))
         settings = [rows.parse_special_tokens, rows.turns, DATE, *optional]
         deciding_values = [self.kind, tokenizer, settings, template]
         if self.images is not None:
             deciding_values.append(self.images.digest)
         if self.settings.num_labels:
-            deciding_values.append(self.tokenizer.pad)  # which the manifest has
+            deciding_values.append(self.tokenizer.pad)  # which the manifest records
         return hashlib.sha256(json.dumps(deciding_values).encode()).hexdigest()
 
     @property
@@ -148,14 +154,16 @@ class RowEncoding:
         return [key for key, value in values.items() if key not in read and has_value(value)]
 
     def learnt_end(self, ids: Integers, labels: Integers) -> dict[str, int]:
-        """Return {name: id} of the special token that ends the answer at a document's end; {} without one.
+        """Return {name: id} of the special token with which the answer at a document's end ends; {} without one.
 
-        Where a template writes none behind the last answer, it is the one behind the answer before.
+        Where a template writes none behind the last answer, it is the one behind the answer before. {} also if other
+        text follows the last target.
         """
         if self.kind not in (*CHATS, "prompt+completion"):
             return {}
         engine = self.tokenizer.engine
         is_target = labels != NO_TARGET
+        # the last token of each run of targets
         stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
         if engine.decode(ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
             return {}
@@ -204,12 +212,10 @@ class RowEncoding:
         return self._encode_prompt_and_answer(values, media)
 
     def _encode_prompt_and_answer(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
-        """Encode "prompt" and "completion" of a row: as messages they are one conversation, of which the completion is
-        learnt.
+        """Encode "prompt" and "completion" of a row, of which the completion is learnt: as one conversation if either
+        is a list of messages, else as one text.
 
-        Strings are encoded together, with the tokens around a text around both, and without a token across the end of
-        the prompt; targets are the tokens with a character of the completion, and all tokens after it. Raises RowError
-        for strings with images, which have no place in them.
+        Raises RowError for strings with images, which have no place in them.
         """
         prompt = require_key(values, "prompt")
         completion = require_key(values, "completion")
@@ -220,10 +226,17 @@ class RowEncoding:
             return self._chat_encoding.with_variables(values).encode_messages(values, len(prompt), media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
-        border = len(require_string(prompt, "prompt"))
-        text_ids, spans = self._text_tokenizer.encode_with_spans(
-            prompt + require_string(completion, "completion"), [border]
-        )
+        prompt = require_string(prompt, "prompt")
+        return [self._encode_prompt_and_text(prompt, require_string(completion, "completion"))]
+
+    def _encode_prompt_and_text(self, prompt: str, completion: str) -> Sample:
+        """Encode a prompt and its completion together, with the tokens around a text around both.
+
+        No token lies across the end of the prompt. Targets are the tokens with a character of the completion, and all
+        tokens after it.
+        """
+        border = len(prompt)
+        text_ids, spans = self._text_tokenizer.encode_with_spans(prompt + completion, [border])
         ids = self.tokenizer.surround(text_ids)
         opening = self.tokenizer.surrounding_ids[0]
         start = 0 if text_ids[: len(opening)].tolist() == opening else len(opening)
@@ -231,7 +244,7 @@ class RowEncoding:
         is_target[:start] = False
         is_target[start : start + len(text_ids)] = spans[:, 1] > border
         unseen = UnseenCounts(inside_tokens=count_borders_inside_tokens(spans, [border]))
-        return [Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)]
+        return Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)
 
     @property
     def _reads_label(self) -> bool:
@@ -241,7 +254,7 @@ class RowEncoding:
     def _encode_preferences(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
         """Encode the two documents of a pair, end to end; for kto each answer by itself, with its label.
 
-        Raises RowError for two equal documents.
+        For orpo `numbers` has where the chosen answer begins. Raises RowError for two equal documents.
         """
         form = self.settings.preference
         if self.kind != PAIRS:
@@ -263,7 +276,7 @@ class RowEncoding:
             ]
         numbers: tuple[float, ...] = ()
         assert chosen.labels is not None
-        if form == "orpo":  # which learns the prompt too, and needs to know where the answer begins
+        if form == "orpo":  # which learns the prompt too, except for its images
             numbers = (float(np.flatnonzero(chosen.labels != NO_TARGET)[0]),)
             labels = chosen.ids.copy()
             for image in chosen.images:
@@ -280,10 +293,10 @@ class RowEncoding:
             check_not_empty(values.get(name), name)
         (sample,) = self._encode_prompt_and_answer({**values, "completion": values[key]}, media)
         assert sample.labels is not None
-        targets = np.flatnonzero(sample.labels[1:] != NO_TARGET)
+        targets = 1 + np.flatnonzero(sample.labels[1:] != NO_TARGET)  # the first token is never predicted
         if not len(targets):
             raise RowError(f"none of the tokens of {key} is a target", masked=True)
-        is_answer = np.arange(len(sample.ids)) > targets[0]
+        is_answer = np.arange(len(sample.ids)) >= targets[0]
         return sample._replace(labels=np.where(is_answer, sample.ids, NO_TARGET))
 
     def _scored_sample(self, values: Mapping[str, Any]) -> Sample:

@@ -123,7 +123,10 @@ def check_objects(values: Mapping[str, Any]) -> None:
 
 
 def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -> None:
-    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
+    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here.
+
+    `scored`: its label is read.
+    """
     if len(kinds := _kinds_of_row(values)) > 1:
         raise RowError(_several_kinds_text(kinds))
     chat = is_chat(values, kind)
@@ -132,7 +135,9 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
     for key, why in refused_keys(values, places.get(kind, "chat")):
         if key not in readable:
             raise RowError(f'"{key}" stands beside {KIND_TEXTS[kind]}, and is not read: {why}; leave the key out')
-    for key in values if chat and not values.get("tools") else ():
+    if not chat or values.get("tools"):
+        return
+    for key in values:  # tools under another name
         if (
             key not in readable
             and _OF_TOOLS.fullmatch(key)
@@ -154,21 +159,23 @@ def readable_keys(kind: Kind, scored: bool, chat: bool, media: bool) -> frozense
     keys += ["tools", "chat_template_kwargs"] if chat else []
     keys += ["labels", *MASKS] if kind == "input_ids" and not scored else []
     keys += ["label"] if scored and kind != PAIRS else []
-    return frozenset(keys + [key for names in MEDIA_KEYS.values() for key in names] * media)
+    keys += [key for names in MEDIA_KEYS.values() for key in names] if media else []
+    return frozenset(keys)
 
 
 def is_chat(values: Mapping[str, Any], kind: Kind) -> bool:
-    """Return whether a row is a conversation; prompts with completions and pairs are where one of their texts is a
-    list.
+    """Return whether a row is a conversation: by its kind or, of a prompt with a completion and of a pair, if one of
+    its texts is a list of messages.
     """
-    of_strings = kind in ("prompt+completion", PAIRS)  # or of messages
-    return kind in CHATS or (
-        of_strings and any(isinstance(values.get(key), list) for key in ("prompt", *KEYS[kind]))
-    )
+    if kind not in ("prompt+completion", PAIRS):
+        return kind in CHATS
+    return any(isinstance(values.get(key), list) for key in ("prompt", *KEYS[kind]))
 
 
 def refused_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a row or message that are refused in such a place, with why; not one without a value, as []."""
+    """Yield the keys of a row or message that are refused in such a place, with why; a key without a value, such as
+    [], is none of them.
+    """
     rules = [(pattern, why) for places, pattern, why in _REFUSED_KEYS if place in places]
     for key, value in values.items():
         if has_value(value):
@@ -201,7 +208,10 @@ def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
 
 
 def rename_columns(row: Row, columns: Sequence[str]) -> Row:
-    """Give columns of a row the names that are read here, by entries OURS=THEIRS; with OURS= the column is left out."""
+    """Give columns of a row the names that are read here, by entries OURS=THEIRS; with OURS= the column is left out.
+
+    A column that had one of our names before is left out too.
+    """
     if not columns:
         return row
     pairs = [(ours, theirs) for ours, _, theirs in (column.partition("=") for column in columns)]

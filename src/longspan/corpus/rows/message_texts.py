@@ -9,8 +9,8 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 class Field(NamedTuple):
     """A text of a message, with the keys that lead to it.
 
-    `message` is the number of its message. `added`: it is no text, and a mark of it is a further key. `blank`: there is
-    no text, but its place is the message's.
+    `message` is the number of its message. `added`: the value is an object, into which a mark is put as one more key.
+    `blank`: the text is empty, and a mark takes its place.
     """
 
     message: int

@@ -33,9 +33,10 @@ def checked_messages(value: Any, name: str = "messages", *, images: bool = False
 
 
 def _checked_message(message: Any, name: str, images: bool) -> dict[str, Any]:
-    """Return a message without keys with null in its parts: templates ask whether a part has a key.
+    """Return a message that has the form of one; keys with null are left out of its parts, as templates ask whether a
+    part has a key.
 
-    Raises RowError, which calls it `name`, for a message of another form.
+    With `images` a part may be an image or a video. Raises RowError, which calls the message `name`, for another form.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         is_turn = isinstance(message, dict) and {"from", "value"} <= message.keys()

@@ -30,7 +30,7 @@ def pair_with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     differences = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     end = next(differences, min(len(chosen), len(rejected)))
-    if chosen[end - 1 : end] == " ":
+    if chosen[end - 1 : end] == " ":  # a blank between prompt and answer belongs to the answer
         end -= 1
     return {**values, "chosen": chosen[end:], "rejected": rejected[end:], "prompt": chosen[:end]}
 
@@ -64,7 +64,8 @@ def join_samples(first: Sample, second: Sample) -> Sample:
 
 
 def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") -> tuple[float, ...]:
-    """Read the label of a row's document: a number, of several scores one of their classes, or a number for each.
+    """Return the label of a row's document under the key `name`: a number for each of `num_labels` scores, or the
+    number of one of as many classes.
 
     Raises RowError for another label, and without one.
     """

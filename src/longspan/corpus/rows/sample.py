@@ -31,9 +31,8 @@ class Row(NamedTuple):
 class UnseenCounts(NamedTuple):
     """Counts of what is no target in a document's assistant turns.
 
-    Thoughts and other texts are counted that the template leaves out, wholly or in part, and turns that are blank.
-    `others` names what else it leaves out, as "developer message". `inside_tokens` counts answers that begin inside a
-    token.
+    `unseen_thoughts` and `unseen_texts` are those that the template leaves out, wholly or in part. `others` names what
+    it leaves out of other messages, as "developer message". `inside_tokens` counts answers that begin inside a token.
     """
 
     unseen_thoughts: int = 0
@@ -54,8 +53,9 @@ class Sample(NamedTuple):
     Without labels every token but the first is a target.
 
     `row` is the index of its row among those that were encoded together: a split conversation gives several samples.
-    `numbers` are the label of a document that a model scores, or the margin of a pair; `stops` are the ends of its
-    documents, of a pair two, which are not cut.
+    `numbers` are the label of a document that is scored, or of an answer for KTO (1.0: it is wanted); of a pair its
+    margin, or for ORPO where the chosen answer begins. `stops` are the ends of documents that are not cut, of a pair
+    two; () for documents that may be cut.
     """
 
     ids: npt.NDArray[np.int64]

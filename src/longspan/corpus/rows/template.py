@@ -89,9 +89,9 @@ class ChatTemplate:
             try:
                 stock.chat_template = tokenizer.template_file.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
-                file = str(tokenizer.template_file)
                 raise DataError(
-                    f"cannot read data.chat_template {file!r}: {error}; give a file with a template"
+                    f"cannot read data.chat_template {str(tokenizer.template_file)!r}: {error}; give a file with a "
+                    "template"
                 ) from error
         elif not stock.chat_template and has_image_processor(folder):
             # some models' folders have it for the processor only
@@ -128,23 +128,24 @@ class ChatTemplate:
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
         """Which contents the template reads, by role and by whether there are tools; found by rendering samples.
 
-        It reads parts if these give the same text as one text, except blanks. Other templates write the list itself, as
-        Python or JSON, or leave it out; some read only parts, or only the first. One that shows no word in either form
-        counts as one that reads texts.
+        A template reads parts if these give the same as one text, except for blanks. Other templates write the list
+        itself, as Python or JSON, or leave it out; some read only parts, or only the first part. One that shows no word
+        in either form counts as one that reads texts.
         """
         contents = dict[tuple[str, bool], _Contents]()
-        words_text = "".join(_WORDS)
-        parts, words_part = ([{"type": "text", "text": word} for word in words] for words in (_WORDS, [words_text]))
+        text = "".join(_WORDS)
+        one_part, two_parts = ([{"type": "text", "text": word} for word in words] for words in ([text], _WORDS))
         for role, tools in product(_ROLES, (None, SOME_TOOL)):
-            as_text, one_part, several_parts = (
+            # what the template writes for each of them, without blanks
+            from_text, from_part, from_parts = (
                 "".join(self._render_content(role, content, tools, {}, "{}").split())
-                for content in (words_text, words_part, parts)
+                for content in (text, one_part, two_parts)
             )
             # Several parts are read if all are shown, as one text would be; if no text is shown, to show all is enough.
-            reads_parts = all(word in several_parts for word in _WORDS) and (
-                several_parts == as_text or words_text not in as_text
+            reads_parts = all(word in from_parts for word in _WORDS) and (
+                from_parts == from_text or text not in from_text
             )
-            reads_text = words_text in as_text or words_text not in one_part
+            reads_text = text in from_text or text not in from_part
             contents[role, bool(tools)] = _Contents(text=reads_text, parts=reads_parts)
         return contents
 
@@ -183,7 +184,7 @@ class ChatTemplate:
                 path: tuple[str | int, ...] = ("tool_calls", k, *(["function"] if "function" in call else []))
                 arguments = call.get("function", call).get("arguments")
                 form = self._argument_forms[bool(tools)]
-                value = arguments if not isinstance(arguments, str) or arguments.strip() else "{}"
+                value = "{}" if isinstance(arguments, str) and not arguments.strip() else arguments
                 if isinstance(value, str) and form is dict:
                     name = f"messages[{i}].tool_calls[{k}].arguments"
                     value = read_json_value(value, name) or {}
@@ -198,10 +199,10 @@ class ChatTemplate:
     @cached_property
     def _argument_forms(self) -> Mapping[bool, type | None]:
         """Which arguments of calls the template takes, by whether there are tools: an object (dict), its JSON (str), or
-        both (None).
+        both (None). It is found by rendering a call in both forms.
         """
         forms = dict[bool, type | None]()
-        arguments = dict([_WORDS])
+        arguments = dict([_WORDS])  # the first word is the key, the second its value
         text = json.dumps(arguments)
         for tools in (None, SOME_TOOL):
             as_object, as_text = (
@@ -210,9 +211,9 @@ class ChatTemplate:
             )
             forms[bool(tools)] = None
             if text in as_text and (not as_object or str(arguments) in as_object):
-                forms[bool(tools)] = str
+                forms[bool(tools)] = str  # an object is refused, or printed as Python does
             elif _WORDS[1] in as_object and not (text in as_text and text in as_object):
-                forms[bool(tools)] = dict
+                forms[bool(tools)] = dict  # it shows an object, and does not write both forms alike
         return forms
 
     def _render_messages(

@@ -25,18 +25,7 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
     masks = [name for name in MASKS if values.get(name) is not None]
     if labels is not None and masks:
         raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
-    lengths = values.get("seq_lengths")
-    positions = values.get("position_ids")
-    hint = "give each a row of its own, steps pack rows themselves"
-    if lengths is not None and len(_read_integers(lengths, "seq_lengths")) > 1:
-        raise RowError(f"seq_lengths says that the row holds {len(lengths)} documents; {hint}")
-    if positions is not None and not np.array_equal(_read_integers(positions, "position_ids"), np.arange(len(ids))):
-        raise RowError(
-            f"position_ids are not 0 to {len(ids) - 1}, as those of one document are; {hint}, or leave them out"
-        )
-    padding = values.get("attention_mask")
-    if padding is not None and (masked := int((_read_integers(padding, "attention_mask") == 0).sum())):
-        raise RowError(f"attention_mask masks {masked} tokens of padding; leave the padding out")
+    _refuse_packing_and_padding(values, len(ids))
     if labels is not None:
         targets = _checked_length(_read_integers(labels, "labels"), "labels", len(ids))
         _check_ids(targets[targets != NO_TARGET], "labels", vocabulary_size)
@@ -52,6 +41,22 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
     return Sample(ids, np.where(is_target, ids, NO_TARGET))
 
 
+def _refuse_packing_and_padding(values: Mapping[str, Any], tokens: int) -> None:
+    """Raise RowError for a row whose other keys say that its tokens are several documents, or partly padding."""
+    lengths = values.get("seq_lengths")
+    positions = values.get("position_ids")
+    hint = "give each a row of its own, steps pack rows themselves"
+    if lengths is not None and len(_read_integers(lengths, "seq_lengths")) > 1:
+        raise RowError(f"seq_lengths says that the row holds {len(lengths)} documents; {hint}")
+    if positions is not None and not np.array_equal(_read_integers(positions, "position_ids"), np.arange(tokens)):
+        raise RowError(
+            f"position_ids are not 0 to {tokens - 1}, as those of one document are; {hint}, or leave them out"
+        )
+    mask = values.get("attention_mask")
+    if mask is not None and (padding := int((_read_integers(mask, "attention_mask") == 0).sum())):
+        raise RowError(f"attention_mask masks {padding} tokens of padding; leave the padding out")
+
+
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
     """Return a list of integers as an array. Raises RowError, which calls it `name`, for anything else.
 
@@ -61,7 +66,7 @@ def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
         values = values.tolist()
     if not isinstance(values, list):
         raise RowError(f"{name} is {type_name(values)}; give a list of integers: {short_repr(values)}")
-    # Of other entries than numbers, such as lists of different lengths, numpy may fail to make an array.
+    # numpy may fail to make an array of entries that are no numbers, such as lists of different lengths.
     are_numbers = all(isinstance(value, int | float | np.number | np.bool_) for value in values)
     array = np.asarray(values) if are_numbers else None
     if array is None or (len(array) and array.dtype.kind not in "iub"):  # numpy makes floats of an empty list

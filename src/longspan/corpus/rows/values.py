@@ -23,9 +23,7 @@ def require_key(values: Mapping[str, Any], key: str) -> Any:
 
 
 def require_string(value: Any, name: str) -> str:
-    """Return a value that is a string any tokenizer can read. Raises RowError, which calls it `name`, for
-    another one.
-    """
+    """Return a string that any tokenizer can read. Raises RowError, which calls it `name`, for another value."""
     if not isinstance(value, str):
         raise RowError(
             f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {short_repr(value)}'

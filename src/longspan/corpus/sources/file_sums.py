@@ -16,7 +16,7 @@ from longspan.errors import DataError
 from longspan.files import write_atomically
 from longspan.plain_text import LogLine
 
-_SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of its time
+_SETTLED_SECONDS = 2.0  # since its last change, after which the sum of a file is kept
 _NEWS_SECONDS = 5.0  # between two lines of progress
 
 
@@ -26,7 +26,8 @@ def hash_files(
     """Return size, time and SHA-256 sum of each file.
 
     A file is not read if one of the `earlier` source files, or a line of the file `kept`, has its path, size and time.
-    `kept` is written again with these sums, if one is new. Raises DataError for an unreadable file.
+    If a sum is new, `kept` is written again with these sums, except for files that changed just now, as such a file
+    may change again within the resolution of its time. Raises DataError for an unreadable file.
     """
     sums = {source.path: source for source in earlier}
     if kept is not None:

@@ -66,9 +66,9 @@ def find_files(
 ) -> dict[str, Path]:
     """Find the files of a corpus by name, sorted, of a `split` if it is given. Folders to `leave_out` are not searched.
 
-    Messages name `key`. Raises DataError for a path that does not exist, a file of another kind, a folder without files
-    to read, of several configurations, or of several splits of which none is given, and a file whose reader is not
-    installed.
+    Messages name `key`. Raises DataError for a path that does not exist, a file of another kind, and a file whose
+    reader is not installed; also for a folder without files to read, with several configurations, or with several
+    splits if no `split` is given.
     """
     root = find_root(path, key=key)
     walked = {root.name: root}
@@ -78,16 +78,16 @@ def find_files(
     if tables := [name for name in names if name.endswith(_TABLES)]:
         check_one_configuration(root, tables, path, key)
     split_key = f"{key.removesuffix('path')}split"
-    rows = [name for name in names if name.endswith(_ROWS)]
+    row_files = [name for name in names if name.endswith(_ROWS)]
     if split:
-        splits = find_splits(root, rows or names)
-        by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
-        if absent := [name for name, of_part in by_part.items() if not of_part]:
+        splits = find_splits(root, row_files or names)
+        names_by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
+        if absent := [name for name, part_names in names_by_part.items() if not part_names]:
             raise DataError(
                 f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts_text}"
             )
-        names = sorted({name for of_part in by_part.values() for name in of_part})
-    elif rows and (splits := find_splits(root, rows)).are_mixed:
+        names = sorted({name for part_names in names_by_part.values() for name in part_names})
+    elif row_files and (splits := find_splits(root, row_files)).are_mixed:
         reason = "as it says itself" if splits.is_declared else "by the names of its files"
         raise DataError(
             f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts_text}; give one "
@@ -95,18 +95,19 @@ def find_files(
         )
     if not names:
         raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
-    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
-    if table is not None:
-        import_reader("pyarrow.parquet", table)  # before a file is read
+    arrow_file = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
+    if arrow_file is not None:
+        import_reader("pyarrow.parquet", arrow_file)  # before a file is read
     return {name: walked[name] for name in names}
 
 
 def find_rows(
     path: str, split: str, *, leave_out: Sequence[Path] = (), key: str = "data.path"
 ) -> Iterator[CorpusFile]:
-    """Yield the files of the parts of a split, in order, each with the rows that are taken; numbers count from 0.
+    """Yield the files of the parts of a split, in order, each with the rows that are taken; its `source` is 0.
 
-    Files are read to count their rows where a part takes some. Raises DataError as `find_files` does, and for no row.
+    Files are read to count their rows where a part takes only some. Raises DataError, while it is iterated, as
+    `find_files` does, and for a part that takes no row.
     """
     for part in read_split_parts(split, f"{key.removesuffix('path')}split") if split else [SplitPart("")]:
         paths = find_files(path, split=part.name, leave_out=leave_out, key=key)
@@ -119,6 +120,7 @@ def find_rows(
         if first >= stop:
             raise DataError(f"{key} {path!r}: {split!r} takes no row of {sum(counts):,} in {part.name}")
         for file, before, count in zip(files, accumulate(counts, initial=0), counts, strict=False):
+            # of this file, before which there are `before` rows
             rows = max(first - before, 0), min(stop - before, count)
             if rows[0] < rows[1]:
                 yield replace(file, rows=rows)
@@ -192,7 +194,8 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
             subfolders[:] = [name for name in inside if name not in links]
             for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
                 is_module = name.endswith(".py") and not name.startswith("_sysconfigdata")
-                if is_module if stdlib else name[0] != ".":
+                may_be_source = is_module if stdlib else name[0] != "."
+                if may_be_source:
                     yield (directory / name).relative_to(root).as_posix(), directory / name
 
 

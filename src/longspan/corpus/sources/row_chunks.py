@@ -71,8 +71,9 @@ def slice_chunks(chunks: Iterable[RowChunk], first: int, stop: int) -> Iterator[
         count = count_rows(chunk)
         if count and first < count:
             yield chunk._replace(rows=(max(first, 0), min(stop, count)))
-        first = first - count
-        stop = stop - count
+        # both count from the next chunk on
+        first -= count
+        stop -= count
         if stop <= 0:
             return
 
@@ -86,7 +87,8 @@ def count_rows(chunk: RowChunk) -> int:
 
         return sum(map(len, pyarrow.ipc.open_stream(chunk.data)))
     *lines, last = (bool(line.removeprefix(BYTE_ORDER_MARK).strip()) for line in chunk.data.split(b"\n"))
-    return sum(lines) + (last or chunk.too_long > 0)
+    has_last = last or chunk.too_long > 0  # the chunk may have only blanks of a last line that is too long
+    return sum(lines) + int(has_last)
 
 
 def _read_line_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
@@ -211,15 +213,17 @@ def _read_table_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
         decode = record_decoder(batch.schema)
         # Arrow writes nested types as list<struct<…>>
         may_be_deep = _JSON in types or types.count("<") > MOST_LEVELS
-        for number, record in enumerate(_iterate_records(batch, types, chunk.most_bytes), first):
+        for number, record_or_reason in enumerate(_iterate_records(batch, types, chunk.most_bytes), first):
             where = f"{chunk.name}, row {number + 1}"
-            reason = record if isinstance(record, str) else ""
+            reason = ""
             values = dict[str, Any]()
-            if not isinstance(record, str):
-                try:
-                    values = decode(record)
-                except ValueError as error:
-                    reason = f"a text of a column of JSON that is no JSON: {error}"
+            try:
+                if isinstance(record_or_reason, str):
+                    reason = record_or_reason
+                else:
+                    values = decode(record_or_reason)
+            except ValueError as error:
+                reason = f"a text of a column of JSON that is no JSON: {error}"
             if may_be_deep and _is_deep(values):
                 reason = f"a row of more than {MOST_LEVELS} lists and objects in each other"
             yield PlacedRow(number, BadRow(where, reason) if reason else Row(where, values, chunk.folder))
@@ -230,7 +234,7 @@ def _iterate_records(batch: Any, types: str, most_bytes: int) -> Iterator[dict[s
     """Yield the records of a batch, as dictionaries; in place of one that cannot be read, what is wrong with it."""
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
     if not repeats and (not most_bytes or batch.nbytes <= most_bytes):
-        # of some row, before any is yielded; row by row it is located below
+        # An error of any row comes before one is yielded; below, rows are read one by one, which tells whose it is.
         with suppress(ValueError, OverflowError):
             yield from batch.to_pylist()
             return

@@ -108,8 +108,12 @@ class LineFile(RowFile):
                 yield RowChunk(
                     "lines", self.name, first, position, data, raw.tell(), folder, self.most_bytes, too_long
                 )
-                position += start + too_long + 1 if too_long else len(data)
-                first = number + bool(too_long)  # a line that is read over has no line end in `data`
+                if too_long:  # a line that is read over has no line end in `data`
+                    position += start + too_long + 1
+                    first = number + 1
+                else:
+                    position += len(data)
+                    first = number
 
     def read_row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
@@ -121,6 +125,7 @@ class LineFile(RowFile):
                 self._stream = self._open_lines(raw)
             if not self._compressed:
                 self._stream.seek(position)
+            # A compressed file is read up to the line, or to its end.
             while (distance := position - self._stream.tell()) > 0 and self._stream.read(
                 min(distance, CHUNK_BYTES)
             ):

@@ -53,7 +53,7 @@ def read_split_parts(split: str, key: str) -> list[SplitPart]:
     Raises DataError, with the grammar, for one that is none.
     """
     parts = [match for text in split.split("+") if (match := _PART.fullmatch(text.strip()))]
-    if len(parts) <= split.count("+"):
+    if len(parts) <= split.count("+"):  # one of the texts around a + is no part
         raise DataError(
             f'{key} is {split!r}; give a split of the data set, as "train", or some of its rows, as "train[:100]", '
             '"train[-50:]" or "train[10%:90%]", or several with + between them, as "train+validation"'
@@ -75,7 +75,9 @@ class Splits(NamedTuple):
 
     @property
     def are_mixed(self) -> bool:
-        """Whether there are several splits; names of files alone may say test and validation, without any to train."""
+        """Whether there are several splits. Where only names of files say so, one of them must be one to train on:
+        files may be called test for other reasons.
+        """
         splits = {_SAME.get(split, split) for split in self.by_name.values()}
         return len(splits) > 1 and (self.is_declared or any(split.startswith("train") for split in splits))
 
@@ -85,7 +87,11 @@ class Splits(NamedTuple):
 
 
 def find_splits(root: Path, names: Collection[str]) -> Splits:
-    """Find the split of each of these files of a data set in `root`; where none names any, all are "train"."""
+    """Find the split of each of these files of a data set in `root`; where none names any, all are "train".
+
+    In a saved data set it is the name of the folder. Else it is what README.md says of the file, or what stands before
+    the number of a shard, or the last word in the name that is one of a split.
+    """
     if (root / SAVED_SPLITS).is_file():
         return Splits({name: name.partition("/")[0] for name in names if "/" in name}, is_declared=True)
     declared = {
@@ -103,8 +109,8 @@ def find_splits(root: Path, names: Collection[str]) -> Splits:
 def check_one_configuration(root: Path, names: Collection[str], path: str, key: str) -> None:
     """Raise DataError for files of several configurations, by the README.md of a data set or by its folders.
 
-    Folders beside each other with files of one name are some, unless numbers alone tell them apart, as parts of a
-    split. One configuration may hold the files of the others.
+    Folders beside each other with files of one name are configurations, unless only numbers or names of splits tell
+    them apart. If one configuration holds the files of all the others, there is nothing to choose.
     """
     configurations = {name: [*files] for name, files in _card_files(root, names).items()}
     reason = f"by its {_CARD}"
@@ -124,15 +130,18 @@ def check_one_configuration(root: Path, names: Collection[str], path: str, key: 
 
 
 def _sibling_folders(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the files of each folder beside one that holds a file of the same name; {} if words tell no two apart."""
+    """Return the files of folders beside each other, by folder, of the first such that have a file of one name.
+
+    {} if there are none, or if only numbers and names of splits tell the folders apart.
+    """
     alike = defaultdict[tuple[str, str], set[str]](set)  # folders, by what stands before and behind them in names
     for name in names:
         parts = name.split("/")
         for i, folder in enumerate(parts[:-1]):
             alike["".join(f"{part}/" for part in parts[:i]), "/".join(parts[i + 1 :])].add(folder)
-    for (above, _), beside in alike.items():
-        if len({re.sub(r"\d+", "", _SPLIT.sub("", folder.lower())) for folder in beside}) > 1:
-            folders = [above + folder for folder in sorted(beside)]
+    for (above, _), siblings in alike.items():
+        if len({re.sub(r"\d+", "", _SPLIT.sub("", folder.lower())) for folder in siblings}) > 1:
+            folders = [above + folder for folder in sorted(siblings)]
             return {folder: [name for name in names if name.startswith(f"{folder}/")] for folder in folders}
     return {}
 

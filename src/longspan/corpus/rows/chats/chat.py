@@ -41,9 +41,7 @@ class ChatEncoding:
     )
 
     def with_variables(self, values: Mapping[str, Any]) -> "ChatEncoding":
-        """Return the encoding with a row's chat_template_kwargs; it is kept for later rows, those used first
-        are dropped.
-        """
+        """Return the encoding with a row's chat_template_kwargs; the last _KEPT_ENCODINGS that were made are kept."""
         encodings = self._encodings
         variables = json.dumps(read_variables(values.get("chat_template_kwargs")), sort_keys=True, default=str)
         if variables not in encodings:
@@ -95,11 +93,13 @@ class ChatEncoding:
         if self.settings.turns == "together":
             yield self._encode_sample(messages, tools, learnt, media)
             return
-        for i, first in zip(learnt, [0, *(i + 1 for i in learnt)], strict=False):
-            beginning = messages[: i + 1]
+        first = 0  # the first message behind the learnt turn before
+        for turn in learnt:
+            beginning = messages[: turn + 1]
             kinds = kinds_of_parts(beginning)
             first_media = RowMedia(media.images[: kinds.count("image")], media.videos[: kinds.count("video")])
-            yield self._encode_sample(beginning, tools, [i], first_media, first)
+            yield self._encode_sample(beginning, tools, [turn], first_media, first)
+            first = turn + 1
 
     def _encode_sample(
         self,
@@ -130,9 +130,11 @@ class ChatEncoding:
         return self.images.add_images(self._add_end_of_chat(sample, messages, learnt), expanded)
 
     def _add_end_of_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
-        """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens.
+        """Put the token `end_of_chat` behind the last message if it is a learnt answer, and return other samples as
+        they are.
 
-        Raises RowError for an end that is no token, and where the template writes another one there.
+        Blanks that the template writes behind the answer are dropped. Calls of tools end at other tokens. Raises
+        RowError for a name that is no token, and where the template writes another end.
         """
         end = self.settings.end_of_chat
         engine = self.tokenizer.engine
@@ -141,19 +143,19 @@ class ChatEncoding:
             return sample
         ends = self.template.ends
         added = engine.get_added_tokens_decoder()
-        if (token := engine.token_to_id(end)) is None:
+        if (end_id := engine.token_to_id(end)) is None:
             advice = f"generation stops at {' or '.join(sorted(ends)) or 'no token that its folder names'}"
             raise RowError(f"data.end_of_chat_token is {end!r}, which is no token of the tokenizer; {advice}")
         stop = int(np.flatnonzero(sample.labels != NO_TARGET)[-1]) + 1  # blanks of the template may follow
-        last = int(sample.ids[stop - 1])
-        behind = engine.decode(sample.ids[stop:].tolist(), skip_special_tokens=False)
-        is_end = engine.id_to_token(last) in ends or (last in added and added[last].special)
-        if behind.strip() or is_end:
-            written = behind.strip() or engine.id_to_token(last)
+        last_id = int(sample.ids[stop - 1])
+        text_behind = engine.decode(sample.ids[stop:].tolist(), skip_special_tokens=False).strip()
+        has_end = engine.id_to_token(last_id) in ends or (last_id in added and added[last_id].special)
+        if text_behind or has_end:
+            written = text_behind or engine.id_to_token(last_id)
             raise RowError(
                 f"data.end_of_chat_token is {end!r}, and the chat template writes {written!r} there; leave it out"
             )
-        ids, labels = (np.append(values[:stop], token) for values in (sample.ids, sample.labels))
+        ids, labels = (np.append(values[:stop], end_id) for values in (sample.ids, sample.labels))
         return sample._replace(ids=ids, labels=labels)
 
     def _tokenize_rendering(self, text: str, spans: TurnSpans, tools: Sequence[Any] | None) -> Sample:
@@ -169,8 +171,8 @@ class ChatEncoding:
         is_target = np.zeros(len(begins), dtype=bool)
         for start, stop in spans.spans:  # a token is one if it has a character in a span
             is_target |= (begins < stop) & (ends > start)
-        answers = (start if end is None else end for start, end in zip(starts, prompt_ends, strict=True))
-        unseen = spans.unseen._replace(inside_tokens=count_borders_inside_tokens(offsets, answers))
+        answer_starts = (start if end is None else end for start, end in zip(starts, prompt_ends, strict=True))
+        unseen = spans.unseen._replace(inside_tokens=count_borders_inside_tokens(offsets, answer_starts))
         return Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)
 
     def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
@@ -188,7 +190,11 @@ class ChatEncoding:
             counts = {
                 name: (names.count(name), harmless_names.count(name)) for name in sorted({*names, *harmless_names})
             }
-            changes = ", ".join(f"{a} {name} in place of {b}" for name, (a, b) in counts.items() if a != b)
+            changes = ", ".join(
+                f"{count} {name} in place of {harmless_count}"
+                for name, (count, harmless_count) in counts.items()
+                if count != harmless_count
+            )
             raise RowError(
                 "what its texts say changes the special tokens of the chat, such as those that end turns: it has "
                 f"{changes or 'them in another order'}; leave out the characters in its texts that make them together, "
@@ -196,9 +202,7 @@ class ChatEncoding:
             )
 
     def _turn_tokens(self, tools: Sequence[Any] | None) -> TurnTokens:
-        """Return the tokens of turns of the template with or without tools. Raises RowError for one that
-        writes no chat.
-        """
+        """Return the template's tokens of turns, with or without tools. Raises RowError for one that writes no chat."""
         return self._turn_tokens_with_tools if tools else self._turn_tokens_without_tools
 
     @cached_property
@@ -217,7 +221,10 @@ class ChatEncoding:
 
 
 def _find_prompt_end(text: str, start: int, prompts: tuple[str, ...]) -> int | None:
-    """Find the end of the prompt of the answer at `start`; a template's mark may begin in it, or a blank behind it."""
+    """Find where the prompt of the answer at `start` ends; None if none of the `prompts` is there.
+
+    It need not end at `start`: a template's mark may begin inside the prompt, or a blank behind it.
+    """
     if text.endswith(prompts, 0, start):
         return start
     for prompt in prompts:

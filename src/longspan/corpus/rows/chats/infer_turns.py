@@ -42,8 +42,9 @@ class _Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A rendering of messages and, once they are located, the turns in it, and the places where texts end in it with
-    the messages of these texts.
+    """The rendering `text` of messages and, once these are located, the turns in it, by message.
+
+    `ends` are the places where texts of messages end in it, each with the number of the message, ascending.
     """
 
     messages: Sequence[Message]
@@ -57,7 +58,7 @@ class Conversation:
         return self.template.render(messages, self.tools).text
 
     def turn_before(self, turn: _Turn) -> _Turn:
-        """The last earlier turn that the template also writes before this one; an empty turn without one."""
+        """The last earlier turn that the template also writes before this one; an empty turn if there is none."""
         earlier = [t for t in self.turns if t.message < turn.message and t.ends[-1] <= turn.ends[0]]
         return earlier[-1] if earlier else _Turn(-1, (), (0,))
 
@@ -67,14 +68,23 @@ class Conversation:
         first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
         return {message for _, message in self.ends[first:last]}
 
+    def messages_around(self, start: int, stop: int) -> range:
+        """Return the messages from the last of which a text ends up to `start` to the first of which one ends behind
+        `stop`.
+        """
+        before, behind = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
+        first = self.ends[before - 1][1] if before else 0
+        last = self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1
+        return range(first, last + 1)
+
 
 def find_assistant_spans(
     conversation: Conversation, tokens: TurnTokens, learnt: Collection[int], first: int
 ) -> TurnSpans:
     """Find the spans of the `learnt` messages of an assistant in the rendering, and count what it lacks.
 
-    Of messages before number `first` nothing is counted that is not an assistant's. Raises RowError for a turn whose
-    begin or end cannot be told.
+    Of messages before number `first` only the assistant's are counted. Raises RowError for a turn whose begin or end
+    cannot be told.
     """
     fields = texts_of_messages(conversation.messages)
     conversation, ends = _locate_turns(conversation, fields)
@@ -94,7 +104,9 @@ def marked_spans(
     messages = conversation.messages
     answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
     all_learnt = answers == set(learnt)
-    fields = texts_of_messages(messages)  # then no mark is another message's
+    fields = texts_of_messages(messages)
+    # If all answers are learnt, no mark is another message's. Where texts end matters only to count those that the
+    # rendering lacks; if it has all, any place (0) will do.
     if all_learnt and all(field.added or str(field.value).strip() in conversation.text for field in fields):
         return TurnSpans(marks, _count_unrendered(conversation, fields, [(0,)] * len(fields), learnt, first))
     try:
@@ -108,12 +120,9 @@ def marked_spans(
         return TurnSpans(marks, unseen)
     spans = list[tuple[int, int]]()
     for start, stop in marks:
-        owners = conversation.messages_between(start, stop)
-        if not owners:  # those from the last message with a text that ends before to the first with one behind
-            before, behind = (bisect_right(conversation.ends, (at, len(messages))) for at in (start, stop))
-            first_owner = conversation.ends[before - 1][1] if before else 0
-            last_owner = conversation.ends[behind][1] if behind < len(conversation.ends) else len(messages) - 1
-            owners = answers.intersection(range(first_owner, last_owner + 1))
+        owners = conversation.messages_between(start, stop) or answers.intersection(
+            conversation.messages_around(start, stop)
+        )
         if owners.issubset(learnt):  # also a mark that is no message's
             spans.append((start, stop))
         elif not owners.isdisjoint(learnt):
@@ -132,16 +141,17 @@ def _count_unrendered(
     learnt: Collection[int],
     first: int,
 ) -> UnseenCounts:
-    """Count what a rendering lacks; `ends` has the places of each of the `fields` in it.
+    """Count what a rendering lacks; `ends` has the places where each of the `fields` ends in it, () for none.
 
-    These are thoughts of learnt messages (left out whole, or cut off an answer) and their other texts; learnt messages
-    without a text; and from message number `first` on the messages of all other roles, and tools that it does not name.
+    Counted are thoughts of learnt messages, left out whole or cut off an answer, and their other texts; learnt messages
+    without a text; and, from message number `first` on, messages of other roles. Tools of which the rendering names
+    none are counted once, where `first` is 0.
     """
     messages = conversation.messages
     turns = [turn for turn in conversation.turns if turn.message in learnt]
     absent = [field for field, places in zip(fields, ends, strict=True) if not places and not field.blank]
-    lacking = [field for field in absent if field.message in learnt]
-    thoughts = sum(field.path[0] in THOUGHTS for field in lacking)
+    absent_learnt = [field for field in absent if field.message in learnt]
+    thoughts = sum(field.path[0] in THOUGHTS for field in absent_learnt)
     cut_thoughts = sum(bool(_shortened_thought(conversation, turn)) for turn in turns)
     blank = len(set(learnt) - {field.message for field in fields})
     roles = {field.message: messages[field.message]["role"] for field in absent if field.message >= first}
@@ -149,12 +159,13 @@ def _count_unrendered(
     names = [str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()]
     if names and not first and not any(name in conversation.text for name in names):
         others.append("tool list")
-    return UnseenCounts(thoughts + cut_thoughts, len(lacking) - thoughts, blank, tuple(others))
+    return UnseenCounts(thoughts + cut_thoughts, len(absent_learnt) - thoughts, blank, tuple(others))
 
 
 def _shortened_thought(conversation: Conversation, turn: _Turn) -> str:
-    """Return the thought inside an answer ("<think>…</think>") that the template cuts off; "" if it writes it, or there
-    is none.
+    """Return the thought inside an answer ("<think>…</think>") that the template cuts off.
+
+    "" if the answer has no thought, or the template writes it.
     """
     contents = [field.value for field in turn.fields if field.path[0] == "content" and "</think>" in field.value]
     before, _, answer = contents[0].strip().partition("</think>") if contents else ("", "", "")
@@ -171,24 +182,26 @@ def _locate_turns(
     turns = list[_Turn]()
     # of a text that is rendered several times the last end counts
     for message in range(len(conversation.messages)):
-        pairs = [(at[-1], field) for field, at in zip(fields, ends, strict=True) if field.message == message and at]
+        fields_and_ends = zip(fields, ends, strict=True)
+        pairs = [(places[-1], field) for field, places in fields_and_ends if field.message == message and places]
         pairs.sort(key=lambda pair: pair[0])
         if pairs:
             turns.append(_Turn(message, tuple(field for _, field in pairs), tuple(end for end, _ in pairs)))
-    places = sorted(
-        (end, field.message) for field, field_ends in zip(fields, ends, strict=True) for end in field_ends
-    )
-    return replace(conversation, turns=tuple(turns), ends=tuple(places)), ends
+    all_ends = sorted((end, field.message) for field, places in zip(fields, ends, strict=True) for end in places)
+    return replace(conversation, turns=tuple(turns), ends=tuple(all_ends)), ends
 
 
 def _turn_spans(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
-    """Yield the span of a turn, or several where tokens inside the turn end generation. Raises RowError if it
-    has none.
+    """Yield the span of a turn, or several where tokens inside the turn end generation.
+
+    While it is iterated it raises RowError for a turn whose begin or end cannot be told, into which another message is
+    written, or which is written as two.
     """
     name = f"messages[{turn.message}]"
     start = _find_answer_start(conversation, turn, tokens)
-    later = (t.ends[0] for t in conversation.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1])
-    end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], next(later, len(conversation.text)), name)
+    later_ends = (t.ends[0] for t in conversation.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1])
+    limit = next(later_ends, len(conversation.text))
+    end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], limit, name)
     if start is None:
         thought = _shortened_thought(conversation, turn)
         hint = (
@@ -222,8 +235,9 @@ def _turn_spans(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> 
 
 
 def _find_answer_start(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
-    """Find where an answer begins: behind its prompt, else behind its question, else at its first word; None:
-    nowhere.
+    """Find where an answer begins: behind its prompt, else behind its question, else at its first word.
+
+    A call of a tool has no first word. None: the rendering has none of these.
     """
     text = conversation.text
     turn_before = conversation.turn_before(turn)
@@ -242,8 +256,8 @@ def _find_answer_start(conversation: Conversation, turn: _Turn, tokens: TurnToke
 def _find_start_after_question(conversation: Conversation, turn: _Turn, turn_before: _Turn) -> int | None:
     """Find where an answer begins: after its question, and what the template writes between the two.
 
-    The end of the prompt for the answer is looked for from the last words of the question on. None if the prompt is
-    refused, or has nothing in common with what is behind these words.
+    The conversation up to the answer is rendered as a prompt. Its end is looked for in the rendering, from the last
+    words of the question on. None if the template refuses the prompt, or writes something else there.
     """
     try:
         prompt = conversation.template.render(

@@ -109,14 +109,14 @@ def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine
     Four turns, each a word that nothing else contains, are rendered. Between the second and the third word stand the
     end of an answer and the header of a question; what stands after the last word ends the text. Of several tokens
     between the two words the first ends the answer and the others begin the question. A single one ends the answer if
-    generation stops at it or if it also ends the text. The first token after an answer is `closing` only where none
-    there stops generation.
+    generation stops at it or if it also ends the text, else it begins the question. The first token after an answer is
+    `closing` only where none there stops generation.
     """
     added = engine.get_added_tokens_decoder().values()
-    special, ordinary = (
+    special, plain = (
         frozenset(token.content for token in added if token.special == is_special) for is_special in (True, False)
     )
-    tokens = any_name_pattern(special | ordinary)
+    tokens = any_name_pattern(special | plain)
     roles = ("user", "assistant", "user", "assistant")
     turns = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=True)]
     text = template.render(turns, tools).text
@@ -136,19 +136,27 @@ def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine
         for tokens_after in (separators if first_is_end else [], tail_tokens)
         if tokens_after and not ends.intersection(tokens_after)
     )
-    stops = {match.end() for match in tokens.finditer(prompt)}
-    stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
-    beginnings = tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
-    # The longest beginning in each head: a template may write less there than in a prompt. One without any has no say.
-    longest = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in answer_heads]
     return TurnTokens(
-        prompts=beginnings[: max(longest) + 1],
+        prompts=_prompt_beginnings(prompt, tokens, answer_heads),
         ends=ends,
         closing=closing,
         headers=frozenset(headers),
         special=special,
-        plain=ordinary,
+        plain=plain,
     )
+
+
+def _prompt_beginnings(prompt: str, tokens: re.Pattern[str], answer_heads: Sequence[str]) -> tuple[str, ...]:
+    """Return the prompt of an answer and its beginnings that may stand before earlier answers, the longest first.
+
+    A beginning ends behind a token or behind line ends. Of those in a head, which is what stands before an earlier
+    answer, the longest counts: a template may write less there than in a prompt. A head without any has no say.
+    """
+    stops = {match.end() for match in tokens.finditer(prompt)}
+    stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
+    beginnings = tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
+    longest = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in answer_heads]
+    return beginnings[: max(longest) + 1]
 
 
 def _find_answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str]) -> str:
@@ -157,8 +165,9 @@ def _find_answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tok
     """
     question = [{"role": "user", "content": _WORDS[0]}]
     plain, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
-    common = next((i for i, (a, b) in enumerate(zip(plain, with_prompt, strict=False)) if a != b), len(plain))
+    pairs = enumerate(zip(plain, with_prompt, strict=False))
+    start = next((i for i, (character, other) in pairs if character != other), len(plain))
     for token in tokens.finditer(with_prompt):  # a token is not cut in two
-        if token.start() < common < token.end():
-            common = token.start()
-    return with_prompt[common:]
+        if token.start() < start < token.end():
+            start = token.start()
+    return with_prompt[start:]

@@ -17,7 +17,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,11}://|file:", re.IGNORECASE)
 
 
 def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
-    """Read the entry of an image, which errors call `name`; relative paths begin in `folder`.
+    """Read the entry of an image, which errors call `name`; relative paths begin in `folder`. No file is opened.
 
     >>> read_image_entry("a.png", "/data", "images[0]").path
     '/data/a.png'
@@ -35,8 +35,8 @@ def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
         kind = "an empty string" if entry == "" else type_name(entry)
         raise RowError(f'{name} is {kind}; give a path, or {{"bytes": …}} as parquet files have them')
     if entry[:5].lower() == "data:":
-        header, comma, text = entry.partition(",")
-        if not comma or not text:
+        header, _, text = entry.partition(",")
+        if not text:
             raise RowError(
                 f"{name} is {shorten_path(entry)!r}, which brings no bytes; give data:image/png;base64,…"
             )

@@ -130,8 +130,10 @@ class RowImages:
                     f"its chat template writes {plural(kinds.count(kind), 'placeholder')} {tokens[kind]} for "
                     f"{plural(len(files), kind)}; mend the template of {self.tokenizer.folder}"
                 )
-        files = {"image": enumerate(media.images), "video": enumerate(media.videos)}
-        shown = tuple(self._process_size(kind, next(files[kind]), len(media.images)) for kind in kinds)
+        numbered_files = {"image": enumerate(media.images), "video": enumerate(media.videos)}
+        shown = tuple(
+            self._shown_medium(kind, *next(numbered_files[kind]), images=len(media.images)) for kind in kinds
+        )
         sizes = [len(token) for token in placeholders]
         # Where each placeholder begins in the text, and by how much those before it have grown.
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum(sizes) - sizes
@@ -202,10 +204,12 @@ class RowImages:
             if isinstance(medium.file, VideoFile):
                 yield from self._frame_groups(number, medium_places, medium.file, medium.grid or (0, 0, 0))
             else:
-                at = int(medium_places[0]), int(medium_places[-1]) + 1, len(medium_places)
-                stamp = medium.file.stamp()
+                start = int(medium_places[0])
+                stop = int(medium_places[-1]) + 1
+                file = medium.file
                 grid = medium.grid or (0, 0, 0)
-                yield SampleImage(*at, grid, number, medium.file.path, *stamp, among=len(shown))
+                rows = len(medium_places)
+                yield SampleImage(start, stop, rows, grid, number, file.path, *file.stamp(), among=len(shown))
 
     def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
@@ -223,19 +227,21 @@ class RowImages:
             )
         for group, group_places in enumerate(np.split(places, groups)):
             frames = video.frames[group * size : (group + 1) * size]
-            at = int(group_places[0]), int(group_places[-1]) + 1, len(group_places), (1, height, width), number
+            start = int(group_places[0])
+            stop = int(group_places[-1]) + 1
+            rows = len(group_places)
             path = join_paths([frame.path for frame in frames])
             stamp = join_stamps(frame.stamp() for frame in frames)
-            yield SampleImage(*at, path, *stamp, frame=group * size, seconds=video.interval * size)
+            seconds = video.interval * size
+            yield SampleImage(
+                start, stop, rows, (1, height, width), number, path, *stamp, frame=group * size, seconds=seconds
+            )
 
-    def _process_size(
-        self, kind: str, numbered_file: tuple[int, ImageFile | VideoFile], images: int
-    ) -> ShownMedium:
-        """Ask the processor what it writes for a file; `images` is how many the row has.
+    def _shown_medium(self, kind: str, number: int, file: ImageFile | VideoFile, *, images: int) -> ShownMedium:
+        """Return what the processor writes for a row's file of this number among its kind, by the size of the file.
 
-        Raises RowError, naming the file, where that fails.
+        `images` is how many images the row has. Raises RowError, naming the file, where that fails.
         """
-        number, file = numbered_file
         name = f"{kind}s[{number}]"
         try:
             if isinstance(file, VideoFile):

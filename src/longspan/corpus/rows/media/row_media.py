@@ -46,9 +46,10 @@ _CONVERSATIONS = ("messages", "prompt", "completion")
 
 
 def media_name_pattern(values: Mapping[str, Any]) -> re.Pattern[str]:
-    """Return a pattern for the kinds (image, video, audio) that texts of a row name: those with a key and no part.
+    """Return a pattern of the names, such as <image>, that texts of a row may contain.
 
-    A key without a value counts: a text that names something missing is then an error, not plain text.
+    These are names of kinds (image, video, audio) of which the row has a key, and no part of its messages. A key
+    without a value counts: a text that names something missing is then an error, not plain text.
     """
     with_key = [kind for kind, keys in MEDIA_KEYS.items() if any(key in values for key in keys)]
     part_types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))]
@@ -113,8 +114,10 @@ def extract_row_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
             if isinstance(content, str) and pattern.search(content):
                 content = [{"type": "text", "text": content}]
             if isinstance(content, list):
-                parts = [piece for part in content for piece in _split_at_names(part, pattern)]
-                parts = [part_media.extract_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
+                pieces = [piece for part in content for piece in _split_at_names(part, pattern)]
+                parts = [
+                    part_media.extract_part(piece, f"{key}[{i}].content[{k}]") for k, piece in enumerate(pieces)
+                ]
                 message = {**message, "content": parts}
             values[key].append(message)
     media = RowMedia(by_key.images or part_media.images, by_key.videos or part_media.videos)
@@ -139,25 +142,26 @@ class _PartMedia:
         self._counts = Counter[str]()  # of parts so far, by kind
 
     def extract_part(self, part: Any, name: str) -> Any:
-        """Return a bare part in place of one with media, which are added here, and any other part as it is.
+        """Return a bare part in place of one of an image or a video, and any other part as it is.
 
-        A part of a medium that brings none names the row's next entry, and is counted. Raises RowError, which calls the
-        part `name`, for keys that its type has not, several media, and an image out of order.
+        The image or video that the part brings is added to `images` or `videos`. A part that brings none names the next
+        entry of the row's own list. Parts of each kind are counted. Raises
+        RowError, which calls the part `name`, for keys that its type has not, several media, and an image out of order.
         """
         if not isinstance(part, dict):
             return part
         kind = next((kind for kind in PARTS if part.get("type") in _TYPES[kind]), None)
         if kind is None:
-            keys = [(kind, key) for kind in PARTS for key in _TYPES[kind] if part.get(key) not in (None, "")]
-            if keys:
-                kind, key = keys[0]
+            media = [(kind, key) for kind in PARTS for key in _TYPES[kind] if part.get(key) not in (None, "")]
+            if media:  # under a key that is read of parts of another type
+                kind, key = media[0]
                 type_text = f"of type {part['type']!r}" if part.get("type") else "without a type"
                 advice = f'give it as a part {{"type": "{kind}", …}} of its own'
                 raise RowError(f'{name} is {type_text}, and has "{key}"; {advice}')
             return part
         # Beside its media a part may have the number of an image, or the times of a video's frames.
-        keys = ("type", *_MEDIA_KEYS[kind], *(("index",) if kind == "image" else TIMES))
-        check_entry_keys(part, keys, name)
+        allowed_keys = ("type", *_MEDIA_KEYS[kind], *(("index",) if kind == "image" else TIMES))
+        check_entry_keys(part, allowed_keys, name)
         index = part.get("index")
         number = self._counts[kind]
         if index is not None and index != number:
@@ -172,8 +176,8 @@ class _PartMedia:
         for key in media_keys:  # one at most
             value = part[key]
             if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
-                keys = ("url", "detail") if value.get("detail") == "auto" else ("url",)
-                check_entry_keys(value, keys, f"{name}.{key}")
+                url_keys = ("url", "detail") if value.get("detail") == "auto" else ("url",)
+                check_entry_keys(value, url_keys, f"{name}.{key}")
                 value = value["url"]
             if kind == "video":
                 self.videos.append(read_video_entry(value, self._folder, name, part))
