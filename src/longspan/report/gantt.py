@@ -50,11 +50,14 @@ PICTURE_NOTE = (
 
 
 def plan_part(plan: Plan, name: str, seconds: float | None, *, measured: bool) -> Part:
-    """Return the facts of a plan and its picture, for a wide and for a narrow page. `seconds` are the measured ones of
-    its step. Without a `measured` machine times only compare, and none is shown.
+    """Return the facts of a plan and its picture, for a wide and for a narrow page. `seconds` are those that its step
+    took. `measured` says whether the machine that prices it was measured: without that, times only compare, and none is
+    shown.
     """
-    counts = ((plural(row["count"], "group"), row["degree"], row["cp_comm_type"]) for row in group_counts(plan))
-    groups = (f"{count} of {f'{n} slots, by {kind}' if n > 1 else 'one slot'}" for count, n, kind in counts)
+    groups = list[str]()
+    for row in group_counts(plan):
+        slots = f"{row['degree']} slots, by {row['cp_comm_type']}" if row["degree"] > 1 else "one slot"
+        groups.append(f"{plural(row['count'], 'group')} of {slots}")
     facts = [*plan_facts(plan, seconds, measured=measured), ("groups", "; ".join(groups))]
     cost = plan.cost if measured else replace(plan.cost, source="")
     pictures = [gantt_svg(plan, cost, width=width) for width in (WIDTH, NARROW)]
@@ -88,7 +91,7 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
     if seconds is not None:
         yield "measured", seconds_text(seconds)
     unmeasured = f"{source}, not measured here: times only compare" if source else "no machine: times only compare"
-    yield "priced for", source if source and measured else unmeasured
+    yield ("priced for", source if source and measured else unmeasured)
     if plan.cost.closing_seconds and measured:
         yield (
             "of these, closing",
@@ -321,6 +324,7 @@ def write_png(plan: Plan, path: str | Path, *, title: str = "plan") -> Path:
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, width), ylim=(height, 0))
     axes.axis("off")
+    # the picture is a drawing within the document, `top` pixels down; the rest stands in the document itself
     for parent, top in (*((part, HEAD) for part in document.iterfind("{*}g/{*}svg")), (document, 0)):
         for shape in parent:
             x = float(shape.get("x", 0))
@@ -336,10 +340,10 @@ def write_png(plan: Plan, path: str | Path, *, title: str = "plan") -> Path:
                 points = 10 if "style" in shape.attrib else 7.2  # a title has a style
                 axes.text(x, y, shape.text or "", ha=align, fontsize=points, color="#333a41", parse_math=False)
             for *begin, direction, end in LINE.findall(shape.get("d", "")):
-                x, y, to = map(float, (*begin, end))
-                end_x, end_y = {"H": (to, y), "V": (x, to), "v": (x, y + to)}[direction]
+                start_x, start_y, to = map(float, (*begin, end))  # y without `top`
+                end_x, end_y = {"H": (to, start_y), "V": (start_x, to), "v": (start_x, start_y + to)}[direction]
                 dots = ":" if name == "node" else "-"
-                axes.plot((x, end_x), (y + top, end_y + top), dots, color="#8b9199", linewidth=0.8)
+                axes.plot((start_x, end_x), (start_y + top, end_y + top), dots, color="#8b9199", linewidth=0.8)
     figure.savefig(path, dpi=192, facecolor="white")
     return Path(path)
 

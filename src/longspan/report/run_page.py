@@ -166,14 +166,12 @@ def card_sections(run: RunFolder) -> Iterator[Part]:
 
 def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
     """Yield the key figures of a run, each a name, a value and words about it; medians are of `recent` steps (0: all).
-
-    A column without a value has the median NaN, which equals nothing.
     """
     train = run.train
     facts = run.facts
     of_steps = f"median of the last {recent} steps" if recent else "median"
     medians = {name: float(np.median([*finite_values(train[name])[-recent:]] or [math.nan])) for name in train}
-    recorded = {name for name, value in medians.items() if value == value}
+    recorded = {name for name, median in medians.items() if not math.isnan(median)}
     loss = finite_values(train["loss"])
     seconds = finite_values(train["seconds"])
     vocab = run.vocab_size()
