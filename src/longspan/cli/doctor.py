@@ -186,7 +186,7 @@ def proof_checks(proof: "Proof") -> Iterator[Check]:
 
     The groups are those of the first world: `proof` has one, as all its cases share a home.
     """
-    from longspan.doctor.proof import outcome_text
+    from longspan.doctor.outcomes import outcome_text
 
     world = proof.worlds[0]
     ranks_text = f"{plural(world.ranks, 'rank')} on {world.device.split(':')[0]}, {world.backend}"
