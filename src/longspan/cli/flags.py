@@ -208,6 +208,7 @@ def make_flags(
         takes = f"it takes {' and '.join(place.metavar for place in places.values())}, and" if places else "its"
         raise ConfigError(f"{prog} does not know what {words[len(places)]!r} is for: {takes} flags begin with --")
     arguments = {**(defaults(words) if callable(defaults) else defaults), **dict(zip(places, words, strict=False))}
+    # fields without a default are words, which must be given
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     if missing := [places[name] for name in required if name not in arguments]:
         example = " ".join([prog, *(place.example for place in places.values() if place.example)])

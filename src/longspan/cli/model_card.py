@@ -25,8 +25,7 @@ _TAGS = ["longspan"]
 
 
 def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> None:
-    """Write the card of an export, with this title; a README.md that longspan did not write is kept, which is logged.
-    """
+    """Write the card of an export, with this title; a README.md that longspan did not write is kept, and logged."""
     file = Path(exported.folder, "README.md")
     config = load_config(run_dir / "config.toml")
     old_text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
@@ -34,10 +33,12 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
         log(f"{file} is kept, for longspan did not write it; it says nothing of this run")
         return
     model = config.model
-    data = [config.data.path] if config.data.path else [source.path for source in config.data.sources]
+    data_paths = [config.data.path] if config.data.path else [source.path for source in config.data.sources]
     base = hub_name(Path(model.path))
     adapter = Path(exported.folder, ADAPTER_CONFIGURATION).is_file()
-    datasets = [name for path in data for folder in Path(path, "file").parents if (name := hub_name(folder))]
+    # a path may be the folder of a data set of the hub, or lie inside of one
+    folders = (folder for path in data_paths for folder in Path(path, "file").parents)
+    datasets = [name for folder in folders if (name := hub_name(folder))]
     metadata = ModelCardData(
         base_model=base or None,
         library_name="peft" if adapter else "transformers",
@@ -51,7 +52,7 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
         auto_class = "AutoModelForSequenceClassification"
     elif "vision_config" in read_json(run_dir / "config.json"):
         auto_class = "AutoModelForImageTextToText"
-    rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data)])))]
+    rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data_paths)])))]
     # not those of config.toml, which may give epochs: the run has counted their steps
     steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]
     rows += [("trained by", loss_text(config.train))] if config.train.loss else []

@@ -49,8 +49,8 @@ def show_rows(config: RunConfig, count: int) -> None:
     print("\n".join([*row_lines(recipe), legend]))
     shown = list[Document]()
     for source, encoding in enumerate(recipe.encodings):
-        of_source = (file for file in files if file.source == source)
-        rows = (row for file in of_source for row in read_file_rows(file, data.max_text_bytes))
+        source_files = (file for file in files if file.source == source)
+        rows = (row for file in source_files for row in read_file_rows(file, data.max_text_bytes))
         for row in islice(rows, count):
             is_bad = isinstance(row, BadRow)
             for sample in [row] if is_bad else encoding.encode([rename_columns(row, data.rename_columns)]):

@@ -193,7 +193,8 @@ def plan_case(
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
     # sequence parallelism splits a slot's rows over tp ranks
     row_multiple = case.tp if case.sequence_parallel else 1
-    slots, documents = tuple(range(home.slots)), range(len(lengths))
+    slots = tuple(range(home.slots))
+    documents = range(len(lengths))
     if case.plan == "several":
         # In the first only slot 0 has documents. In the second the first `cp` slots share two documents, and slot 0
         # and the last slot have one more each. In the third all slots share the rest. The fourth is a dummy: all idle.

@@ -135,7 +135,7 @@ def run_cases_on_rank(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outc
     """
     outcomes: dict[int, Outcome] = {}
     register_class(task.config, task.architecture)
-    # of the convolutions of towers; the stock model's answers are in float32
+    # else convolutions of towers would be rounded to TF32, and the stock model's answers are in float32
     torch.backends.cudnn.allow_tf32 = False
     with World(task.home, backend=task.backend, timeout=task.timeout) as world:
         for _, group in groupby(task.cases, key=lambda numbered: _preparation_key(numbered[1])):

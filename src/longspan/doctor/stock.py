@@ -211,8 +211,9 @@ def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, 
     """Run a stock model over one document, and return transformers' output, with the logits of routers if asked."""
     if isinstance(document, TrialDocument):
         return model(**make_stock_arguments(model, document))
-    wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
-    arguments = inspect.signature(model.forward).parameters if wrapper else ()
+    # a model of text alone gets no kinds of tokens: GPT-2 would embed them as tokens
+    is_text_model = model.config.get_text_config() is model.config
+    arguments = () if is_text_model else inspect.signature(model.forward).parameters
     options: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
     if with_routers:
         options["output_router_logits"] = True

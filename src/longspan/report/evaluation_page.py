@@ -65,8 +65,7 @@ def completion_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def loss_unit(run: RunFolder) -> str:
-    """Say of what losses of a run are means: of tokens of a language model, of preferences, or of what a model scores.
-    """
+    """Say of what losses of a run are means: of predicted tokens, of preferences, or of what a model scores."""
     if run.configured_value("train", "loss"):
         return "mean of pairs or answers"
     return "mean of what is scored" if run.configured_value("model", "num_labels") else NATS

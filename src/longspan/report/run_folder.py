@@ -335,6 +335,7 @@ def _read_shown_plans(path: Path, step: int, notes: list[str], *, live: bool) ->
             plans[_step_name(step)] = plan
     except (PlanError, OSError, RecursionError, MemoryError) as error:
         notes.append(f"a plan of plans.jsonl is left out: {error}")
+    # plans of steps before those of evaluations
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     index = np.unique(np.linspace(0, len(files) - 1, min(len(files), MAX_PLANS)).round().astype(int)).tolist()
     for file in [files[i] for i in index] if not live else []:

@@ -232,12 +232,13 @@ def _preferences_text(run: TrainingRun) -> str:
 
 
 def _scores_text(run: TrainingRun, columns: int) -> str:
-    """Say what a model that scores gives, and its loss, for labels of so many `columns`."""
+    """Say what a model that scores gives, and its loss: that of pairs, or for labels of so many `columns`."""
     from longspan.train.terms.scores import default_problem_type
 
     scores = run.config.model.num_labels
-    loss = getattr(run.model.config, "problem_type", None) or default_problem_type(scores, columns)
-    if run.corpus.unit > 1:
+    if run.corpus.unit == 1:
+        loss = getattr(run.model.config, "problem_type", None) or default_problem_type(scores, columns)
+    else:
         coefficient = loss_arguments(run.config.train)["center_rewards_coefficient"]
         loss = "-log σ(chosen - rejected - margin)"
         loss += f" + {coefficient:g} (chosen + rejected)²" if coefficient else ""

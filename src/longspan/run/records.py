@@ -58,8 +58,7 @@ class Records(NamedTuple):
         self.metrics.write(row)
 
     def last_loss(self, done: int) -> float:
-        """Return the mean loss of the last LAST_STEPS of `done` steps; NaN without any, and on all ranks but the first.
-        """
+        """Return the mean loss of the last LAST_STEPS of `done` steps; NaN without any, and on ranks but the first."""
         rows = read_metrics(self.run.dir / "metrics.jsonl") if is_first_rank(self.run.world) else []
         last_rows = [row for row in rows if done - LAST_STEPS < row["step"] <= done]
         losses = [row["loss"] for row in last_rows if isinstance(row.get("loss"), float)]

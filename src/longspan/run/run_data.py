@@ -141,8 +141,7 @@ class TrainingRun(Training):
 
 
 def replace_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
-    """Return the sets with their tables from `config`, a resolved configuration: its "auto" limits of rows are numbers.
-    """
+    """Return the sets with their tables from `config`, which is resolved: "auto" limits of rows are numbers."""
     entries = {entry.name: entry for entry in (held_out_set(config), *config.evaluation.sets)}
     return tuple(replace(s, config=entries[s.name]) for s in sets)
 

@@ -314,8 +314,7 @@ def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
 
 
 def _answer_by_longest(run: GpuRun) -> Answer:
-    """Answer for the longest document that fits; where none does, for the shortest document that all slots can share.
-    """
+    """Answer for the longest document that fits; where none does, for the shortest one that all slots can share."""
     tokens, way = find_longest(run.config, run.facts_of_step((UNIT * run.home.slots,)))
     if not tokens:
         tokens = UNIT * run.home.slots
