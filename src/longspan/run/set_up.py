@@ -269,7 +269,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
     if config.lora.rank:  # with an adapter, checkpoints hold only trained parts
         fixed.append("encoder.trainable")
-    free = set(_FREE_KEYS)
+    free = set[str](_FREE_KEYS)
     # with that file `check_base_weights_unchanged` compares the weights themselves
     if Path(config.run.dir, BASE).is_file():
         free.add("model.path")
