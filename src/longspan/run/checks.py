@@ -360,7 +360,9 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
 def check_longest_training_document(
     config: RunConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    """Raise ConfigError where the longest document of the corpus, of file `origin`, fits no group of slots."""
+    """Raise ConfigError where the longest document of the corpus, of `longest` tokens and the file `origin`, fits no
+    group of slots; `heads` as of `_choices_and_limits`.
+    """
     for choice, cut_by, _ in _choices_and_limits(config.with_sets(()), training=True, heads=heads):
         _check_document_fits(choice, cut_by, home, longest, f"the longest document ({longest} tokens, of {origin})")
 
@@ -368,7 +370,9 @@ def check_longest_training_document(
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    """Raise ConfigError where the longest document of an evaluation set, of file `origin`, fits no group of slots."""
+    """Raise ConfigError where the longest document of an evaluation set, of `longest` tokens and the file `origin`,
+    fits no group of slots.
+    """
     choice = PlannerConfig.unpriced(entry, config, heads)
     title = f"the longest document of set {entry.name!r}"
     _check_document_fits(
