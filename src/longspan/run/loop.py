@@ -161,7 +161,7 @@ class Steps:
     def agree_after_step(
         self, stop: StopSignal, failure: LongspanError | None, saves: Saves
     ) -> tuple[str, str, bool]:
-        """Agree with the other ranks on what comes after a step; a single message if none has received a signal or
+        """Agree with the other ranks on what comes after a step, by one message if none has received a signal or
         failed.
 
         Returns the signal that stops the run, the signal that asks for a checkpoint ("" for none), whichever rank

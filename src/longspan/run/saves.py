@@ -165,11 +165,12 @@ class Saves:
 
     @contextmanager
     def save_before_errors(self) -> Iterator[None]:
-        """Save what was trained since the last checkpoint before an error that all ranks raise leaves the context.
+        """Before an error that all ranks raise leaves the context, save what was trained since the last checkpoint.
 
-        Nothing is saved where that is not possible or sensible. After the loss of a rank, nobody waits for anything. A
-        rank with an error of its own waits for the save under way, at most a quarter of `world.timeout`. After an error
-        of saving, with weights that are not finite, and with nothing new to save, all ranks wait until it is complete.
+        Otherwise nothing is saved. After the loss of a rank, this rank waits for nothing. With an error of its own it
+        waits for the save under way, at most a quarter of `world.timeout`. After an error of all ranks that is of
+        saving, that left weights that are not finite, or that came with nothing new to save, all ranks wait until that
+        save is complete.
         """
         try:
             yield

@@ -69,8 +69,8 @@ def group_kind(group: Group) -> tuple[object, ...]:
 
 
 def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...], Group]:
-    """Return the group with the fewest rows of a slot of each `group_kind`, by kind; of these groups the one with most
-    rows comes first.
+    """Return the group with the fewest rows of a slot for each kind (`group_kind`), by kind; the first is the one that
+    has most of these rows.
     """
     smallest: dict[tuple[object, ...], Group] = {}
     for plan in plans:
