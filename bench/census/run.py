@@ -8,7 +8,8 @@ from typing import Any
 from bench.census.models import class_name, default_config, head_kinds
 
 from longspan.doctor.cases import Case, list_cases
-from longspan.doctor.proof import Outcome, prove
+from longspan.doctor.outcomes import Outcome
+from longspan.doctor.proof import prove
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.plan.shape.model_shape import read_experts
 

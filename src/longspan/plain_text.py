@@ -123,11 +123,15 @@ _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 80
 
 
-def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """Return the nearest of the known `names`, or all where none is near; a `prefix` of all names is not compared."""
-    names = tuple(names)
+def nearest_name(name: str, names: Iterable[str], *, prefix: str = "") -> str | None:
+    """Return the nearest of the known `names`, None where none is near; a `prefix` of all names is not compared."""
     bare = [known_name.removeprefix(prefix) for known_name in names]
     matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
-    if matches:
-        return f"did you mean {prefix + matches[0]!r}?"
-    return f"known: {', '.join(names)}"
+    return prefix + matches[0] if matches else None
+
+
+def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
+    """Suggest the nearest of the known `names`, or say all where none is near; `prefix` as of `nearest_name`."""
+    names = tuple(names)
+    nearest = nearest_name(name, names, prefix=prefix)
+    return f"known: {', '.join(names)}" if nearest is None else f"did you mean {nearest!r}?"

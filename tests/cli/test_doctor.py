@@ -11,7 +11,8 @@ from longspan.cli import doctor_model, processes
 from longspan.cli.doctor import Check, proof_checks, version_checks
 from longspan.cli.main import main
 from longspan.doctor.cases import Case
-from longspan.doctor.proof import Outcome, Proof, ProofRanks, WorldFacts, proof_json, proof_text, run_proof
+from longspan.doctor.outcomes import Outcome
+from longspan.doctor.proof import Proof, ProofRanks, WorldFacts, proof_json, proof_text, run_proof
 from longspan.errors import CommError
 from longspan.model import preset_config
 

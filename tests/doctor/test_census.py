@@ -13,7 +13,8 @@ from transformers import CONFIG_MAPPING
 
 from longspan.doctor import proof
 from longspan.doctor.cases import Case
-from longspan.doctor.proof import Outcome, ProofRanks, run_proof
+from longspan.doctor.outcomes import Outcome
+from longspan.doctor.proof import ProofRanks, run_proof
 from longspan.doctor.stock import ExpectedAnswer, ModelAnswer
 from longspan.model.exactness.small_copies import shrink_configuration
 

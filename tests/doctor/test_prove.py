@@ -16,7 +16,8 @@ from longspan.doctor import proof as proving, stock
 from longspan.doctor.cases import LENGTHS, Case, list_cases, list_contiguous_cases, plan_case
 from longspan.doctor.documents import draw_documents, make_image_documents, make_item_documents, no_video_reason
 from longspan.doctor.frozen import widen_rows
-from longspan.doctor.proof import CaseRun, Outcome, ProofRanks, Task, outcome_text, prove, run_proof
+from longspan.doctor.outcomes import Outcome, outcome_text
+from longspan.doctor.proof import CaseRun, ProofRanks, Task, prove, run_proof
 from longspan.doctor.stock import (
     EXACT,
     ExpectedAnswer,

@@ -92,12 +92,12 @@ def main(argv: Sequence[str]) -> int:
         print("comparing a small model with the stock one: a minute or more", file=sys.stderr, flush=True)
     began = time.perf_counter()
     checks = [*version_checks(versions()), *device_checks(), *kernel_checks()]
-    ranks: dict[str, Any] = {}
+    world_facts: dict[str, Any] = {}
     from longspan.cli.doctor_model import compare_preset
 
     try:
         proof = compare_preset(flags.world, flags.backend, flags.timeout_seconds)
-        ranks = asdict(proof.worlds[0])
+        world_facts = asdict(proof.worlds[0])
         checks += proof_checks(proof)
     except LongspanError as error:
         checks.append(Check("parity", "comparison", str(error), False))
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         seconds = time.perf_counter() - began
         if flags.json:
             rows = [asdict(check) for check in checks]
-            print(json.dumps({"good": good, "seconds": seconds, "checks": rows, "ranks": ranks}, indent=1))
+            print(json.dumps({"good": good, "seconds": seconds, "checks": rows, "ranks": world_facts}, indent=1))
         else:
             marks = {True: "✓", False: "✗", None: "·"}
             rows = [(marks[check.good], check.area, check.name, check.found) for check in checks]
@@ -139,7 +139,7 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
 
 
 def device_checks() -> Iterator[Check]:
-    """Yield checks of the host, its GPUs and both backends. NCCL must be there only for several GPUs."""
+    """Yield checks of the host, its GPUs and both backends. A lack of NCCL fails only where there are several GPUs."""
     import torch
     import torch.distributed as dist
 
@@ -186,7 +186,7 @@ def proof_checks(proof: "Proof") -> Iterator[Check]:
 
     The groups are those of the first world: `proof` has one, as all its cases share a home.
     """
-    from longspan.doctor.proof import outcome_text
+    from longspan.doctor.outcomes import outcome_text
 
     world = proof.worlds[0]
     ranks_text = f"{plural(world.ranks, 'rank')} on {world.device.split(':')[0]}, {world.backend}"

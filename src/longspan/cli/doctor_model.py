@@ -54,8 +54,11 @@ def prove_model(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Prove that a model is exact here, and print the outcomes; returns 0 if it is proven, otherwise 1. Raises
-    ConfigError for an unknown name, ModelError where no small copy of the model can be made.
+    """Prove that a model is exact here, and print the outcomes; returns 0 if it is proven, otherwise 1. All processes
+    of torchrun call it, and the first prints.
+
+    `world` and `backend` choose the processes, `timeout` is in seconds. Raises ConfigError for an unknown name,
+    ModelError where no small copy of the model can be made.
     """
     began = time.perf_counter()
     config = find_configuration(name)
@@ -74,8 +77,8 @@ def prove_model(
             cases = [case for case in cases if not case.encoder]
         models.append(_proof_facts(config, small_config, processes))
         proofs.append(_prove_cases(small_config, cases, processes, timeout, frozen))
-    outcomes = tuple(outcome for proof in proofs for outcome in proof.outcomes)
-    worlds = tuple(world for proof in proofs for world in proof.worlds)
+    outcomes = tuple(outcome for part in proofs for outcome in part.outcomes)
+    worlds = tuple(world_facts for part in proofs for world_facts in part.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not has_only_image_text_class(config))
     seconds = time.perf_counter() - began
     if prints_results():
@@ -94,8 +97,8 @@ def prove_model(
 
 
 def compare_preset(world: int, backend: Backend, timeout: float) -> Proof:
-    """Compare a Qwen3 of two layers at every degree and type, in two dtypes. Raises CommError where ranks did not end
-    well.
+    """Compare a Qwen3 of two layers with the stock one at every degree and type, in two dtypes. Raises CommError where
+    no world of ranks came up.
     """
     processes = next(_list_proof_processes(world, backend))
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
@@ -133,7 +136,7 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
     """
     first = _EXACT[processes.backend]
     second = _ROUNDED[processes.backend]
-    if processes.backend == "nccl":
+    if processes.backend == "nccl":  # bfloat16 first
         first, second = second, first
     ranks = processes.ranks
     text_set: CaseSet = "basic" if has_only_image_text_class(config) else case_set
@@ -148,15 +151,17 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 def _prove_cases(
     config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float, frozen: str = ""
 ) -> Proof:
-    """Run the cases on these processes: torchrun's, or local ones that are started for each home."""
-    shown_of = 1 if sys.stderr.isatty() else SHOWN_IN_FILES
+    """Run the cases on these processes: torchrun's, or local ones that are started for each home. The
+    first rank prints a line for each case, or for one in SHOWN_IN_FILES where stderr is no terminal.
+    """
+    show = 1 if sys.stderr.isatty() else SHOWN_IN_FILES
     if not prints_results():
-        shown_of = 0
+        show = 0
 
     def launch(fn: Any, task: Any, count: int, seconds: float) -> WorldOutcomes:
         return run_on_ranks(fn, (task,), count, seconds)
 
-    ranks = ProofRanks(processes.ranks, processes.backend, timeout, shown_of, launch if has_torchrun() else None)
+    ranks = ProofRanks(processes.ranks, processes.backend, timeout, show, launch if has_torchrun() else None)
     return run_proof(config, cases, ranks, frozen)
 
 

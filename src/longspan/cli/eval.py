@@ -180,7 +180,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     try:
         degrees = tuple(int(word) for word in flags.degrees.split(",") if word.strip())
     except ValueError:  # a word that is no integer
-        degrees = (0,)
+        degrees = (0,)  # which is refused below
     if any(degree < 1 for degree in degrees) or len(set(degrees)) < len(degrees):
         raise ConfigError(
             f"--degrees is {flags.degrees!r}; give different integers of at least 1 with commas between: 1,2,4"
@@ -235,47 +235,52 @@ def _configure_subject(
     argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]
 ) -> Subject:
     """Return weights with the configuration that they are evaluated under: their run's, or for a folder the defaults,
-    with what flags give in its place (`flag_keys`). Of a run flags are parsed again, over its configuration: keys of
-    the layout that no flag gives are the run's.
+    in which keys that flags give (`flag_keys`) have the values of the flags.
+
+    For a run `argv` is parsed again over its configuration, so that keys of the layout that no flag gives are the
+    run's.
     """
     if weights.run_dir is None:
         defaults = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
         return Subject(weights, resolve_defaults(_config_with_flags(defaults, flags, weights)))
     run_config = load_config(weights.run_dir / "config.toml")
-    flags = parse_eval(argv, run_config)
-    config = _config_with_flags(run_config, flags, weights)
+    run_flags = parse_eval(argv, run_config)
+    config = _config_with_flags(run_config, run_flags, weights)
     # a degree that a flag gives brings its planner, and "auto" its type
-    values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"evaluation.{k}" in flag_keys}
+    values = {
+        key: value for key, value in run_flags.evaluation.plan_keys.items() if f"evaluation.{key}" in flag_keys
+    }
     evaluation = inherit_keys(PlanSection(**values), run_config.evaluation, run_config.context)
     config = replace(config, run=replace(config.run, dir=str(weights.run_dir)))
     return Subject(weights, config.with_keys("evaluation", **evaluation.plan_keys))
 
 
-def _config_with_flags(own: RunConfig, flags: EvalFlags, weights: SavedWeights) -> RunConfig:
-    """Return a configuration with the layout and the keys of [model] that flags give, and without evaluation sets.
+def _config_with_flags(config: RunConfig, flags: EvalFlags, weights: SavedWeights) -> RunConfig:
+    """Return a configuration with the layout of `flags` and the keys of [model] that they give, and without evaluation
+    sets.
 
     For base weights it is also without adapter and depths. Raises ConfigError for base weights of what trains no
     adapter.
     """
-    if weights.base and not own.lora.rank:
+    if weights.base and not config.lora.rank:
         raise ConfigError(
             f"--compare {BASE} is given, and {weights.path} trains no adapter (lora.rank is 0); leave it out, or name "
             "a run with [lora]"
         )
-    explicit = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name))}
+    model_keys = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name))}
     return replace(
-        _config_with_layout(own, flags),
-        model=replace(own.model, **explicit),
-        lora=LoraSection() if weights.base else own.lora,
-        mtp=MtpSection() if weights.base else own.mtp,
+        _config_with_layout(config, flags),
+        model=replace(config.model, **model_keys),
+        lora=LoraSection() if weights.base else config.lora,
+        mtp=MtpSection() if weights.base else config.mtp,
     ).with_sets(())
 
 
 def prepare_request(
     argv: Sequence[str], flags: EvalFlags, world: int, device: Device
 ) -> tuple[Processes, EvalRequest]:
-    """Choose the processes of an evaluation, on CPUs as many as its run had there, and make the request, of which all
-    configurations are possible on them.
+    """Choose the processes of an evaluation, on CPUs as many as its run had there, make its request, and check that its
+    configurations are possible on these processes.
 
     Raises ConfigError or LayoutError, as `check_config` does, with a note about processes that were chosen.
     """
@@ -289,7 +294,7 @@ def prepare_request(
     with processes.add_note_to_errors():
         request = make_request(argv, flags, processes.ranks)
         home = home_of(request.subjects[0].config.parallel, processes.ranks)
-        for subject in request.subjects:  # before heads and documents are read
+        for subject in request.subjects:  # heads and documents are not read yet: None, and 1 token
             config = fit_evaluation_plans(subject.config, home, None, 1, request.flag_keys)
             config = config.with_keys("data", max_document_tokens=0)
             check_config(config, processes.ranks, training=False)
@@ -333,7 +338,9 @@ def main(argv: Sequence[str]) -> int:
 def eval_rank(
     rank: int, request: EvalRequest, ranks: int, backend: str, starts: Starts
 ) -> tuple[SubjectResult, ...]:
-    """Evaluate on one rank. What imports torch is imported here, as a part of the start that is timed (`starts`)."""
+    """Evaluate the subjects of a request on one rank; every rank returns their results. What imports torch is imported
+    here, as a part of the start that is timed (`starts`).
+    """
     starts.end_part("processes")
     keep_prints_from_failing(None, ["stderr"])
     config = request.subjects[0].config
@@ -361,10 +368,10 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
     pairs = [(difference, other) for other in results[1:] for difference in differences_by_set(first, other)]
     if pairs:
         yield "\n".join(
-            f"{of.name or HELD_OUT}: loss of {first.weights.title} {of.first:.6f}, of {other.weights.title} "
-            f"{of.other:.6f}, difference {of.difference:+.6f}"
-            f"{'' if of.standard_error is None else f' ± {of.standard_error:.6f}'}"
-            for of, other in pairs
+            f"{on_set.name or HELD_OUT}: loss of {first.weights.title} {on_set.first:.6f}, of {other.weights.title} "
+            f"{on_set.other:.6f}, difference {on_set.difference:+.6f}"
+            f"{'' if on_set.standard_error is None else f' ± {on_set.standard_error:.6f}'}"
+            for on_set, other in pairs
         )
     for result in results:
         evaluations = [entry.evaluation for entry in result.sets]
@@ -373,14 +380,14 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
         words = [result.weights.title] + ([f"step {evaluations[0].step}"] if is_run else [])
         words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
         yield f"{', '.join(words)} on {plural(ranks, 'rank')}\n{evaluation_table(evaluations)}"
-    for of, other in pairs:  # the losses of two subjects on one set, by length of document
+    for on_set, other in pairs:  # the losses of two subjects on one set, by length of document
         titles = first.weights.title, other.weights.title
         table = text_table(
             ("tokens", *titles, "difference", "documents"),
-            [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{count:,}") for name, a, b, count in of.rows()],
+            [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{count:,}") for name, a, b, count in on_set.rows()],
         )
-        lower = f"{of.lower:,} of {plural(of.documents, 'document')}"
+        lower = f"{on_set.lower:,} of {plural(on_set.documents, 'document')}"
         yield (
-            f"{of.name or HELD_OUT}: loss of {titles[1]} beside {titles[0]}; {lower} have a lower value under "
+            f"{on_set.name or HELD_OUT}: loss of {titles[1]} beside {titles[0]}; {lower} have a lower value under "
             f"{titles[1]}\n{table}"
         )

@@ -14,7 +14,7 @@ import longspan
 from longspan.cli.flags import Word, parse_flags
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.files import as_json
-from longspan.plain_text import nearest_hint
+from longspan.plain_text import nearest_hint, nearest_name
 
 ALL = "all"
 _WIDEST = 110  # characters of a line of the list, without the name
@@ -118,7 +118,7 @@ def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]
         folders = {parent.as_posix() for path in names for parent in path.parents if parent != Path()}
         known_names = [*sorted(folders), *(path.as_posix() for path in names)]
         hint = nearest_hint(name, [ALL, *known_names])
-        if hint.startswith("known: "):
+        if nearest_name(name, [ALL, *known_names]) is None:  # the hint would be the whole list
             nearest = difflib.get_close_matches(name, known_names, n=3, cutoff=0.0)
             hint = f"the nearest are {', '.join(nearest)}; longspan examples lists all"
         raise ConfigError(f"longspan has no example {name!r}: {hint}")

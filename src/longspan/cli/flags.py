@@ -26,7 +26,7 @@ from longspan.config.renamed import key_of_other_name, renamed_hint, renamed_val
 from longspan.config.values import annotation_text, read_words
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
-from longspan.plain_text import nearest_hint
+from longspan.plain_text import nearest_hint, nearest_name
 
 Groups = Mapping[str, Sequence[str]]  # titles, and the flags of each: those that --help shows, as SHOWN of a class
 _NAMES = 30  # columns of flags
@@ -77,7 +77,9 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
     groups = {title: list(flags) for title, flags in shown.items()}
     if whole or not shown:
         for flag in (flag for flag in types if not any(flag in flags for flags in shown.values())):
-            title = f"[{flag[2:].partition('.')[0]}]" if "." in flag else "further flags" if shown else "flags"
+            title = "further flags" if shown else "flags"
+            if "." in flag:
+                title = f"[{flag[2:].partition('.')[0]}]"
             groups.setdefault(title, []).append(flag)
     for title, flags in groups.items():
         lines += ["", f"{title}:"]
@@ -110,7 +112,9 @@ def _accepted_values_text(kind: Any) -> str:
 
 
 def _default_text(kind: Any, flag: str, text: str) -> str:
-    """Write the default of a flag behind its text; "" where it is empty, false or a run's, or the text says it."""
+    """Write the default of a flag as it stands behind its `text` in help; "" where it is empty or false, where a run
+    decides it, and where the text says it.
+    """
     name, _, key = flag[2:].partition(".")
     field = next(field for field in fields(kind) if field.name == name)
     value = field.default if field.default_factory is MISSING else field.default_factory()
@@ -118,10 +122,13 @@ def _default_text(kind: Any, flag: str, text: str) -> str:
     of_run = bool(key) and "config" not in word_fields(kind)  # without a file, keys have the values of a run
     if of_run or "Default" in text or value is False or value in ("", (), NOT_GIVEN):
         return ""
-    shown = (
-        value if isinstance(value, tuple) else (f"{value:g}" if isinstance(value, float) else str(value).lower(),)
-    )
-    return f" (default: {' '.join(map(str, shown))})"
+    if isinstance(value, tuple):
+        shown = " ".join(map(str, value))
+    elif isinstance(value, float):
+        shown = f"{value:g}"
+    else:
+        shown = str(value).lower()
+    return f" (default: {shown})"
 
 
 Flags = TypeVar("Flags", bound=Any)
@@ -162,8 +169,8 @@ def parse_flags(
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 
     `defaults` are values of fields, in place of those of the class, or a function of the words without flags that
-    returns them. Raises ConfigError for flags that do not exist,
-    with the nearest ones, for values that they do not take, and for words that are missing or too many.
+    returns them. Raises ConfigError for flags that do not exist, with the nearest ones, for values that they do not
+    take, and for words that are missing or too many.
     """
     types = flag_types(kind)
     hints = get_type_hints(kind, include_extras=True)
@@ -201,17 +208,18 @@ def make_flags(
         takes = f"it takes {' and '.join(place.metavar for place in places.values())}, and" if places else "its"
         raise ConfigError(f"{prog} does not know what {words[len(places)]!r} is for: {takes} flags begin with --")
     arguments = {**(defaults(words) if callable(defaults) else defaults), **dict(zip(places, words, strict=False))}
+    # fields without a default are words, which must be given
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     if missing := [places[name] for name in required if name not in arguments]:
         example = " ".join([prog, *(place.example for place in places.values() if place.example)])
         raise ConfigError(f"{prog} needs {' and '.join(place.what for place in missing)}: {example}")
     sections = dict[str, dict[str, Any]]()  # keys and values of those fields that are sections of a configuration
-    for name, value in values.items():
-        section, dot, key = name[2:].partition(".")
+    for flag, value in values.items():
+        field_name, dot, key = flag[2:].partition(".")
         if dot:
-            sections.setdefault(section, {})[key] = value
+            sections.setdefault(field_name, {})[key] = value
         else:
-            arguments[section] = value
+            arguments[field_name] = value
     for field in fields(kind):
         if field.name in sections and field.default_factory is not MISSING:
             start = arguments.get(field.name) or field.default_factory()
@@ -220,7 +228,7 @@ def make_flags(
 
 
 def check_flags_at_least(flags: Any, **least: int) -> None:
-    """Raise ConfigError for a flag whose value is below its least one, which is given by the name of its field."""
+    """Raise ConfigError for a flag whose value is below its least one; `least` has these by the names of fields."""
     for name, number in least.items():
         if (value := getattr(flags, name)) < number:
             raise ConfigError(f"{flag_text(f'--{name}')} is {value}; give an integer of at least {number}")
@@ -239,7 +247,9 @@ def write_text_file(path: str | Path, text: str) -> None:
 
 
 def flag_types(kind: Any) -> dict[str, Any]:
-    """List every flag of a flags dataclass, with underscores, with the type of its value; tables have none."""
+    """List every flag of a flags dataclass, with underscores, with the type of its value. Keys that are lists of
+    tables, such as [[data.sources]], have no flag.
+    """
     types = dict[str, Any]()
     hints = get_type_hints(kind)
     words = word_fields(kind)
@@ -248,7 +258,7 @@ def flag_types(kind: Any) -> dict[str, Any]:
             types |= {f"--{name}.{key.name}": key.kind for key in section_keys(hints[name])}
         else:
             types[f"--{name}"] = hints[name]
-    return {flag: kind for flag, kind in types.items() if not any(map(is_dataclass, get_args(kind)))}
+    return {flag: hint for flag, hint in types.items() if not any(map(is_dataclass, get_args(hint)))}
 
 
 def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
@@ -266,8 +276,8 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
             yield flag, values, joined
         flag, equals, value = word.partition("=")
         flag = "--" + flag[2:].replace("-", "_")
-        values = [value] * bool(equals)
         joined = bool(equals)
+        values = [value] if joined else []
     if flag or values:
         yield flag, values, joined
 
@@ -275,14 +285,16 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
 def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> tuple[Any, Sequence[str]]:
     """Read a flag's value of this type from the words behind it, the first of them `joined` to it by "=".
 
-    Returns it, and the words that are left. A list takes all words up to the next flag, or the one behind "="; lists
-    of numbers may be written 2,2 or [2, 2]. Raises ConfigError for words that are no such value.
+    Returns it, and the words that are left. A list takes all words up to the next flag, but behind "=" only one, unless
+    it begins with "["; lists of numbers may be written 2,2 or [2, 2]. Raises ConfigError for words that are no such
+    value.
     """
     if kind is bool and not joined and (not words or words[0].lower() not in ("true", "false")):
         return True, words
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     list_type = next((option for option in options if get_origin(option) is tuple), None)
-    count = len(words) if list_type is not None and not (joined and not words[0].startswith("[")) else 1
+    takes_one = list_type is None or (joined and not words[0].startswith("["))
+    count = 1 if takes_one else len(words)
     items = list(words[:count])
     if list_type is not None and get_args(list_type)[0] in (int, float):
         items = [number for text in items for number in re.split(r"[\[\],\s]+", text) if number]
@@ -315,15 +327,15 @@ def _flag_hint(flag: str, values: Sequence[str], types: Mapping[str, Any], prog:
 
     if hint := renamed_hint(flag[2:], " ".join(values), flag=True):
         return hint
-    other, space, words = key_of_other_name(flag[2:]).partition(" ")
-    if other == "leave":
-        return f"leave {words}"
-    if flags := flags_of_keys([f"--{other}"]):
-        return f"here it is {flags[0]}{space}{words}"
+    if other := key_of_other_name(flag[2:]):
+        if not other.key:
+            return other.remark
+        if flags := flags_of_keys([f"--{other.key}"]):
+            return f"here it is {flags[0]} {other.remark}".rstrip()
     # --train.steps for --steps
     if flags := flags_of_keys(key for key in (*types, *_PLAN_FLAG_OF_KEY) if key.endswith("." + flag[2:])):
         return f"did you mean {flags[0]!r}?"
-    hint = nearest_hint(flag_text(flag), map(flag_text, types), prefix="--")
-    return (
-        f"{prog} --help-all lists those that it has" if hint.startswith("known: ") and len(types) > _FEW else hint
-    )
+    names = [*map(flag_text, types)]
+    if len(names) > _FEW and nearest_name(flag_text(flag), names, prefix="--") is None:
+        return f"{prog} --help-all lists those that it has"
+    return nearest_hint(flag_text(flag), names, prefix="--")

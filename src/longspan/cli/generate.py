@@ -93,7 +93,9 @@ def main(argv: Sequence[str]) -> int:
 def _generate_on_rank(
     rank: int, request: EvalRequest, flags: GenerateFlags, ranks: int, backend: str
 ) -> "Completions":
-    """Complete the prompts that flags name on one rank, with the weights of the request; torch is imported here."""
+    """Complete the prompts that flags name on one rank, with the weights of the request; every rank returns all
+    completions. torch is imported here.
+    """
     keep_prints_from_failing(None, ["stderr"])
     with block_signals():  # some of these imports catch every exception, and that of a signal with them
         from longspan.comm import World
@@ -109,7 +111,7 @@ def _generate_on_rank(
     home = home_of(subject.config.parallel, ranks)
     config = fit_evaluation_plans(subject.config, home, None, 1, request.flag_keys)
     key = "text" if flags.text else "prompt"
-    rows = [Row(f"--prompt {i}", {key: text}) for i, text in enumerate(flags.prompt, 1)]
+    flag_rows = [Row(f"--prompt {i}", {key: text}) for i, text in enumerate(flags.prompt, 1)]
     with (
         World(home, backend=backend, timeout=config.run.timeout_seconds) as world,
         ProgressDisplay(0, sys.stderr if rank == 0 else None) as display,
@@ -118,8 +120,9 @@ def _generate_on_rank(
         checked = find_checked_weights(subject, request.tokenizer, world, display.log)
 
         def read_prompts() -> list[Prompt]:
-            of_file = read_prompt_rows(Path(flags.prompts)) if flags.prompts else []
-            prompts = encode_prompts([*rows, *of_file], checked.tokenizer, position_limit(checked.configuration))
+            file_rows = read_prompt_rows(Path(flags.prompts)) if flags.prompts else []
+            limit = position_limit(checked.configuration)
+            prompts = encode_prompts([*flag_rows, *file_rows], checked.tokenizer, limit)
             return [
                 prompt._replace(temperature=flags.temperature) if prompt.temperature is None else prompt
                 for prompt in prompts

@@ -76,7 +76,9 @@ def _count_gpus_by_driver() -> LocalGpus:
 
 @cache
 def _torch_is_built_for(toolkit: Literal["cuda", "hip"]) -> bool:
-    """Read torch's version.py by itself: a launcher may not import torch, which takes seconds, to learn this."""
+    """Return whether this machine's torch is built for a toolkit, by its version.py alone: a launcher may not import
+    torch, which takes seconds, to learn this.
+    """
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is not installed"
     return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(toolkit) is not None
@@ -94,7 +96,8 @@ def allocator_environment() -> dict[str, str]:
 
 
 def set_gpu_environment() -> None:
-    """Set the variables that keep compiled kernels across runs and let segments of GPU memory grow; none without GPUs.
+    """Set the variables that keep compiled kernels across runs and let segments of GPU memory grow, where the user has
+    not set them; without GPUs nothing is set.
 
     Kernels are kept in longspan/kernels of the user's cache (XDG_CACHE_HOME). In growing segments micro-batches of
     different sizes leave no gaps; gaps would make the allocator free memory and ask for it again. Raises ConfigError

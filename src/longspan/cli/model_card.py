@@ -25,7 +25,7 @@ _TAGS = ["longspan"]
 
 
 def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> None:
-    """Write the card of an export, with this title; a README.md that is no card of longspan's is kept."""
+    """Write the card of an export, with this title; a README.md that longspan did not write is kept, and logged."""
     file = Path(exported.folder, "README.md")
     config = load_config(run_dir / "config.toml")
     old_text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
@@ -33,10 +33,12 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
         log(f"{file} is kept, for longspan did not write it; it says nothing of this run")
         return
     model = config.model
-    data = [config.data.path] if config.data.path else [x.path for x in config.data.sources]
+    data_paths = [config.data.path] if config.data.path else [source.path for source in config.data.sources]
     base = hub_name(Path(model.path))
     adapter = Path(exported.folder, ADAPTER_CONFIGURATION).is_file()
-    datasets = [name for path in data for folder in Path(path, "file").parents if (name := hub_name(folder))]
+    # a path may be the folder of a data set of the hub, or lie inside of one
+    folders = (folder for path in data_paths for folder in Path(path, "file").parents)
+    datasets = [name for folder in folders if (name := hub_name(folder))]
     metadata = ModelCardData(
         base_model=base or None,
         library_name="peft" if adapter else "transformers",
@@ -45,10 +47,13 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     )
     origin = "An adapter of " if adapter else "Trained from "
     origin += f"{'' if model.path else 'random weights of '}{base or Path(model.source).name or model.preset_name}"
-    loader = "ImageTextToText" if "vision_config" in read_json(run_dir / "config.json") else "CausalLM"
-    loader = "SequenceClassification" if model.num_labels else loader
-    rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data)])))]
-    # also of epochs, as the run counted them
+    auto_class = "AutoModelForCausalLM"
+    if model.num_labels:
+        auto_class = "AutoModelForSequenceClassification"
+    elif "vision_config" in read_json(run_dir / "config.json"):
+        auto_class = "AutoModelForImageTextToText"
+    rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data_paths)])))]
+    # not those of config.toml, which may give epochs: the run has counted their steps
     steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]
     rows += [("trained by", loss_text(config.train))] if config.train.loss else []
     rows += _card_figures(run_dir, exported.step, steps)
@@ -63,9 +68,9 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
 ({exported.parameters / 1e6:,.1f} M, {exported.dtype}).
 
 ```python
-from transformers import AutoModelFor{loader}, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
-model = AutoModelFor{loader}.from_pretrained("{title}"){"  # needs peft" if adapter else ""}
+model = {auto_class}.from_pretrained("{title}"){"  # needs peft" if adapter else ""}
 tokenizer = AutoTokenizer.from_pretrained("{title}")
 ```
 
@@ -77,9 +82,10 @@ tokenizer = AutoTokenizer.from_pretrained("{title}")
 
 
 def _card_figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:
-    """Yield figures of a run of `steps` steps up to this one, by name, as far as its files have them.
+    """Yield figures of a run, by name, up to this `step` of its `steps`, as far as its files have them.
 
-    The first file that cannot be read, or lacks something, ends them.
+    They end at the first file that cannot be read, or lacks something; of summary.json only the reason of the end is
+    then left out.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]

@@ -172,16 +172,20 @@ def _answer_eval_degree(flags: PlanFlags) -> int:
     options = replace(options, cost=options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
     comparison = compare_degrees(lengths, home, options=options, dynamic_degrees=(flags.min_cp, flags.max_cp))
     seconds = {choice.cp: choice.planned.predicted_seconds for choice in comparison.choices}
-    dynamic = comparison.dynamic and comparison.dynamic.predicted_seconds
-    answer = {"best_cp": comparison.best.cp, "reason": comparison.reason(), "seconds": seconds, "dynamic": dynamic}
+    dynamic_seconds = comparison.dynamic and comparison.dynamic.predicted_seconds  # None without a dynamic plan
+    answer = {"best_cp": comparison.best.cp, "reason": comparison.reason(), "seconds": seconds}
+    answer["dynamic"] = dynamic_seconds
     print(json.dumps(answer) if flags.json else f"{comparison.reason()}; lengths from {source}")
     return 0
 
 
 def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanOptions]:
-    """Read the home, the documents and where they are from, and the planners' options. The price of a model includes
-    FSDP2's gathers and sums; without --machine it is that of H200s, without --model too the default one. The
-    limit of rows "auto" is USUAL_ROWS, or what the longest document needs at the widest degree.
+    """Read the home, the documents, where they are from, and the planners' options. Raises ConfigError for flags that
+    are impossible or missing.
+
+    The price of a model includes FSDP2's gathers and sums; without --machine it is that on H200s, and without --model
+    too it is DEFAULT_COST. The limit of rows "auto" is USUAL_ROWS, or what the longest document needs at the widest
+    degree, if that is more.
     """
     check_flags_at_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, node_size=1, cp=0, min_cp=1, max_cp=0)
     if 0 < flags.max_cp < flags.min_cp:
@@ -220,15 +224,16 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
         raise ConfigError(f"--max-tokens-per-slot is {rows!r}; give an integer, or {AUTO}")
     else:
         types = check_comm_types(options.cp_comm_type)
-        widest = min(flags.max_cp or home.slots, home.slots)
-        degrees = (d for d in range(widest, 0, -1) if home.slots % d == 0)
-        degree = flags.cp or next(d for d in degrees if heads_allow_degree(d, options.heads, types, home.tp))
-        rows = max(USUAL_ROWS, -(-max(lengths) // degree))
+        most_slots = min(flags.max_cp or home.slots, home.slots)
+        degrees = (d for d in range(most_slots, 0, -1) if home.slots % d == 0)
+        widest_degree = flags.cp or next(d for d in degrees if heads_allow_degree(d, options.heads, types, home.tp))
+        rows = max(USUAL_ROWS, -(-max(lengths) // widest_degree))
     return home, lengths, source, replace(options, max_tokens_per_slot=rows or None)
 
 
 def plan_by_flags(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: PlanOptions) -> tuple[Plan, str]:
-    """Plan these documents by the planner and degrees of flags, under `options`.
+    """Plan these documents by the planner and degrees of flags, under `options`; of a hybrid under the faster partition
+    of rows, unless a flag names one.
 
     Also returns why the rows of a hybrid are dealt out as they are ("" for others). Raises ConfigError for --cp beside
     dynamic plans.
@@ -238,18 +243,19 @@ def plan_by_flags(flags: PlanFlags, lengths: Sequence[int], home: Layout, option
             "--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed"
         )
     planner = flags.planner
-    if planner == AUTO:  # as a run's key: degrees that are given decide it
-        limited = (flags.min_cp, flags.max_cp) != (1, 0)
-        planner = "dynamic" if limited else AUTO
-        planner = "fixed" if flags.cp else planner
+    if planner == AUTO and flags.cp:  # as with a run's keys, degrees that are given decide the planner
+        planner = "fixed"
+    elif planner == AUTO and (flags.min_cp, flags.max_cp) != (1, 0):
+        planner = "dynamic"
     choice = PlannerConfig(planner, flags.cp, flags.min_cp, flags.max_cp, options, prefix="--")
 
-    def make_with_options(way: PlanOptions) -> Plan:
-        return fastest_plan(replace(choice, options=way), lengths, home)
+    def make_with_options(plan_options: PlanOptions) -> Plan:
+        return fastest_plan(replace(choice, options=plan_options), lengths, home)
 
-    if options.cost.states is None:
-        return make_with_options(
-            replace(options, partition="zigzag" if flags.partition == AUTO else flags.partition)
-        ), ""
-    comparison = compare_partitions(lambda way: make_with_options(way).predicted_seconds, options, flags.partition)
+    if options.cost.states is None:  # no hybrid
+        partition = "zigzag" if flags.partition == AUTO else flags.partition
+        return make_with_options(replace(options, partition=partition)), ""
+    comparison = compare_partitions(
+        lambda plan_options: make_with_options(plan_options).predicted_seconds, options, flags.partition
+    )
     return make_with_options(comparison.options), f"rows {comparison.reason}"

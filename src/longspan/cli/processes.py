@@ -40,9 +40,11 @@ def choose_processes(
     world: int, device: Device = "auto", *, on_gpus: int = 0, on_cpus: int = 1, for_cpus: str = "--device cpu"
 ) -> Processes:
     """Choose the processes of a verb: torchrun's; else `world` local ones (0: not given); else `on_gpus` where this
-    machine has GPUs (0: one process a GPU), else `on_cpus`. On GPUs the environment that they need is set. Raises
-    ConfigError for an impossible --world, for a lack of GPUs that are asked for, and for more processes than GPUs.
-    `for_cpus` is the flag that the error recommends for processes on CPUs.
+    machine has GPUs (0: one process for each), else `on_cpus`.
+
+    On GPUs this process's environment is set as ranks need it. Raises ConfigError for an impossible --world, for a lack
+    of GPUs that are asked for, and for more processes than GPUs. `for_cpus` is the flag that the error recommends for
+    processes on CPUs.
     """
     if world < 0:
         raise ConfigError(f"--world is {world}; give the number of processes to start, or leave it out")
@@ -70,8 +72,8 @@ def choose_processes(
     cores = usable_cores()
     note = ""
     if ranks_here > cores:
-        note = f"{ranks_here} processes on {plural(cores, 'core')}: they take turns, "
-        note += "so a step takes longer than with fewer"
+        turns = "they take turns, so a step takes longer than with fewer"
+        note = f"{ranks_here} processes on {plural(cores, 'core')}: {turns}"
     return Processes(ranks, "gloo", note)
 
 

@@ -30,11 +30,13 @@ _COLOURS = "\x1b[30;42m", "\x1b[0m"
 
 
 def show_rows(config: RunConfig, count: int) -> None:
-    """Print the first `count` rows of each source: tokens between dots, each run of targets marked, and both counts. A
-    row is shown as it is before it is cut or packed. At the end come the trees of families: the rows shown that begin
+    """Print the first `count` rows of each source: tokens with dots between, each run of targets marked, and both
+    counts.
+
+    A row is shown as it is before it is cut or packed. At the end come the trees of families: the rows shown that begin
     alike, where the run would compute their beginnings once. A tokenizer that the run would train is trained, and not
-    kept. Raises DataError as the run does, also for a bad row unless data.on_bad_row is "skip", which is shown with
-    its reason.
+    kept. Raises DataError as the run does. A bad row raises it too, unless data.on_bad_row is "skip": then the row is
+    shown with its reason.
     """
     settings = CorpusSettings.for_run(config)
     data = config.data
@@ -47,8 +49,8 @@ def show_rows(config: RunConfig, count: int) -> None:
     print("\n".join([*row_lines(recipe), legend]))
     shown = list[Document]()
     for source, encoding in enumerate(recipe.encodings):
-        of_source = (file for file in files if file.source == source)
-        rows = (row for file in of_source for row in read_file_rows(file, data.max_text_bytes))
+        source_files = (file for file in files if file.source == source)
+        rows = (row for file in source_files for row in read_file_rows(file, data.max_text_bytes))
         for row in islice(rows, count):
             is_bad = isinstance(row, BadRow)
             for sample in [row] if is_bad else encoding.encode([rename_columns(row, data.rename_columns)]):
@@ -70,7 +72,7 @@ def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
     branches = dict[int, list[int]]()
     for number, parent in enumerate(families.parents):
         branches.setdefault(parent, []).append(number)
-    # a part, what is drawn before it, and before those that continue it
+    # a part's number, what is drawn before it, and what is drawn before the parts that continue it
     waiting = [(number, "", "") for number in reversed(branches.get(-1, ())) if number in branches]
     if waiting:
         yield "\nbegin alike, and are computed once in a step that has them (data.share_prefixes):"
@@ -84,10 +86,13 @@ def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
 
 
 def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:
-    """Write a row's numbers of tokens and targets, and its tokens; `marks` stand around each run of targets."""
+    """Write how many tokens and targets a row has, or its label or margin, and then its tokens; `marks` stand around
+    each run of targets.
+    """
     targets = np.ones(len(sample.ids), dtype=bool) if sample.labels is None else sample.labels != NO_TARGET
-    # nothing predicts the first token, or what is scored
-    targets[: len(targets) if sample.labels is None and sample.stops else 1] = False
+    is_scored = sample.labels is None and len(sample.stops) > 0
+    # nothing predicts the first token, and no token of a document that is scored is a target
+    targets[: len(targets) if is_scored else 1] = False
     scored_text = f"label or margin {', '.join(f'{x:g}' for x in sample.numbers)}" if sample.numbers else ""
     runs = [f"{plural(len(sample.ids), 'token')}, {scored_text or plural(int(targets.sum()), 'target')}\n"]
     for is_target, tokens in groupby(

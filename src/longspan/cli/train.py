@@ -93,7 +93,8 @@ def train_rank(
     keep_prints_from_failing(Path(config.run.dir))
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compile != "none")
-    # imports, made here under torchrun, leave no garbage, and looking for some takes a tenth of the time
+    # these imports, which only torchrun's ranks have still to make, leave no garbage: to look for it takes a tenth of
+    # the time
     gc.disable()
     try:
         with block_signals():  # some of these imports catch every exception, and that of a signal with them

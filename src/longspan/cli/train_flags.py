@@ -82,6 +82,7 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     """Parse the flags of `train`, and the configuration that file, flags and the number of ranks make together."""
     names = {flag for flag, _, _ in split_flags(argv)}
     for flag, paths, _ in split_flags(argv):
+        # --data, by either of its spellings
         if flag in OTHER_SPELLING and len(paths) > 1 and not paths[1].endswith(".toml"):
             raise ConfigError(
                 f"{flag} takes one path, and got {' '.join(paths)}; name several in CONFIG.toml, each as path = ... "

@@ -78,15 +78,16 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     given_keys = {
         f"{section}.{key}" for section, table in tables.items() if isinstance(table, Mapping) for key in table
     }
-    given_keys |= {OLD_SETS} & tables.keys()
+    if OLD_SETS in tables:
+        given_keys.add(OLD_SETS)
     renamed = {OLD_SETS: SETS} | RENAMED
     if twice := [f"{old} and {renamed[old]}" for old in renamed if {old, renamed[old]} <= given_keys]:
         raise ConfigError(f"the file gives a key by its old and its new name: {', '.join(twice)}; leave one out")
-    document = tomlkit.parse(text)
-    moved = dict[str, Any]()
+    document = tomlkit.parse(text)  # with its comments, in contrast to `tables`
+    moved = dict[str, Any]()  # tables of keys that belong to another section now, by that section
     for section in [name for name, table in document.items() if isinstance(table, Table)]:
         _rename_keys(document, section, moved)
-    sets = document.pop(OLD_SETS, None)
+    sets = document.pop(OLD_SETS, None)  # is appended at the end, under its new name
     if gone := [key.removeprefix(f"{OLD_SETS}.") for key in gone_keys_of_sets(tables)]:
         for table in (*(sets or ()), *document.get("evaluation", {}).get("sets", ())):
             for key in [key for key in table if key in gone]:
@@ -98,13 +99,14 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
         for key, item in items.value.body:
             document[section].append(key, item)
     upgraded = upgraded_tables(tables)
+    # keys whose value stands in place of a key that is gone
     for section, _, key in (name.partition(".") for name in REPLACING):
         if (value := upgraded.get(section, {}).get(key)) != document.get(section, {}).get(key):
             document.setdefault(section, tomlkit.table())[key] = value
     new_text = tomlkit.dumps(document).rstrip("\n") + "\n"
     if sets is not None:
         new_text += "\n" + "\n".join(f"[[{SETS}]]\n{tomlkit.dumps(table).strip()}\n" for table in sets)
-    if tomllib.loads(new_text) != upgraded:
+    if tomllib.loads(new_text) != upgraded:  # such as dotted keys or inline tables, which are not rewritten
         raise ConfigError(
             "this file's keys stand in another form than key = value below [section]: change them by hand"
         )
@@ -112,7 +114,7 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
 
 
 def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each key of a file that has another name or value now, or is gone."""
+    """Yield a line for each key of a file's `tables` that has another name or value now, or is gone."""
     for section, table in tables.items():
         for key, value in table.items() if isinstance(table, Mapping) else ():
             old = f"{section}.{key}"
@@ -130,9 +132,9 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
-    """Replace a section of a tomlkit document by one with the keys of now; an empty one is removed.
+    """Replace a section of a tomlkit document by one with the keys of now; it is removed if no key is left.
 
-    What belongs to other sections, with the comments right above it, is added to `moved`, tables by section.
+    Keys that belong to other sections now, with the comments right above them, are added to `moved`, tables by section.
     """
     import tomlkit
     from tomlkit.items import Comment
@@ -144,7 +146,7 @@ def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
             comments.append(item)
             continue
         new_section = section
-        name = None
+        name = None  # of an empty line, which has no key
         if key is not None:
             old = f"{section}.{key.key}"
             new = RENAMED.get(old, old)

@@ -197,8 +197,8 @@ def _with_keys(section: Any, label: str, values: Mapping[str, object], source: s
 
 def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
     """Suggest what an unknown key may be: another library's name, a key of another section, or a sibling."""
-    if advice := key_of_other_name(key):
-        return advice if advice.startswith("leave ") else f"here it is {advice}"
+    if other := key_of_other_name(key):
+        return f"here it is {other.key} {other.remark}".rstrip() if other.key else other.remark
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]

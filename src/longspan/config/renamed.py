@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from longspan.errors import ConfigError
 
@@ -308,6 +308,19 @@ NAMES = {
 _KEYS = {name: key for key, names in NAMES.items() for name in names.split()}
 
 
-def key_of_other_name(name: str) -> str:
-    """Return the key that a name of another library stands for, with what is behind it in NAMES; "" for other names."""
-    return _KEYS.get(name.rpartition(".")[2].replace("-", "_"), "")
+class OtherName(NamedTuple):
+    """What a name of another library is here: `key`, with a `remark` behind it or ""; or, where `key` is "", the advice
+    to leave it out, as `remark`.
+    """
+
+    key: str
+    remark: str
+
+
+def key_of_other_name(name: str) -> OtherName | None:
+    """Return what a name of another library is here, by NAMES; None for other names."""
+    text = _KEYS.get(name.rpartition(".")[2].replace("-", "_"))
+    if text is None:
+        return None
+    key, _, remark = text.partition(" ")
+    return OtherName(key, remark) if "." in key else OtherName("", text)

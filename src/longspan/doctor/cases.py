@@ -111,7 +111,7 @@ def list_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple
     second = min(2, ranks)
     if name == "basic":
         cases = [
-            *(Case(cp=cp) for cp in degrees),
+            *(Case(cp=degree) for degree in degrees),
             Case(cp=second, cp_comm_type="all_gather"),
             Case(cp=widest, plan="several"),
             Case(cp=second, recompute="full"),
@@ -119,7 +119,7 @@ def list_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple
     else:
         cp = 2 if ranks >= 4 else 1
         cases = [
-            *(case for cp in degrees for case in list_type_cases(cp)),
+            *(case for degree in degrees for case in list_type_cases(degree)),
             Case(cp=second, plan="several"),
             Case(plan="dynamic"),
             Case(cp=second, router_losses=True),
@@ -170,7 +170,7 @@ def list_type_cases(cp: int) -> list[Case]:
     """List a case for each type at a degree, a2a+p2p with each pair of sizes above 1; one case at degree 1."""
     if cp == 1:
         return [Case()]
-    sizes = [(a, cp // a) for a in range(2, cp) if cp % a == 0]
+    sizes = [(inner, cp // inner) for inner in range(2, cp) if cp % inner == 0]
     hierarchical = [Case(cp=cp, cp_comm_type="a2a+p2p", sizes=levels) for levels in sizes]
     flat = {kind: Case(cp=cp, cp_comm_type=kind) for kind in ("p2p", "all_gather", "a2a", "auto")}
     return [flat["p2p"], flat["all_gather"], flat["a2a"], *hierarchical, flat["auto"]]
@@ -193,7 +193,8 @@ def plan_case(
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
     # sequence parallelism splits a slot's rows over tp ranks
     row_multiple = case.tp if case.sequence_parallel else 1
-    slots, documents = tuple(range(home.slots)), range(len(lengths))
+    slots = tuple(range(home.slots))
+    documents = range(len(lengths))
     if case.plan == "several":
         # In the first only slot 0 has documents. In the second the first `cp` slots share two documents, and slot 0
         # and the last slot have one more each. In the third all slots share the rest. The fourth is a dummy: all idle.

@@ -4,6 +4,7 @@ What they predict (`document_labels`) is for the stock model; `run_step` finds t
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -57,21 +58,21 @@ def no_video_reason(config: PreTrainedConfig) -> str:
 def make_item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> MediaDocuments:
     """Return the documents as `run_step` takes them, with images of all documents before frames of all videos."""
     ids = [document.ids for document in documents]
-    of_images, of_videos = zip(*(_split_items(document, document.rows) for document in documents), strict=True)
-    items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
-    if any(of_videos):
-        items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
-    images = [x for kind in (0, 1) for document in documents for x in _split_items(document, document.images)[kind]]
+    image_rows, frame_rows = zip(*(_split_items(document, document.rows) for document in documents), strict=True)
+    items = items_at_placeholders(ids, image_tokens(config).placeholder, image_rows)
+    if any(frame_rows):
+        items += items_at_placeholders(ids, video_tokens(config).placeholder, frame_rows)
+    images, frames = zip(*(_split_items(document, document.images) for document in documents), strict=True)
     tokens = [
         Document(d.ids, loss_mask=np.arange(len(d.ids)) >= d.prefix) if d.prefix else d.ids for d in documents
     ]
-    return MediaDocuments(tokens, items, images, lambda number: documents[number].positions)
+    return MediaDocuments(tokens, items, [*chain(*images, *frames)], lambda number: documents[number].positions)
 
 
 def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split what a document has for each item into that of its images and that of its videos' frames."""
-    groups = document.groups
-    return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
+    """Split `values`, one for each of a document's images, into those of true images and those of frames of videos."""
+    frames = document.groups
+    return [value for i, value in enumerate(values) if i not in frames], [values[i] for i in sorted(frames)]
 
 
 def document_labels(document: np.ndarray | TrialDocument) -> Tensor:

@@ -20,7 +20,9 @@ _RANK = 4
 
 
 def widen_rows(config: PreTrainedConfig, frozen: str) -> PreTrainedConfig:
-    """Return a small configuration with rows that can be packed. Raises ModelError where none has them."""
+    """Return a copy of a small configuration whose linears have rows that can be packed as `frozen`. Raises ModelError
+    where a model of such sizes cannot be made, or its rows cannot be packed all the same.
+    """
     wide = deepcopy(config)
     text: Any = wide.get_text_config()
     for name, value in text.to_dict().items():
@@ -61,5 +63,5 @@ def add_adapter_to_dequantised(model: PreTrainedModel, frozen: str) -> PreTraine
     inside: Any = add_drawn_adapter(model).get_base_model()
     for name, packed in choose_formats(inside, frozen).items():
         rows = inside.get_parameter(name).data.flatten(0, -2)
-        packed.unpack(packed.pack(rows), rows)
+        packed.unpack(packed.pack(rows), rows)  # into `rows`, which is the weight's own memory
     return inside

@@ -6,11 +6,11 @@ its ranks, each has a world of its own.
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from longspan.comm import World, run_local
 from longspan.doctor.cases import LENGTHS, Case, plan_case
 from longspan.doctor.documents import draw_documents, make_image_documents, make_item_documents
+from longspan.doctor.outcomes import Outcome, Status, exception_text, outcome_text
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
@@ -30,7 +31,6 @@ from longspan.doctor.stock import (
     compute_expected_answers,
     compute_in_float64,
     config_with_every_expert,
-    error_text,
     errors_of_missing_gradients,
     gradient_errors,
     loss_error,
@@ -52,37 +52,6 @@ from longspan.train import run_step
 from longspan.train.step_inputs import check_step_arguments
 
 SECONDS_PER_CASE = 20.0
-Status = Literal["exact", "refused", "wrong", "crashed", "not built", "not judged"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one case: its relative errors from the stock model, of the loss and of the worst gradient, `parameter`.
-
-    "wrong": an error above `tolerance`; "refused": a LongspanError, its text in `message`; "crashed": another error, a
-    rank that died or did not end; "not built": the stock model itself cannot run; "not judged": an error above
-    `tolerance` where rounding changes the keys that the stock model itself chooses. Errors are None where nothing was
-    compared.
-    """
-
-    case: Case
-    status: Status
-    loss_error: float | None = None
-    gradient_error: float | None = None
-    parameter: str = ""
-    tolerance: float | None = None
-    message: str = ""
-    seconds: float = 0.0
-
-    @property
-    def good(self) -> bool:
-        """Whether the case is exact, cannot be judged, or is refused for what it alone asks for (`Case.is_basic`)."""
-        return self.status in ("exact", "not judged") or (self.status == "refused" and not self.case.is_basic)
-
-    def row(self) -> dict[str, Any]:
-        """Return the outcome as a row of the record: the case's fields beside its own."""
-        fields = asdict(self)
-        return {"name": self.case.name, **fields.pop("case"), **fields, "good": self.good}
 
 
 @dataclass(frozen=True)
@@ -108,21 +77,19 @@ class Proof:
     @property
     def good(self) -> bool:
         """Whether there are cases and every one is good; refused images do not count where texts alone suffice."""
-        refused_images = (
-            self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused"
-            for outcome in self.outcomes
-        )
-        pairs = zip(self.outcomes, refused_images, strict=True)
-        return bool(self.outcomes) and all(outcome.good or is_remark for outcome, is_remark in pairs)
+
+        def is_remark(outcome: Outcome) -> bool:
+            return self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused"
+
+        return bool(self.outcomes) and all(outcome.good or is_remark(outcome) for outcome in self.outcomes)
 
 
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
     """Return what is printed of a proof: lines of `heading`, a row for each case, and the verdict."""
-    # A dot is for a refusal that says nothing against the model.
+    # a dot: a case that says nothing against the model
     marks = ["✓" if outcome.status == "exact" else "·" if outcome.good else "✗" for outcome in proof.outcomes]
-    # by what was found
     rows = list[tuple[str, ...]]()
-    first_cases = dict[str, str]()
+    first_cases = dict[str, str]()  # names of cases by text: further cases with the same message refer to the first
     for mark, outcome in zip(marks, proof.outcomes, strict=True):
         name = outcome.case.name
         text = outcome_text(outcome)
@@ -136,20 +103,6 @@ def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
     count = plural(len(proof.outcomes), "case")
     verdict = f"{word} on this machine: of {count} {', '.join(parts)} ({seconds:.0f} s)"
     return "\n".join([*heading, "", table, "", verdict])
-
-
-def outcome_text(outcome: Outcome) -> str:
-    """Say how far a case is from the stock model, or on one line why nothing was compared."""
-    if outcome.loss_error is None:
-        return " ".join(outcome.message.split())
-    text = f"loss {outcome.loss_error:.1e}"
-    if outcome.gradient_error is not None:
-        worst_parameter = f" ({outcome.parameter})" if outcome.status == "wrong" else ""
-        text += f", gradients {outcome.gradient_error:.1e}{worst_parameter}"
-    text = f"{text} from the stock model, allowed {outcome.tolerance:.1e}"
-    if outcome.status == "not judged":
-        return f"{text}; its own choice of keys changes by rounding"
-    return text
 
 
 def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -182,7 +135,7 @@ def run_cases_on_rank(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outc
     """
     outcomes: dict[int, Outcome] = {}
     register_class(task.config, task.architecture)
-    # of the convolutions of towers; the stock model's answers are in float32
+    # else convolutions of towers would be rounded to TF32, and the stock model's answers are in float32
     torch.backends.cudnn.allow_tf32 = False
     with World(task.home, backend=task.backend, timeout=task.timeout) as world:
         for _, group in groupby(task.cases, key=lambda numbered: _preparation_key(numbered[1])):
@@ -250,7 +203,7 @@ class CaseRun:
 
         An error of the step is raised: other ranks may wait in it. The first case's seconds include preparation.
         """
-        # the next case begins here if this one is refused
+        # a refusal returns early, and the time of the next case then counts from here
         began = self._began
         self._began = time.perf_counter()
         expected = self.task.expected[case.answer_key]
@@ -301,7 +254,7 @@ class CaseRun:
         errors |= errors_of_missing_gradients(set(errors), stock)
         losses = [loss_error(result.loss, stock.loss)]
         if case.router_losses and result.router is not None:
-            losses += [loss_error(a, b) for a, b in zip(result.router, stock.routers, strict=True)]
+            losses += [loss_error(ours, theirs) for ours, theirs in zip(result.router, stock.routers, strict=True)]
         return max(losses), errors
 
 
@@ -340,17 +293,17 @@ def prove(
 def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks, frozen: str = "") -> Proof:
     """Run every case on these ranks; returns their outcomes, in the order of cases, with the facts of their worlds.
     With `frozen` the model has an adapter over weights in 4 bits.
+
     First the stock model computes what each case should give, in one process. A case whose documents or images cannot
     be made, or whose stock model fails, gets its outcome from that, and one whose home the ranks cannot have is
-    refused. All other cases run grouped by home, as ranks start once for each home; cases that share a prepared model
-    follow each other.
+    refused. All other cases run grouped by home, as ranks start once for each home.
     """
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
     try:
         documents = draw_documents(config, LENGTHS)
     except Exception as error:
-        return Proof(tuple(Outcome(case, "not built", message=error_text(error)) for case in cases))
+        return Proof(tuple(Outcome(case, "not built", message=exception_text(error)) for case in cases))
     image_documents: tuple[TrialDocument, ...] = ()
     image_failure: tuple[Status, str] | None = None
     try:
@@ -358,25 +311,22 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
     except LongspanError as error:
         image_failure = "refused", str(error).partition(DOCTOR)[0]
     except Exception as error:
-        image_failure = "not built", error_text(error)
+        image_failure = "not built", exception_text(error)
     expected = compute_expected_answers(config, cases, documents, image_documents, frozen)
     cases_of_homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
-        if case.encoder and image_failure is not None:
-            outcomes[number] = Outcome(case, image_failure[0], message=image_failure[1])
-        elif isinstance(failure := expected[case.dtype, False, case.encoder > 0], str):
-            outcomes[number] = Outcome(case, "not built", message=failure)
-        elif case.router_losses and isinstance(failure := expected[case.answer_key], str):
-            # The stock model runs, as the branch before shows: only losses of its routers cannot be computed.
-            outcomes[number] = Outcome(case, "refused", message=failure)
-        else:
-            try:
-                cases_of_homes.setdefault(case.home(ranks.count), []).append((number, case))
-            except LongspanError as error:
-                outcomes[number] = Outcome(case, "refused", message=str(error))
+        outcome = _outcome_without_run(case, expected, image_failure)
+        if outcome is not None:
+            outcomes[number] = outcome
+            continue
+        try:
+            cases_of_homes.setdefault(case.home(ranks.count), []).append((number, case))
+        except LongspanError as error:
+            outcomes[number] = Outcome(case, "refused", message=str(error))
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, ExpectedAnswer)}
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for home, numbered in cases_of_homes.items():
+        # cases that share a prepared model follow each other, where the first of them would stand
         first_numbers = {_preparation_key(case): number for number, case in reversed(numbered)}
         numbered.sort(key=lambda pair: (first_numbers[_preparation_key(pair[1])], pair[0]))
         task = Task(
@@ -396,6 +346,26 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
 
 
+def _outcome_without_run(
+    case: Case,
+    expected: Mapping[tuple[str, bool, bool], ExpectedAnswer | str],
+    image_failure: tuple[Status, str] | None,
+) -> Outcome | None:
+    """Return the outcome of a case for which no images could be made, or to which the stock model has no answer; None:
+    the case is to be run.
+    """
+    if case.encoder and image_failure is not None:
+        status, message = image_failure
+        return Outcome(case, status, message=message)
+    plain_answer = expected[case.dtype, False, case.encoder > 0]
+    if isinstance(plain_answer, str):
+        return Outcome(case, "not built", message=plain_answer)
+    answer = expected[case.answer_key]
+    if isinstance(answer, str):  # the stock model runs, and only losses of its routers cannot be computed
+        return Outcome(case, "refused", message=answer)
+    return None
+
+
 def _run_home_cases(task: Task, ranks: ProofRanks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
     """Run the cases of a task, and return their outcomes by number; the world's facts are appended to `worlds`.
 
@@ -412,9 +382,9 @@ def _run_home_cases(task: Task, ranks: ProofRanks, worlds: list[WorldFacts]) -> 
         if len(task.cases) > 1 and ranks.launch is None:  # nothing here can start torchrun's processes again
             alone = [replace(task, cases=(numbered,)) for numbered in task.cases]
             return {n: outcome for part in alone for n, outcome in _run_home_cases(part, ranks, worlds).items()}
-        # ProofRanks lose each other by a CommError, as when one of them died.
+        # a CommError is of ranks that lost each other, as when one of them died
         refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
         status: Status = "refused" if refused else "crashed"
-        return {number: Outcome(case, status, message=error_text(error)) for number, case in task.cases}
+        return {number: Outcome(case, status, message=exception_text(error)) for number, case in task.cases}
     worlds.append(world)
     return outcomes

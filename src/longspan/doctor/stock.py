@@ -6,6 +6,7 @@ float32 inside models are left out, on both sides of a comparison (`compute_in_f
 
 import copy
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.doctor.cases import Case
 from longspan.doctor.documents import NO_LABEL, document_labels
-from longspan.errors import LongspanError, ModelError
+from longspan.doctor.outcomes import exception_text
+from longspan.errors import ModelError
 from longspan.model.exactness.image_documents import (
     TOKEN_KINDS,
     TrialDocument,
@@ -106,12 +108,13 @@ def compute_stock_answer(
     nudge: int = 0,
     frozen: str = "",
 ) -> ModelAnswer:
-    """Compute loss and gradients of the unchanged model on the CPU. Weights are rounded to the dtype `weights`, and
-    arithmetic is in the dtype `compute` (None: the same). With `nudge`, a seed above 0, every weight is then changed by
-    the rounding unit of `compute`, up or down. Documents run one by one, each from the same states of modules, and the
-    loss is the mean over all targets. With coefficients in `router`, the losses of routers are over all tokens and
-    layers of the documents. With `frozen`, the model has an adapter over weights in 4 bits. Raises what the model's own
-    code raises, and ModelError where it returns no logits of routers.
+    """Compute loss and gradients of the unchanged model on the CPU.
+
+    Weights are rounded to the dtype `weights`, and arithmetic is in the dtype `compute` (None: the same). With `nudge`,
+    a seed above 0, every weight is then changed by the rounding unit of `compute`, up or down. Documents run one by
+    one, each from the same states of modules, and the loss is the mean over all targets. With coefficients in `router`,
+    the losses of routers are over all tokens and layers of the documents. With `frozen`, the model has an adapter over
+    weights in 4 bits. Raises what the model's own code raises, and ModelError where it returns no logits of routers.
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = make_stock_model(config, weights, attention, images=images)
@@ -121,22 +124,22 @@ def compute_stock_answer(
         model = add_adapter_to_dequantised(model, frozen)
     model = model.to(compute or weights)
     if nudge:
-        random = torch.Generator().manual_seed(nudge)
-        with torch.no_grad():
-            for weight in model.parameters():  # times 1 + eps or 1 − eps
-                signs = torch.randint(2, weight.shape, generator=random) * 2 - 1
-                weight.mul_(1 + torch.finfo(weight.dtype).eps * signs.to(weight.dtype))
+        _nudge_weights(model, nudge)
     labels_of_documents = [document_labels(document) for document in documents]
     targets = sum(int((labels != NO_LABEL).sum()) for labels in labels_of_documents)
     losses = []
     router_logits = []
-    plain = bool | int | float | str | None
+    plain_types = bool | int | float | str | None
     states = [
-        (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
+        (
+            module,
+            {name: value for name, value in vars(module).items() if isinstance(value, plain_types)},
+            dict(module._buffers),
+        )
         for module in model.modules()
     ]
     for document, labels in zip(documents, labels_of_documents, strict=True):
-        # "dynamic" rotary frequencies stay those of the longest document else
+        # otherwise "dynamic" rotary frequencies would stay those of the longest document so far
         for module, values, buffers in states:
             vars(module).update(values)
             module._buffers.update(buffers)
@@ -150,13 +153,23 @@ def compute_stock_answer(
                     f"{config.model_type} returns no router_logits: there are no losses of routers to compare"
                 )
             router_logits.append([layer.flatten(0, -2) for layer in layers if layer is not None])  # (T, E) a layer
-    loss = total = torch.stack(losses).sum()
+    loss = torch.stack(losses).sum()
+    total = loss
     routers: tuple[Tensor, ...] = ()
     if router.any:
         routers = _router_losses(model, [torch.cat(layer) for layer in zip(*router_logits, strict=True)])
         total = loss + (router.balance or 0.0) * routers[0] + router.z * routers[1]
     total.backward()
     return ModelAnswer(loss.item(), collect_gradients(model), tuple(value.item() for value in routers))
+
+
+@torch.no_grad()
+def _nudge_weights(model: nn.Module, seed: int) -> None:
+    """Multiply every weight in place by 1 + eps or 1 − eps of its dtype, as drawn from this seed."""
+    random = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        signs = torch.randint(2, weight.shape, generator=random) * 2 - 1
+        weight.mul_(1 + torch.finfo(weight.dtype).eps * signs.to(weight.dtype))
 
 
 def make_stock_model(
@@ -198,8 +211,9 @@ def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, 
     """Run a stock model over one document, and return transformers' output, with the logits of routers if asked."""
     if isinstance(document, TrialDocument):
         return model(**make_stock_arguments(model, document))
-    wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
-    arguments = inspect.signature(model.forward).parameters if wrapper else ()
+    # a model of text alone gets no kinds of tokens: GPT-2 would embed them as tokens
+    is_text_model = model.config.get_text_config() is model.config
+    arguments = () if is_text_model else inspect.signature(model.forward).parameters
     options: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
     if with_routers:
         options["output_router_logits"] = True
@@ -250,32 +264,25 @@ def gradient_errors(gradients: dict[str, Tensor], stock: ModelAnswer) -> dict[st
         exact = stock.gradients.get(name)
         exact = torch.zeros_like(gradient) if exact is None else exact
         error = float((gradient - exact).norm() / max(float(exact.norm()), floor))
-        errors[name] = error if error == error else float("inf")
+        errors[name] = math.inf if math.isnan(error) else error
     return errors
 
 
 def errors_of_missing_gradients(names: set[str], stock: ModelAnswer) -> dict[str, float]:
     """Return the errors of gradients of the stock model that are not among `names`; a missing one counts as 0."""
-    none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
-    return gradient_errors(none, stock)
+    missing = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
+    return gradient_errors(missing, stock)
 
 
 def loss_error(loss: float, stock: float) -> float:
     """Return the relative error of a loss; infinite for one that is not finite."""
     error = abs(loss - stock) / max(abs(stock), 1e-30)
-    return error if error == error else float("inf")
+    return math.inf if math.isnan(error) else error
 
 
 def _worst_error(answer: ModelAnswer, exact: ModelAnswer) -> float:
     """Return the largest relative error of an answer: of its loss, or of any gradient."""
     return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
-
-
-def error_text(error: BaseException) -> str:
-    """Write an error of the model's own code with its class, one of longspan's without."""
-    if isinstance(error, LongspanError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
 
 
 # ---- tolerances
@@ -311,16 +318,17 @@ def compute_expected_answers(
     answers: dict[tuple[str, bool, bool], ExpectedAnswer | str] = {}
     for name, with_routers, with_images in keys:
         router = ROUTER if with_routers else NO_ROUTER
-        of_key = image_documents if with_images else documents
-        answer_of = partial(compute_stock_answer, documents=of_key, router=router, frozen=frozen)
+        key_documents = image_documents if with_images else documents
+        answer_of = partial(compute_stock_answer, documents=key_documents, router=router, frozen=frozen)
+        # one prepared model serves cases with and without losses of routers: both have every expert, or neither
         plain = answers.get((name, False, with_images))
-        chosen = plain.every_expert if isinstance(plain, ExpectedAnswer) else None
+        every_expert = plain.every_expert if isinstance(plain, ExpectedAnswer) else None
         try:
             answers[name, with_routers, with_images] = _compute_expected_answer(
-                config, answer_of, getattr(torch, name), chosen
+                config, answer_of, getattr(torch, name), every_expert
             )
         except Exception as error:  # of the model's own code
-            answers[name, with_routers, with_images] = error_text(error)
+            answers[name, with_routers, with_images] = exception_text(error)
     return answers
 
 
@@ -329,25 +337,16 @@ def _compute_expected_answer(
 ) -> ExpectedAnswer:
     """Compute what the stock model gives in this dtype, and how far a case may be from that.
 
-    `answer_of` is `compute_stock_answer` but for its model and dtypes. In half precision the tolerance is ROUNDING
-    times the error of the stock model's own pass in that precision, against float32. There each row gets every expert,
-    because rounding would change which experts are chosen; with losses of routers as `every_expert` says, since one
-    model is prepared for both (None: where the model can). In float32 it is EXACT, or what two float32 computations may
-    differ by: ROUNDING times the error of the stock model's own float32 pass against float64, if its conditioning
-    explains this error. A larger error has other causes, such as a row that got another expert, and EXACT stays. In
-    float64 it is EXACT, or what rounding may do. A model whose code cannot run in float64 throughout keeps its own
-    casts to float32 and EXACT; its attention is then "sdpa" in float64, as the eager one casts its softmax to float32.
+    `answer_of` is `compute_stock_answer` but for its model and dtypes; `every_expert` as of `_expect_half_precision`.
+
+    In float32 the tolerance is EXACT, or what two float32 computations may differ by: ROUNDING times the error of the
+    stock model's own float32 pass against float64, if its conditioning explains this error. A larger error has other
+    causes, such as a row that got another expert, and EXACT stays. In float64 it is EXACT, or what rounding may do. A
+    model whose code cannot run in float64 throughout keeps its own casts to float32 and EXACT; its attention is then
+    "sdpa" in float64, as the eager one casts its softmax to float32.
     """
     if dtype not in EXACT:
-        every = config if every_expert is False else config_with_every_expert(config)
-        try:
-            exact = answer_of(every, weights=dtype, compute=torch.float32)
-            rounded = answer_of(every, weights=dtype, compute=dtype)
-        except Exception:  # of the model's own code
-            if every is config or every_expert:
-                raise
-            return _compute_expected_answer(config, answer_of, dtype, False)
-        return ExpectedAnswer(exact, ROUNDING * _worst_error(rounded, exact), every_expert=every is not config)
+        return _expect_half_precision(config, answer_of, dtype, every_expert)
     answer = answer_of(config, weights=dtype) if dtype == torch.float32 else None
     try:
         with compute_in_float64():  # scans and norms in float64 too
@@ -367,3 +366,23 @@ def _compute_expected_answer(
     )
     tolerance = max(EXACT[dtype], ROUNDING * error if error <= most_rounding else 0.0)
     return ExpectedAnswer(answer, tolerance, near_ties=near_ties)
+
+
+def _expect_half_precision(
+    config: PreTrainedConfig, answer_of: Callable[..., ModelAnswer], dtype: torch.dtype, every_expert: bool | None
+) -> ExpectedAnswer:
+    """Compute the answer in float32 of weights in half precision; the tolerance is ROUNDING times the error of the
+    stock model's own pass in that precision.
+
+    Each row gets every expert if `every_expert` is true, or is None and the model's code can run so: otherwise rounding
+    would change which experts are chosen.
+    """
+    run_config = config if every_expert is False else config_with_every_expert(config)
+    try:
+        exact = answer_of(run_config, weights=dtype, compute=torch.float32)
+        rounded = answer_of(run_config, weights=dtype, compute=dtype)
+    except Exception:  # of the model's own code
+        if run_config is config or every_expert:
+            raise
+        return _expect_half_precision(config, answer_of, dtype, False)
+    return ExpectedAnswer(exact, ROUNDING * _worst_error(rounded, exact), every_expert=run_config is not config)

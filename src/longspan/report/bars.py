@@ -69,7 +69,9 @@ class PlanBars:
 
     @cached_property
     def color_by_document(self) -> dict[int, int]:
-        """The index in FILLS of each document's colour; documents without one of the largest bars take turns."""
+        """The index in FILLS of each document's colour; documents that have none of the largest bars take the hues in
+        turn.
+        """
         largest_bars = sorted(self.bars, key=lambda bar: -bar.area)[:MOST_COLORED]
         return {i: i % HUES for i in range(len(self.plan.lengths))} | _document_colors(largest_bars)
 
@@ -104,7 +106,7 @@ def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
         return PlanBars(plan, (Panel(0.0, 0.0, timeline.step_seconds),), tuple(bars))
     starts = timeline.start.min(axis=1).tolist()
     ends = timeline.end.max(axis=1).tolist()
-    panels = (Panel(a, a + cost.micro_batch_seconds, b) for a, b in zip(starts, ends, strict=True))
+    panels = (Panel(start, start + cost.micro_batch_seconds, end) for start, end in zip(starts, ends, strict=True))
     return PlanBars(plan, tuple(panels), tuple(bars))
 
 
@@ -115,7 +117,9 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     among equals the colour with the least area so far. Neighbours touch the same slots, or adjacent ones, at the same
     time or within NEAR times the picture's length.
     """
-    slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (2, 3, 4, 5))  # fields of Bar
+    slot, slots, start, stop = (
+        np.array([getattr(bar, name) for bar in bars]) for name in ("slot", "slots", "start", "stop")
+    )
     near = NEAR * float(stop.max(initial=0.0))
     color_of_bar = np.full(len(bars), -1)
     areas = np.zeros(len(FILLS))
@@ -187,8 +191,10 @@ def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_sc
             last[slots] = np.maximum(last[slots], bar.stop)
             documents[bar.slot] += 1
             tokens[bar.slot] += plan.lengths[bar.document]
-        busy = np.flatnonzero(np.isfinite(first))  # slots with a small bar; those that begin alike stand together
-        begin = np.round(first[busy] * x_scale / 4)
+        busy = np.flatnonzero(np.isfinite(first))  # slots with a small bar
+        begin = np.round(
+            first[busy] * x_scale / 4
+        )  # in steps of 4 pixels: neighbours that begin alike are one block
         for neighbours in np.split(busy, np.flatnonzero((np.diff(busy) != 1) | (np.diff(begin) != 0)) + 1):
             for i in range(0, len(neighbours), most_slots):
                 run = neighbours[i : i + most_slots]

@@ -26,18 +26,24 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
     if not (rows := run.newest_by_degree):
         return
     base = rows[0]
-    memory = any(row.activation_bytes for row in rows)
+    has_memory_column = any(row.activation_bytes for row in rows)
     cells = list[list[object]]()
     for row in rows:
         relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
-        good = abs(relative) <= SAME and row.tokens == base.tokens
-        verdict = ["reference", ""] if row is base else ["✓ equal", "good"] if good else ["✗ differs", "bad"]
-        added = [bytes_text(row.activation_bytes)] * memory
-        difference = "" if row is base else f"{relative:+.1e}"
-        cells.append(
-            [row.degree, f"{row.loss:.9f}", verdict, difference, row.perplexity, f"{row.tokens:,}", *added]
-        )
-    names = ("cp", "loss", "", "relative difference", "perplexity", "tokens", *(["added memory of a GPU"] * memory))
+        difference = f"{relative:+.1e}"
+        if row is base:
+            difference = ""
+            verdict = ["reference", ""]
+        elif abs(relative) <= SAME and row.tokens == base.tokens:
+            verdict = ["✓ equal", "good"]
+        else:
+            verdict = ["✗ differs", "bad"]
+        cells.append([row.degree, f"{row.loss:.9f}", verdict, difference, row.perplexity, f"{row.tokens:,}"])
+        if has_memory_column:
+            cells[-1].append(bytes_text(row.activation_bytes))
+    names = ["cp", "loss", "", "relative difference", "perplexity", "tokens"]
+    if has_memory_column:
+        names.append("added memory of a GPU")
     note = f"The weights after step {base.step:,}, the same documents. "
     note += f"Equal means within {SAME:g} of the first row, relative."
     yield section("Evaluation at each degree", {"note": note}, table(names, cells))
@@ -59,7 +65,7 @@ def completion_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def loss_unit(run: RunFolder) -> str:
-    """What losses of a run are means of: the tokens of a language model, preferences, or what another model scores."""
+    """Say of what losses of a run are means: of predicted tokens, of preferences, or of what a model scores."""
     if run.configured_value("train", "loss"):
         return "mean of pairs or answers"
     return "mean of what is scored" if run.configured_value("model", "num_labels") else NATS
@@ -70,15 +76,16 @@ def sections_of_sets(run: RunFolder) -> Iterator[Part]:
     single set its first evaluation is shown too, so that the change over the run is seen.
     """
     sets = evaluations_by_set(run)
-    last = {name or HELD_OUT: rows[-1] for name, rows in sets.items()}
-    if any(sets):  # the held-out documents have no name, and are in the table of degrees
+    last_rows = {name or HELD_OUT: rows[-1] for name, rows in sets.items()}
+    if any(sets):  # held-out documents, without a name, are in the table of degrees already
         curves = (_loss_marks(name or HELD_OUT, rows, color) for color, (name, rows) in enumerate(sets.items()))
         losses = chart("Loss of each set", loss_unit(run), *curves, format="loss", tall=True)
-        rows = [(row, {"set": name, "step": f"{row.step:,}"}) for name, row in last.items()]
-        yield section("Evaluation sets", {"charts": [losses]}, evaluations_part(rows))
+        rows_and_cells = [(row, {"set": name, "step": f"{row.step:,}"}) for name, row in last_rows.items()]
+        yield section("Evaluation sets", {"charts": [losses]}, evaluations_part(rows_and_cells))
+    charted = last_rows
     if len(sets) == 1 and (rows := next(iter(sets.values())))[0].step < rows[-1].step:
-        last = {f"after step {row.step:,}": row for row in (rows[-1], rows[0])}
-    if charts := [*bucket_charts(last, loss_unit(run))]:
+        charted = {f"after step {row.step:,}": row for row in (rows[-1], rows[0])}
+    if charts := [*bucket_charts(charted, loss_unit(run))]:
         note = (
             "Mean loss of the tokens predicted at these positions, and of whole documents of these lengths, from each "
             "mark to the next. A model that fails on long documents shows a loss that rises to the right."
@@ -92,9 +99,9 @@ def _loss_marks(name: str, rows: Sequence[EvalRow], color: int) -> Part:
 
 
 def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
-    """Return the evaluations of every set by its name, one for each step; of a step's the last in the order of
-    `record_key`: that under a plan of several degrees, else that at the largest degree. The held-out documents, "",
-    come first.
+    """Return the evaluations of every set by its name, one for each step. Of several after one step it is the last in
+    the order of `record_key`: the one under a plan of several degrees, else the one at the largest degree. The held-out
+    documents, "", come first.
     """
     sets = dict[str, dict[int, EvalRow]]()
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
@@ -109,14 +116,16 @@ def evaluations_part(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
     names = [*first_names, "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
     cells = list[list[str]]()
     for row, first_cells in rows:
-        values = [(name, dict(row.metrics).get(name)) for name in metrics]
-        words = [
-            "–" if v is None else f"{100 * v:.2f}%" if name in ("token_accuracy", "accuracy") else number_text(v, 5)
-            for name, v in values
-        ]
+        words = [_metric_text(name, dict(row.metrics).get(name)) for name in metrics]
         counts = [f"{row.documents:,}" if row.documents else "–", f"{row.tokens:,}", row.degree]
         cells.append([*first_cells.values(), f"{row.loss:.6f}", row.perplexity, *words, *counts])
     return table([*names, "documents", "tokens", "cp"], cells)
+
+
+def _metric_text(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{100 * value:.2f}%" if name in ("token_accuracy", "accuracy") else number_text(value, 5)
 
 
 def bucket_charts(rows: Mapping[str, EvalRow], unit: str = NATS) -> Iterator[Part]:
@@ -201,6 +210,9 @@ def _difference_section(difference: Difference, names: Sequence[str]) -> Part:
         f"{difference.lower:,} of {plural(difference.documents, 'document')} have a lower value."
     )
     rows = difference.rows()
-    cells = ([name, f"{a:,.6f}", f"{b:,.6f}", f"{b - a:+.6f}", f"{count:,}"] for name, a, b, count in rows)
+    cells = (
+        [name, f"{first:,.6f}", f"{other:,.6f}", f"{other - first:+.6f}", f"{count:,}"]
+        for name, first, other, count in rows
+    )
     rows_by_length = table(["tokens of the document", *names, "difference", "documents"], cells)
     return section(f"Difference, {difference.name or HELD_OUT}", {"note": words}, rows_by_length)

@@ -7,6 +7,7 @@ newer values of it, and no file. To see the page on another machine, forward the
 import errno
 import gzip
 import json
+import math
 import os
 import secrets
 import time
@@ -103,8 +104,8 @@ def lock_holder_text(folder: Path) -> str:
 def _state_of(run: RunFolder, holder: str) -> State:
     """Return what became of a run, at which the process `holder` is at work ("": none).
 
-    The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. A number that
-    the summary lacks is NaN, which equals nothing, so that a run without a summary is "broken".
+    The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. A run whose
+    summary is missing, or does not give its step, ended with an error.
     """
     if holder:
         return "running"
@@ -112,9 +113,12 @@ def _state_of(run: RunFolder, holder: str) -> State:
         return "waiting"
     summary_step = number_to_draw(run.summary.get("step"))
     steps = number_to_draw(run.summary.get("steps"))
-    if summary_step != (int(run.step[-1]) if len(run.step) else summary_step):
+    last_step = int(run.step[-1]) if len(run.step) else summary_step
+    if math.isnan(summary_step) or summary_step != last_step:
         return "broken"
-    return "stopped" if run.summary.get("stopped") else "done" if summary_step >= steps else "broken"
+    if run.summary.get("stopped"):
+        return "stopped"
+    return "done" if summary_step >= steps else "broken"  # also where `steps` is NaN, as it is not given
 
 
 HOST = "127.0.0.1"
@@ -222,7 +226,7 @@ class Follower:
         self._thread.join()
 
     def read_run(self) -> LiveRun:
-        """The run as it is now, or was a moment ago: the longer reading takes, the rarer it is."""
+        """Return the run as it is now, or as it was read a moment ago: the longer reading takes, the rarer it is."""
         with self._lock:
             began = time.monotonic()
             if self._live is None or began >= self._due:
@@ -248,7 +252,9 @@ class Follower:
 
 
 def is_run_over(live: LiveRun, *, has_begun: bool) -> bool:
-    """Whether the run is done, or was seen at work and is no more; one that stopped before may be resumed."""
+    """Whether the run is done, or was seen at work (`has_begun`) and no longer is; one that stopped earlier may be
+    resumed.
+    """
     return live.state == "done" or (has_begun and live.state != "running")
 
 

@@ -50,11 +50,14 @@ PICTURE_NOTE = (
 
 
 def plan_part(plan: Plan, name: str, seconds: float | None, *, measured: bool) -> Part:
-    """Return the facts of a plan and its picture, for a wide and for a narrow page. `seconds` are the measured ones of
-    its step. Without a `measured` machine times only compare, and none is shown.
+    """Return the facts of a plan and its picture, for a wide and for a narrow page. `seconds` are those that its step
+    took. `measured` says whether the machine that prices it was measured: without that, times only compare, and none is
+    shown.
     """
-    counts = ((plural(row["count"], "group"), row["degree"], row["cp_comm_type"]) for row in group_counts(plan))
-    groups = (f"{count} of {f'{n} slots, by {kind}' if n > 1 else 'one slot'}" for count, n, kind in counts)
+    groups = list[str]()
+    for row in group_counts(plan):
+        slots = f"{row['degree']} slots, by {row['cp_comm_type']}" if row["degree"] > 1 else "one slot"
+        groups.append(f"{plural(row['count'], 'group')} of {slots}")
     facts = [*plan_facts(plan, seconds, measured=measured), ("groups", "; ".join(groups))]
     cost = plan.cost if measured else replace(plan.cost, source="")
     pictures = [gantt_svg(plan, cost, width=width) for width in (WIDTH, NARROW)]
@@ -88,7 +91,7 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
     if seconds is not None:
         yield "measured", seconds_text(seconds)
     unmeasured = f"{source}, not measured here: times only compare" if source else "no machine: times only compare"
-    yield "priced for", source if source and measured else unmeasured
+    yield ("priced for", source if source and measured else unmeasured)
     if plan.cost.closing_seconds and measured:
         yield (
             "of these, closing",
@@ -106,7 +109,7 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
     fact_lines = (" · ".join(facts[:5]), " · ".join(facts[5:]))  # as one line they would be wider than the picture
     size = {"width": WIDTH, "height": round(HEAD + height + _FOOT)}
     entries = list[str]()
-    for i, (kind, words) in enumerate(picture_legend(picture)):
+    for i, (kind, words) in enumerate(picture_legend(picture)):  # two in a row
         x = 54 + 540 * (i % 2)
         y = round(HEAD + height) + 4 + 18 * (i // 2)
         entries.append(svg_element("rect", class_=kind, x=x, y=y, width=22, height=12))
@@ -186,11 +189,11 @@ class _Canvas:
 
     def panels(self) -> Iterator[str]:
         """Yield what lies behind the bars of each micro-batch: where slots are idle, and its fixed launch time."""
-        room = sum((panel.stop - panel.work) * self.plan.slots for panel in self.picture.panels)
-        is_idle = sum(bar.area for bar in self.picture.bars) < 0.999 * room
+        panel_area = sum((panel.stop - panel.work) * self.plan.slots for panel in self.picture.panels)
+        has_idle_slots = sum(bar.area for bar in self.picture.bars) < 0.999 * panel_area  # beyond rounding
         for panel in self.picture.panels:
             box = {"x": self.x(panel.start), "y": _TOP, "height": self.bottom - _TOP}
-            if is_idle:
+            if has_idle_slots:
                 yield svg_element("rect", class_="idle", width=(panel.stop - panel.start) * self.x_scale, **box)
             if panel.work > panel.start:
                 yield svg_element("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box)
@@ -279,26 +282,27 @@ def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[t
     """Return what is said of each `shown` document where it is pointed at: its tokens, group, and time as priced."""
     times = group_times(plan, cost)
     step_seconds = plan.timeline(cost).step_seconds or 1.0
-    words = dict[int, list[tuple[str, str]]]()
+    facts = dict[int, list[tuple[str, str]]]()
     for batch, micro_batch in enumerate(plan.micro_batches):
         for group, seconds in zip(micro_batch.groups, times[batch].tolist(), strict=True):
             count = len(group.documents)
             types = comm_type_text(group.cp_comm_type)
             padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
-            name = f"group{f' of {count} documents' if count > 1 else ''}{padded}: rows on a slot"
-            of_group = [("micro-batch", str(batch))]
-            of_group.append(("slots" if group.degree > 1 else "slot", ranges_text(group.slots)))
-            of_group.append(("degree", f"{group.degree}, {types}" if group.degree > 1 else "1"))
+            rows_name = f"group{f' of {count} documents' if count > 1 else ''}{padded}: rows on a slot"
+            group_facts = [("micro-batch", str(batch))]
+            group_facts.append(("slots" if group.degree > 1 else "slot", ranges_text(group.slots)))
+            group_facts.append(("degree", f"{group.degree}, {types}" if group.degree > 1 else "1"))
             time = seconds_text(seconds) if cost.source else f"{100 * seconds / step_seconds:.0f}% of the step"
-            of_group += [(name, f"{group.rows_per_slot:,}"), ("group: time as priced", time)]
+            group_facts += [(rows_name, f"{group.rows_per_slot:,}"), ("group: time as priced", time)]
             for document in shown.intersection(group.documents):
-                words[document] = [("tokens", f"{plan.lengths[document]:,}"), *of_group]
+                document_facts = [("tokens", f"{plan.lengths[document]:,}")]
                 if plan.parents is not None and (parent := plan.parents[document]) >= 0:
                     before = f"{plan.bases[document]:,} tokens, up to the end of prefix {parent}"
-                    words[document].insert(1, ("after", before))
+                    document_facts.append(("after", before))
                 elif branches := (plan.parents or ()).count(document):
-                    words[document].insert(1, ("computed once for", plural(branches, "document")))
-    return words
+                    document_facts.append(("computed once for", plural(branches, "document")))
+                facts[document] = document_facts + group_facts
+    return facts
 
 
 def write_png(plan: Plan, path: str | Path, *, title: str = "plan") -> Path:
@@ -321,6 +325,7 @@ def write_png(plan: Plan, path: str | Path, *, title: str = "plan") -> Path:
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, width), ylim=(height, 0))
     axes.axis("off")
+    # the picture is a drawing within the document, `top` pixels down; the rest stands in the document itself
     for parent, top in (*((part, HEAD) for part in document.iterfind("{*}g/{*}svg")), (document, 0)):
         for shape in parent:
             x = float(shape.get("x", 0))
@@ -336,10 +341,10 @@ def write_png(plan: Plan, path: str | Path, *, title: str = "plan") -> Path:
                 points = 10 if "style" in shape.attrib else 7.2  # a title has a style
                 axes.text(x, y, shape.text or "", ha=align, fontsize=points, color="#333a41", parse_math=False)
             for *begin, direction, end in LINE.findall(shape.get("d", "")):
-                x, y, to = map(float, (*begin, end))
-                end_x, end_y = {"H": (to, y), "V": (x, to), "v": (x, y + to)}[direction]
+                start_x, start_y, to = map(float, (*begin, end))  # y without `top`
+                end_x, end_y = {"H": (to, start_y), "V": (start_x, to), "v": (start_x, start_y + to)}[direction]
                 dots = ":" if name == "node" else "-"
-                axes.plot((x, end_x), (y + top, end_y + top), dots, color="#8b9199", linewidth=0.8)
+                axes.plot((start_x, end_x), (start_y + top, end_y + top), dots, color="#8b9199", linewidth=0.8)
     figure.savefig(path, dpi=192, facecolor="white")
     return Path(path)
 

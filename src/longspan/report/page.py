@@ -22,7 +22,9 @@ Part = dict[str, Any]
 
 
 def page_head(title: str, *lines: str, story: str = "", **others: object) -> Part:
-    """Return the head of a page: its title, a sentence, and lines; an empty line is left out."""
+    """Return the head of a page: its title, a sentence (`story`), and lines, of which empty ones are left out; `others`
+    are further values that page.js draws.
+    """
     return {"title": title, "version": __version__, "story": story, "lines": [*filter(None, lines)], **others}
 
 
@@ -100,16 +102,17 @@ def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> tuple[np.ndarray, np
     so that spikes survive. Values that are not finite are dropped.
     """
     is_finite = np.isfinite(y)
-    x, y = x[is_finite], y[is_finite]
-    if len(x) <= limit:
-        return x, y
-    edges = np.linspace(1, len(x) - 1, max(2, limit // 2)).astype(int)
-    keep = {0, len(x) - 1}
+    finite_x, finite_y = x[is_finite], y[is_finite]
+    if len(finite_x) <= limit:
+        return finite_x, finite_y
+    edges = np.linspace(1, len(finite_x) - 1, max(2, limit // 2)).astype(int)
+    keep = {0, len(finite_x) - 1}
     for start, stop in itertools.pairwise(edges):
         if stop > start:
-            keep |= {start + int(np.argmin(y[start:stop])), start + int(np.argmax(y[start:stop]))}
+            stretch = finite_y[start:stop]
+            keep |= {start + int(np.argmin(stretch)), start + int(np.argmax(stretch))}
     index = np.array(sorted(keep))
-    return x[index], y[index]
+    return finite_x[index], finite_y[index]
 
 
 def curve(name: str, x: Iterable[float], y: Iterable[float], color: int = 0, kind: str = "line") -> Part:

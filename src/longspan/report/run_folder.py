@@ -109,7 +109,9 @@ class EvalRow:
             name=str(row.get("eval_name", "")),
             activation_bytes=int(np.nan_to_num(number_to_draw(row.get("eval_activation_bytes", 0)))),
             scored="eval_perplexity" not in row,
-            metrics=tuple((key.removeprefix("eval_"), x) for key, x in values.items() if not math.isnan(x)),
+            metrics=tuple(
+                (key.removeprefix("eval_"), value) for key, value in values.items() if not math.isnan(value)
+            ),
             by_position=_read_buckets(row["by_position"]),
             by_length=_read_buckets(row["by_length"]),
         )
@@ -124,14 +126,20 @@ class EvalRow:
 
     @property
     def record_key(self) -> tuple[int, str, bool, int]:
-        """The key of an evaluation, of which the last record counts: step, set, and the degree, 0 for several."""
+        """What tells an evaluation from others: step, set, and degree (0 for several); of records with one key the last
+        counts.
+        """
         several = self.degree != str(self.cp)
         return self.step, self.name, several, 0 if several else self.cp
 
     @property
     def perplexity(self) -> str:
-        """The perplexity exp(loss) as text; from a loss of 50 on "over 1e21", as all digits would fill the table."""
-        return "–" if self.scored else f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
+        """The perplexity exp(loss) as text; "–" of scores; from a loss of 50 on "over 1e21", as all digits would fill
+        the table.
+        """
+        if self.scored:
+            return "–"
+        return f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
 
 
 def number_to_draw(value: object) -> float:
@@ -142,7 +150,7 @@ def number_to_draw(value: object) -> float:
 
 
 def _read_buckets(rows: object) -> tuple[Bucket, ...]:
-    """Return the buckets of a record; what is none is left out."""
+    """Return the buckets of a record; rows that are not five numbers are left out."""
     buckets = list[Bucket]()
     for row in rows if isinstance(rows, list) else []:
         if (
@@ -196,7 +204,7 @@ class RunFolder:
         config_text, config = _read_config(path / "config.toml", notes)
         facts = RunFacts.from_json(_read_object(path / "run.json", notes))
         steps = sorted(train)
-        depths = {name for row in train.values() for name in row if name.startswith(MTP_LOSS)}
+        depth_columns = {name for row in train.values() for name in row if name.startswith(MTP_LOSS)}
         times = sorted(
             (seconds, step) for step in steps if (seconds := number_to_draw(train[step].get("seconds"))) > 0
         )
@@ -209,8 +217,8 @@ class RunFolder:
             path=path,
             step=np.array(steps, np.int64),
             train={
-                n: np.array([number_to_draw(train[s].get(n)) for s in steps], float)
-                for n in (*TRAIN_COLUMNS, *sorted(depths))
+                column: np.array([number_to_draw(train[step].get(column)) for step in steps], float)
+                for column in (*TRAIN_COLUMNS, *sorted(depth_columns))
             },
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_evaluation_rows(summary.get("eval_at_degrees", ()), notes)),
@@ -232,8 +240,8 @@ class RunFolder:
     def newest_by_degree(self) -> tuple[EvalRow, ...]:
         """The evaluations of the newest weights on the held-out documents, at every degree."""
         last = max((row.step for row in self.held_out), default=0)
-        is_newest = bool(self.final) and self.final[0].step >= last  # else of a session before this one
-        if is_newest:
+        final_is_newest = bool(self.final) and self.final[0].step >= last  # else it is of an earlier session
+        if final_is_newest:
             return self.final
         return tuple(row for row in self.held_out if row.step == last)
 
@@ -327,6 +335,7 @@ def _read_shown_plans(path: Path, step: int, notes: list[str], *, live: bool) ->
             plans[_step_name(step)] = plan
     except (PlanError, OSError, RecursionError, MemoryError) as error:
         notes.append(f"a plan of plans.jsonl is left out: {error}")
+    # plans of steps before those of evaluations
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     index = np.unique(np.linspace(0, len(files) - 1, min(len(files), MAX_PLANS)).round().astype(int)).tolist()
     for file in [files[i] for i in index] if not live else []:

@@ -165,15 +165,12 @@ def card_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
-    """Yield the key figures of a run, each a name, a value and words about it; medians are of `recent` steps (0: all).
-
-    A column without a value has the median NaN, which equals nothing.
-    """
+    """Yield the key figures of a run: name, value, and words about it. Medians are of `recent` steps (0: all)."""
     train = run.train
     facts = run.facts
     of_steps = f"median of the last {recent} steps" if recent else "median"
     medians = {name: float(np.median([*finite_values(train[name])[-recent:]] or [math.nan])) for name in train}
-    recorded = {name for name, value in medians.items() if value == value}
+    recorded = {name for name, median in medians.items() if not math.isnan(median)}
     loss = finite_values(train["loss"])
     seconds = finite_values(train["seconds"])
     vocab = run.vocab_size()
@@ -290,8 +287,8 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
     for title, name, unit, color, options in _STEP_CHARTS:
         if name not in shown:
             continue
-        steps = 1 if name in ("lr", "memory_bytes") else window
-        curves = _curves_of_steps(run, name, steps, ("each step", "averaged"), color)
+        chart_window = 1 if name in ("lr", "memory_bytes") else window
+        curves = _curves_of_steps(run, name, chart_window, ("each step", "averaged"), color)
         charts.append(chart(title, unit, *curves, events=events, log=spiky and name == "grad_norm", **options))
     shares = {"encoder_share": "measured"} if "encoder_share" in shown else {}
     shares |= {"predicted_encoder_share": "predicted"} if shares and "predicted_seconds" in shown else {}

@@ -86,7 +86,7 @@ def check_keys_needed_by_keys(config: RunConfig) -> None:
         for key in section_keys(kind):
             value = key_value(getattr(config, section), key.name)
             for need in key.needs if value != key.default else ():
-                if need.value not in ("", value):
+                if need.value not in ("", value):  # this need belongs to another value of the key
                     continue
                 other_section, _, other = need.key.partition(".")
                 if not need.allows(other_value := key_value(getattr(config, other_section), other)):
@@ -100,7 +100,9 @@ def check_keys_needed_by_keys(config: RunConfig) -> None:
 
 
 def check_data(config: RunConfig) -> None:
-    """Raise ConfigError for keys that name documents twice or not at all, and for columns that rows cannot have."""
+    """Raise ConfigError for keys that name documents twice or not at all, for epochs of sources of which none is named,
+    and for columns that rows cannot have.
+    """
     data = config.data
     count = len(config.data.sources)
     if count and data.split:
@@ -141,14 +143,15 @@ def check_paths_exist(config: RunConfig) -> None:
     for key, path in paths.items():
         if path and not Path(path).expanduser().exists():
             raise ConfigError(f"{key} {path!r} does not exist; give a folder or file of this machine")
-    run_dir = (Path(config.run.dir),)
-    if not (run_dir[0] / "corpus").exists():  # a run that has its documents reads no texts
+    run_dir = Path(config.run.dir)
+    leave_out = (run_dir,)
+    if not (run_dir / "corpus").exists():  # a run that has its documents reads no texts
         for number, source in enumerate(data.sources):
-            find_files(source.path, split=source.split, leave_out=run_dir, key=f"data.sources[{number}].path")
+            find_files(source.path, split=source.split, leave_out=leave_out, key=f"data.sources[{number}].path")
         if not data.sources:
-            find_files(data.path or STDLIB, split=data.split, leave_out=run_dir)
+            find_files(data.path or STDLIB, split=data.split, leave_out=leave_out)
     for entry in config.evaluation.sets:
-        find_files(entry.path, split=entry.split, leave_out=run_dir, key=f"{entry.prefix}path")
+        find_files(entry.path, split=entry.split, leave_out=leave_out, key=f"{entry.prefix}path")
 
 
 def check_eval_sets(config: RunConfig) -> None:
@@ -172,7 +175,9 @@ def check_eval_sets(config: RunConfig) -> None:
 
 
 def check_model_keys(config: RunConfig, *, training: bool) -> None:
-    """Raise ConfigError for keys that name no model or several, and with `training` where there is no learning rate."""
+    """Raise ConfigError for keys that name several models, an unknown preset or an adapter as the model, for an adapter
+    or weights of depths that cannot be, and with `training` where there is no learning rate.
+    """
     model = config.model
     keys = [f"model.{key} = {name!r}" for key in ("path", "config", "preset") if (name := getattr(model, key))]
     if len(keys) > 1:
@@ -267,7 +272,8 @@ def check_parallel(home: Layout) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raise ConfigError for a schedule, a class, its arguments or its groups that no optimizer can be made of.
+    """Raise ConfigError for a schedule, a class, its arguments or its groups that no optimizer can be made of, and for
+    offloading that does not suit its class.
 
     Any optimizer but plain adamw is made once, of one small matrix; that imports torch.
     """
@@ -296,14 +302,14 @@ def check_optimizer(config: RunConfig) -> None:
             )
         groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay, None, named_groups)
         choice.build(groups)  # does it accept its arguments?
-    keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
+    offload_keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
     if config.train.offload_weights and not config.lora.rank:  # adapters, and their moments, stay on the device
-        keys.append("train.offload_weights")
-    if keys and (optimizer.moments or optimizer.class_ not in UPDATES_PARTS):
+        offload_keys.append("train.offload_weights")
+    if offload_keys and (optimizer.moments or optimizer.class_ not in UPDATES_PARTS):
         moments = f" with optimizer.moments = {optimizer.moments!r}" if optimizer.moments else ""
         raise ConfigError(
-            f"{keys[0]} is true, and optimizer.class {optimizer.class_!r}{moments} is not known to update each number "
-            "by itself, as moments on the host need; leave it out, or use adamw without optimizer.moments"
+            f"{offload_keys[0]} is true, and optimizer.class {optimizer.class_!r}{moments} is not known to update each "
+            "number by itself, as moments on the host need; leave it out, or use adamw without optimizer.moments"
         )
 
 
@@ -354,7 +360,9 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
 def check_longest_training_document(
     config: RunConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    """Raise ConfigError where the longest document of the corpus, of file `origin`, fits no group of slots."""
+    """Raise ConfigError where the longest document of the corpus, of `longest` tokens and the file `origin`, fits no
+    group of slots; `heads` as of `_choices_and_limits`.
+    """
     for choice, cut_by, _ in _choices_and_limits(config.with_sets(()), training=True, heads=heads):
         _check_document_fits(choice, cut_by, home, longest, f"the longest document ({longest} tokens, of {origin})")
 
@@ -362,7 +370,9 @@ def check_longest_training_document(
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    """Raise ConfigError where the longest document of an evaluation set, of file `origin`, fits no group of slots."""
+    """Raise ConfigError where the longest document of an evaluation set, of `longest` tokens and the file `origin`,
+    fits no group of slots.
+    """
     choice = PlannerConfig.unpriced(entry, config, heads)
     title = f"the longest document of set {entry.name!r}"
     _check_document_fits(

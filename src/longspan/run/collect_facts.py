@@ -38,17 +38,17 @@ def collect_facts(run: TrainingRun) -> RunFacts:
     with suppress(OSError, ValueError):
         facts = RunFacts.from_json(read_json(run.dir / "run.json"))
         earlier = facts.sessions if facts is not None else ()
-    # One that began at this session's step, or later, is left out: its steps are repeated.
+    # A session that began at this one's step, or later, is left out: its steps are repeated.
     sessions = (*(session for session in earlier if session[0] < run.done), (run.done, len(home.ranks)))
-    sizes = _count_parameters(run)
+    parameters, parameters_of_rank, trained = _count_parameters(run)
     names_parameters = run.config.optimizer.groups or run.config.train.freeze
     by_pattern = _count_by_pattern(run) if names_parameters else {}
     date, command = time_and_command()
     return RunFacts(
-        lines=tuple(_fact_lines(run, *sizes, sessions, by_pattern)),
-        parameters=sizes[0],
-        parameters_of_rank=sizes[1],
-        trained=sizes[2],
+        lines=tuple(_fact_lines(run, parameters, parameters_of_rank, trained, sessions, by_pattern)),
+        parameters=parameters,
+        parameters_of_rank=parameters_of_rank,
+        trained=trained,
         device=world_device_name(world),
         ranks=len(home.ranks),
         node_size=world.node_size,
@@ -96,7 +96,7 @@ def _fact_lines(
     yield "precision", f"parameters {parameter}, compute {compute}, gradients summed in {reduced}"
     yield "devices", _device_text(run)
     slots = plural(home.slots, "slot") + (f" ({run.world.node_size} a host)" if _count_hosts(run.world) > 1 else "")
-    # parallel.vpp is no degree of a home, and is told beside them
+    # parallel.vpp is no degree of a home, but is shown among them
     degrees = {"tp": home.tp, "pp": home.pp, "vpp": config.parallel.vpp, "ep": home.ep}
     degrees["dp_replicate"] = home.dp_replicate
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
@@ -123,10 +123,10 @@ def _fact_lines(
     free = ", free" if config.context.mode == "free" else ""
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
     reasons = [reason.removeprefix("evaluation ") for reason in run.reasons.degrees]
-    # of held-out documents: a line below says it
-    is_chosen = any(reason.startswith("at cp ") for reason in reasons)
+    # if the degree of held-out documents was chosen, its reason is a line of its own, below
+    degree_is_chosen = any(reason.startswith("at cp ") for reason in reasons)
     held_out_plans = PlannerConfig.unpriced(held_out_set(config), config)
-    evaluated = f"; evaluation {held_out_plans.text}" if run.held_out and not is_chosen else ""
+    evaluated = f"; evaluation {held_out_plans.text}" if run.held_out and not degree_is_chosen else ""
     priced = f"; priced for {run.cost.source}" if run.cost.source else ""
     yield "plans", f"{run.reasons.planner or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
     yield from (("evaluation", reason) for reason in reasons)
@@ -170,14 +170,16 @@ def _count_text(count: int) -> str:
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     """Count parameters: of the whole model, each once; on the rank that holds most; those trained.
 
-    Entered by all ranks. Packed weights count as the numbers that they stand for, and a stage's ranks count alike.
+    Entered by all ranks. Packed weights count as the numbers that they stand for. Every rank of a pipeline stage counts
+    all parameters of the stage.
     """
     parameters = counted_parameters(run.model)  # of this rank's stages
-    packed = {id(run.model.get_parameter(name)): x for name, x in packed_weights(run.model).items()}
+    packed = {id(run.model.get_parameter(name)): weight for name, weight in packed_weights(run.model).items()}
 
     def count(parameter: torch.Tensor, tensor: torch.Tensor) -> int:
-        record = packed.get(id(parameter))
-        return tensor.numel() if record is None else record.count_numbers(tensor)
+        """Count the numbers in `tensor`, which is the whole parameter or this rank's part of it."""
+        packed_weight = packed.get(id(parameter))
+        return tensor.numel() if packed_weight is None else packed_weight.count_numbers(tensor)
 
     here = sum(count(p, p) for p in parameters)
     trained_here = sum(p.numel() for p in parameters if p.requires_grad)
@@ -192,16 +194,18 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
 def _count_by_pattern(run: TrainingRun) -> dict[str, int]:
     """Count the whole model's parameters that each entry of optimizer.groups or train.freeze meets.
 
-    Entered by all ranks. Those that are trained belong to the one group that gets them, frozen ones to each pattern.
+    Entered by all ranks. A trained parameter counts for the one group that gets it, a frozen one for each pattern of
+    train.freeze that it meets.
     """
     groups = {text: NamedGroup.from_text(text) for text in run.config.optimizer.groups}
     frozen = run.config.train.freeze
     names = names_of_parameters(run.model)
     counts = Counter[str]()
     for parameter in counted_parameters(run.model):
-        group = find_named_group([*groups.values()], names[parameter]) if parameter.requires_grad else None
-        met = [text for text, one in groups.items() if one is group]
-        if not parameter.requires_grad:
+        if parameter.requires_grad:
+            group = find_named_group([*groups.values()], names[parameter])
+            met = [text for text, named_group in groups.items() if named_group is group]
+        else:
             met = [pattern for pattern in frozen if any(meets_any([pattern], name) for name in names[parameter])]
         counts.update(dict.fromkeys(met, parameter.numel()))
     by_stage = dict(run.world.control.gather_objects((run.world.coordinates.pp, counts)))
@@ -228,12 +232,13 @@ def _preferences_text(run: TrainingRun) -> str:
 
 
 def _scores_text(run: TrainingRun, columns: int) -> str:
-    """Say what a model that scores gives, and its loss, for labels of so many `columns`."""
+    """Say what a model that scores gives, and its loss: that of pairs, or for labels of so many `columns`."""
     from longspan.train.terms.scores import default_problem_type
 
     scores = run.config.model.num_labels
-    loss = getattr(run.model.config, "problem_type", None) or default_problem_type(scores, columns)
-    if run.corpus.unit > 1:
+    if run.corpus.unit == 1:
+        loss = getattr(run.model.config, "problem_type", None) or default_problem_type(scores, columns)
+    else:
         coefficient = loss_arguments(run.config.train)["center_rewards_coefficient"]
         loss = "-log σ(chosen - rejected - margin)"
         loss += f" + {coefficient:g} (chosen + rejected)²" if coefficient else ""
@@ -260,6 +265,8 @@ _LISTED = 8  # groups of a level
 def gather_attention_groups(world: World) -> list[str]:
     """List each kind of group that attention has bound on any rank, with the ranks of its levels; entered by all ranks.
 
+    A kind with a single level has no word for it.
+
     >>> gather_attention_groups(world)
     ['a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]', 'p2p of 2 [0, 1] [2, 3]']
     """
@@ -269,9 +276,11 @@ def gather_attention_groups(world: World) -> list[str]:
         ranks_of.setdefault(f"{kind} of {degree}", {}).setdefault(level, []).append(str(list(ranks)))
     texts = list[str]()
     for kind, levels in ranks_of.items():
-        parts = [
-            f"{level} {' '.join(groups[:_LISTED])}{' …' * (len(groups) > _LISTED)}"
-            for level, groups in levels.items()
-        ]
-        texts.append(f"{kind} as {', '.join(parts)}" if len(parts) > 1 else f"{kind} {parts[0].partition(' ')[2]}")
+        has_levels = len(levels) > 1
+        parts = list[str]()
+        for level, groups in levels.items():
+            level_name = f"{level} " if has_levels else ""
+            more = " …" if len(groups) > _LISTED else ""
+            parts.append(f"{level_name}{' '.join(groups[:_LISTED])}{more}")
+        texts.append(f"{kind} {'as ' if has_levels else ''}{', '.join(parts)}")
     return texts

@@ -50,7 +50,7 @@ def read_prompts_of_run(run: TrainingRun) -> Sequence[Prompt]:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """Evaluates the sets of a run; all ranks call each method together.
+    """Evaluates the sets of a run and completes its prompts; all ranks call each method together.
 
     A signal ends an evaluation after a portion of its micro-batches; nothing of it is recorded.
     """
@@ -59,21 +59,28 @@ class Evaluations:
     display: ProgressDisplay
     records: Records
     stop: StopSignal
-    prompts: Sequence[Prompt] = ()  # of which the model writes completions
-    _recorded: list[dict[str, Any]] = field(default_factory=list)
+    prompts: Sequence[Prompt] = ()  # which the model completes
+    _recorded: list[dict[str, Any]] = field(default_factory=list)  # rows for `take_new_rows`
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
         return load_tokenizer(self.run.dir)
 
     def take_new_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of evaluations since the last call, one a set, at its configured degree."""
+        """Return the rows of the evaluations that were recorded since the last call, and forget them: of a set that was
+        evaluated at several degrees the row at its configured one.
+        """
         rows = self._recorded.copy()
         self._recorded.clear()
         return rows
 
     def evaluate_due(self, done: int, *, unless_recorded: bool = False) -> str:
-        """Evaluate the sets that are due after `done` steps; returns the signal that came meanwhile, or ""."""
+        """Evaluate the sets that are due after `done` steps, record the results, and complete the prompts if they are
+        due.
+
+        With `unless_recorded` a set that metrics.jsonl has after that step is left out. A signal ends the call: its
+        name is returned, otherwise "".
+        """
         for entry in self.run.sets:
             if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
                 continue
@@ -87,8 +94,11 @@ class Evaluations:
         return ""
 
     def evaluate_at_end(self, done: int) -> tuple[tuple[Evaluation, ...], tuple[Evaluation, ...], str]:
-        """Evaluate all sets with the weights after `done` steps. Returns the evaluations of held-out documents at every
-        degree, those of named sets, and the signal that ended them early ("" for none), then without evaluations.
+        """Evaluate all sets with the weights after `done` steps, record what is not recorded yet, and complete the
+        prompts.
+
+        Returns the evaluations of held-out documents at every degree, those of named sets, and "". Where a signal ends
+        them early, it returns no evaluations, and the signal's name.
         """
         at_degrees = list[Evaluation]()
         set_evaluations = list[Evaluation]()
@@ -101,7 +111,8 @@ class Evaluations:
                     return (), (), signal
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
-            (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
+            same_kind = set_evaluations if entry.name else at_degrees
+            same_kind += sorted(evaluations, key=attrgetter("cp"))
         self._record_completions(done)
         return tuple(at_degrees), tuple(set_evaluations), ""
 
@@ -116,8 +127,9 @@ class Evaluations:
             yield int(sum(entry.documents.lengths)), entry.config.every, at_end
 
     def _evaluate_set_at_end(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
-        """Yield the evaluation of a set at its configured degree, and then of held-out documents at 1, 2, 4, … and all
-        slots, as far as heads allow, under caps that hold them; None for one that a signal ended.
+        """Yield the evaluation of a set at its configured degree, then those of held-out documents at the degrees 1, 2,
+        4, … and all slots that heads allow, where a slot gets as many rows as the longest document needs. None stands
+        for an evaluation that a signal ended.
         """
         choice = self.run.evaluation_choice(entry.config)
         first = self._evaluate_set(entry, choice, done)
@@ -128,7 +140,9 @@ class Evaluations:
                 yield self._evaluate_set(entry, at_degree, done)
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlannerConfig, done: int) -> Evaluation | None:
-        """Evaluate a set under these plans after `done` steps; None, which is logged, where a signal ended it."""
+        """Evaluate a set under these plans with the weights after `done` steps; records nothing. Where a signal ends
+        it, this is logged and None is returned.
+        """
         degree = f"at cp {choice.degree}" if choice.has_one_degree else f"by {choice.planner} plans"
         subject = " ".join(filter(None, (entry.name and f"of {entry.name}", degree)))
         options = EvaluationOptions(
@@ -167,9 +181,10 @@ class Evaluations:
             save_plan(self.run, evaluation.plan, "-".join(filter(None, name_parts)))
 
     def _record_completions(self, done: int) -> None:
-        """Complete the prompts with the weights after `done` steps, and write and log what the model wrote, unless
-        there are no prompts or that is recorded already. Nothing is recorded after a signal, or where the first rank
-        has no room for the model, which is logged.
+        """Complete the prompts with the weights after `done` steps, and write and log the completions.
+
+        Nothing happens without prompts, or where completions.jsonl has that step. Nothing is recorded after a signal,
+        nor where the first rank has no room for the model, which is logged.
         """
         run = self.run
         completions = self.records.completions
@@ -190,7 +205,7 @@ class Evaluations:
             self.display.log(f"prompts are not completed: {error}")
             return
         rows = [row._asdict() for row in written.rows]
-        if len(rows) < len(self.prompts):  # a signal came: it is made up for when the run goes on
+        if len(rows) < len(self.prompts):  # a signal came: the run completes all of them when it goes on
             return
         run_on_every_rank(run.world, partial(completions.write_rows, done, rows), RunFolderError)
         for row in written.rows:

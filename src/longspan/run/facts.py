@@ -17,7 +17,7 @@ LOCK = "run.lock"  # in a run's folder; locked by the run that is at work in it
 
 
 def time_and_command() -> tuple[str, str]:
-    """The time now, to the minute, and the command of this process."""
+    """Return the time now, to the minute, and the command of this process."""
     name = Path(sys.argv[0]).name.replace("__main__.py", "longspan")
     return datetime.now().astimezone().isoformat(" ", "minutes"), shlex.join([name, *sys.argv[1:]])
 
@@ -59,7 +59,7 @@ class RunFacts:
             return None
 
     def text(self) -> str:
-        """Return the facts as the console shows them, without "data", of which earlier lines told."""
+        """Return the facts as the console shows them, without "data", which earlier lines of the console have."""
         lines = [line for line in self.lines if line[0] != "data"]
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
@@ -70,8 +70,12 @@ LAST_STEPS = 10  # whose mean loss sums up a run
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run on `world` ranks: its steps, the signal that stopped it, or the reason for which it ended
-    before its last step, its last losses; without a vocabulary (0) of a model that scores."""
+    """The result of a run on `world` ranks, of which `done` of `steps` are done.
+
+    `stopped` is the signal that stopped it, `end_reason` why it ended before its last step ("" for neither). `final`
+    are the last evaluations of held-out documents, at every degree, `named` those of named sets. `vocab_size` is 0
+    where the loss is not that of predicted tokens.
+    """
 
     dir: Path
     done: int
@@ -114,7 +118,7 @@ class TrainResult:
         """Return the result as the console shows it: the mean loss, what stopped or ended the run, evaluations."""
         steps = min(LAST_STEPS, self.done)
         mean = f"mean loss of the last {plural(steps, 'step') if steps > 1 else 'step'}: {self.last_loss:.4f}"
-        if self.vocab_size:  # no scores
+        if self.vocab_size:
             uniform = math.log(self.vocab_size)
             share = f"{100 * self.last_loss / uniform:.1f} % of ln {self.vocab_size:,} = {uniform:.3f}"
             mean += f" ({share}, the loss of a uniform guess)"

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,10 +30,12 @@ from longspan.train.optim.state_numbers import optimizer_state_numbers
 
 @contextmanager
 def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
-    """Hold the lock of a run's folder, creating the folder if needed; entered by all ranks.
+    """Hold the lock of a run's folder, which is made if it is not there; entered by all ranks, of which the first holds
+    it.
 
-    Raises RunFolderError on every rank if another process holds it. A new folder goes where an error comes before
-    run.json, unless it has checkpoints: a folder that was removed meanwhile, into which the run has saved again.
+    Raises RunFolderError on every rank if another process holds it. A folder that was made here is removed after an
+    error, unless it has run.json or checkpoints by then. (It has checkpoints alone if it was removed during the run,
+    and a later save has made it again.)
     """
     to_remove = is_first_rank(world) and not directory.exists()
     file = run_on_every_rank(
@@ -79,71 +82,89 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
 
 
 def check_free_disk(run: TrainingRun, log: LogLine) -> None:
-    """Compare the disk's free bytes with those of RUN/model, and of the checkpoints that it is to hold at once; entered
-    by all ranks.
+    """Compare the free bytes of the run's disks with those of RUN/model, and of the checkpoints that it is to hold at
+    once; entered by all ranks.
 
-    These are the newest that are kept, the best, and the one that is written, as far as the steps that are left make so
-    many; saves by the clock may make more, which is only logged. Raises ConfigError, on every rank, for too little room
-    without `checkpoint.allow_little_disk`.
+    Raises ConfigError, on every rank, for too little room; with `checkpoint.allow_little_disk` that is only logged.
     """
+    bytes_of_ranks = run.world.control.gather_objects(_local_bytes(run), "bytes of a checkpoint")
+    checkpoint_bytes, model_bytes = (
+        int(sum(sizes) / run.world.home.dp_replicate) for sizes in zip(*bytes_of_ranks, strict=True)
+    )
+    # the first rank sees the disks as the others do
+    compare = partial(_compare_with_free_bytes, run, checkpoint_bytes, model_bytes, log)
+    run_on_first_rank(run.world, compare, ConfigError)
+
+
+def _local_bytes(run: TrainingRun) -> tuple[float, int]:
+    """Return how many bytes of a checkpoint, and how many of RUN/model, this rank's part of the parameters makes."""
     config = run.config
-    settings = config.checkpoint
     lora = config.lora.rank > 0
     numbers = optimizer_state_numbers(replace(config.optimizer, moments=""), lora=lora, dtype=config.model.dtype)
     groups = run.optimizer.param_groups
-    # of muon, which has a second moment of the others
+    # muon has one moment of these, and a second one of all other parameters
     matrices = {p for group in groups if group.get("is_matrix") for p in group["params"]}
     # as in `save_final_model`
     saved_dtype: Any = None if lora else getattr(torch, read_json(run.dir / "config.json")["dtype"])
-    local_bytes = 0.0
-    local_model = 0
+    checkpoint_bytes = 0.0
+    model_bytes = 0
     for parameter in run.model.parameters():
         if parameter.requires_grad or not lora:
             local = local_tensor(parameter.detach())
             # moments in eight bits are saved in bfloat16
             state_bytes = 2 if config.optimizer.moments else local.dtype.itemsize
             numbers_per_weight = numbers + 1 if matrices and parameter not in matrices else numbers
-            local_bytes += local.nbytes
+            checkpoint_bytes += local.nbytes
             if parameter.requires_grad:
-                local_bytes += local.numel() * numbers_per_weight * state_bytes
-            local_model += local.numel() * (saved_dtype or local.dtype).itemsize
-    bytes_of_ranks = run.world.control.gather_objects((local_bytes, local_model), "bytes of a checkpoint")
-    size, model = (int(sum(sizes) / run.world.home.dp_replicate) for sizes in zip(*bytes_of_ranks, strict=True))
+                checkpoint_bytes += local.numel() * numbers_per_weight * state_bytes
+            model_bytes += local.numel() * (saved_dtype or local.dtype).itemsize
+    return checkpoint_bytes, model_bytes
+
+
+def _compare_with_free_bytes(run: TrainingRun, checkpoint_bytes: int, model_bytes: int, log: LogLine) -> None:
+    """Raise ConfigError, or with `checkpoint.allow_little_disk` log, that the disks have no room for RUN/model and the
+    checkpoints to come.
+
+    At once there are the newest checkpoints that are kept, the best, and the one that is being written, as far as the
+    steps that are left make so many. Saves by the clock may make more; that these have no room is only logged.
+    """
+    settings = run.config.checkpoint
 
     def refuse_or_log(text: str) -> None:
         if not settings.allow_little_disk:
             raise ConfigError(f"{text}; checkpoint.allow_little_disk = true trains all the same")
         log(text)
 
-    def compare_bytes() -> None:
-        """Compare on the first rank, which sees the run's disks as the others do."""
-        folder = next(path for path in (run.checkpoints, *run.checkpoints.absolute().parents) if path.exists())
-        free = shutil.disk_usage(folder).free
-        beside = model
-        if folder.stat().st_dev != run.dir.stat().st_dev:
-            beside = 0
-            if (free_there := shutil.disk_usage(run.dir).free) < model:
-                refuse_or_log(
-                    f"the model that a run saves at its end takes {bytes_text(model)}, and {run.dir} has "
-                    f"{bytes_text(free_there)} free; make room, or set run.dir to another disk"
-                )
-        there = len(complete_checkpoints(run.checkpoints))
-        steps = config.train.steps - run.done
-        to_come = -(-steps // settings.every) if settings.every else 1
-        most = max(1, settings.save_total_limit + bool(settings.keep_best) + 1 - there)
-        if not settings.save_total_limit:
-            most = to_come
-        needed = min(to_come, most)
-        most_checkpoints = most if settings.minutes else needed
-        room = max(0, free - beside)
-        if room >= most_checkpoints * size:
-            return
-        model_text = f", RUN/model {bytes_text(beside)}" if beside else ""
-        count = needed if room < needed * size else most_checkpoints
-        (refuse_or_log if room < needed * size else log)(
-            f"a checkpoint takes {bytes_text(size)}{model_text}, and {folder} has {bytes_text(free)} free, for "
-            f"{room // size} of {plural(count, 'more checkpoint')} at once ({there} are there); make room, lower "
-            "checkpoint.save_total_limit, or set checkpoint.dir to another disk"
-        )
-
-    run_on_first_rank(run.world, compare_bytes, ConfigError)
+    folder = next(path for path in (run.checkpoints, *run.checkpoints.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    model_bytes_beside = model_bytes  # of RUN/model, on the disk of the checkpoints
+    if folder.stat().st_dev != run.dir.stat().st_dev:
+        model_bytes_beside = 0
+        if (free_in_run_dir := shutil.disk_usage(run.dir).free) < model_bytes:
+            refuse_or_log(
+                f"the model that a run saves at its end takes {bytes_text(model_bytes)}, and {run.dir} has "
+                f"{bytes_text(free_in_run_dir)} free; make room, or set run.dir to another disk"
+            )
+    there = len(complete_checkpoints(run.checkpoints))
+    steps = run.config.train.steps - run.done
+    to_come = -(-steps // settings.every) if settings.every else 1
+    most = to_come
+    if settings.save_total_limit:
+        kept = settings.save_total_limit + (1 if settings.keep_best else 0)
+        most = max(1, kept + 1 - there)
+    needed = min(to_come, most)
+    most_by_clock = most if settings.minutes else needed
+    room = max(0, free - model_bytes_beside)
+    if room >= most_by_clock * checkpoint_bytes:
+        return
+    is_short = room < needed * checkpoint_bytes
+    model_text = f", RUN/model {bytes_text(model_bytes_beside)}" if model_bytes_beside else ""
+    text = (
+        f"a checkpoint takes {bytes_text(checkpoint_bytes)}{model_text}, and {folder} has {bytes_text(free)} free, for "
+        f"{room // checkpoint_bytes} of {plural(needed if is_short else most_by_clock, 'more checkpoint')} at once "
+        f"({there} are there); make room, lower checkpoint.save_total_limit, or set checkpoint.dir to another disk"
+    )
+    if is_short:
+        refuse_or_log(text)
+    else:
+        log(text)

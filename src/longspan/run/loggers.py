@@ -69,13 +69,13 @@ def check_logger(name: str) -> None:
 
 
 _WANDB_VARIABLES = {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"}
-# is needed, or one is there
+# lines of wandb's settings with which it needs no login: it is offline, or has a key
 _NO_LOGIN = re.compile(r"^(mode *= *(offline|disabled|dryrun)|api_key *=)", re.MULTILINE)
 
 
 def check_wandb_login(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for wandb without a key and not offline, as far as files and variables tell; wandb itself would
-    find it on the first rank, once the model is made.
+    """Raise ConfigError where variables and files show neither a login to wandb nor that it is offline. Without this
+    check wandb itself would raise on the first rank, once the model is made.
     """
     if any(map(environment.get, _WANDB_VARIABLES)):
         return
@@ -87,8 +87,10 @@ def check_wandb_login(environment: Mapping[str, str]) -> None:
     files = [folder / "settings" for folder in map(Path, folders)]
     texts = [f"mode = {environment.get('WANDB_MODE', '')}"]
     texts += [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
+    if any(map(_NO_LOGIN.search, texts)):
+        return
     netrc = [Path(environment.get("NETRC", home / ".netrc")), home / "_netrc"]
-    if not any(map(_NO_LOGIN.search, texts)) and not any(file.is_file() and file.stat().st_size for file in netrc):
+    if not any(file.is_file() and file.stat().st_size for file in netrc):
         raise ConfigError(
             "run.loggers has 'wandb', and there is no login to it: wandb login, or set WANDB_API_KEY, or "
             "WANDB_MODE=offline, or leave it out"
@@ -96,7 +98,9 @@ def check_wandb_login(environment: Mapping[str, str]) -> None:
 
 
 def logger_classes(names: Sequence[str]) -> dict[str, LoggerClass]:
-    """The classes of loggers by name, once each. Raises ConfigError for one that cannot be imported, or is none."""
+    """Import the classes of loggers; returns them by name. Raises ConfigError for one that cannot be imported, or that
+    lacks `log` or `close`.
+    """
     classes = dict[str, LoggerClass]()
     for name in names:
         module, _, attribute = BUILT_IN.get(name, name).rpartition(".")

@@ -44,7 +44,9 @@ from longspan.train.start.start_times import Starts
 
 
 class Steps:
-    """Takes the steps of a run on this rank, and agrees with the other ranks on what comes after each."""
+    """Takes the steps of a run, and lets the ranks agree on what comes after each; all ranks call `take_step` and
+    `agree_after_step` together.
+    """
 
     def __init__(self, run: TrainingRun, plans: AsyncPlanner, log: LogLine) -> None:
         self._run = run
@@ -59,7 +61,9 @@ class Steps:
         self._logged_divided = False
 
     def take_step(self, step: int) -> tuple[dict[str, Any], Plan]:
-        """Run one optimizer step (from 0); returns its row of metrics (from 1) and its plan. A profiled step's seconds
+        """Run one optimizer step, counted from 0; returns its row of metrics, where it is counted from 1, and its plan.
+
+        The first step with shared prefixes is logged, and a profiled step leaves its files. A profiled step's seconds
         do not count for slow slots.
         """
         run = self._run
@@ -68,10 +72,10 @@ class Steps:
         if self._next is not None and self._next[0] == step:
             _, documents, plan = self._next
         else:
-            plan = self._plans.plan(step)  # waited for if need be
+            plan = self._plans.plan(step)  # waits until the plan is made
             documents = self._select_documents(step, plan)
         self._next = None
-        if isinstance(run.model, MultimodalModel):
+        if isinstance(run.model, MultimodalModel):  # before the step: threads read images while it runs
             self._prefetch_step(step + 1, run.model)
         with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
             result = run.take_step(plan, documents, step, partial(self._work_beside_step, step))
@@ -123,7 +127,7 @@ class Steps:
             self._logged_divided = True
 
     def _select_documents(self, step: int, plan: Plan) -> Any:
-        """Select the documents of a step, with common prefixes apart where the plan has them so."""
+        """Select the documents of a step; where the plan shares prefixes, cut them into prefixes and what follows."""
         run = self._run
         documents = run.order.select(run.corpus, step)
         if plan.parents is None:
@@ -131,9 +135,10 @@ class Steps:
         return cut_documents(documents, plan.lengths, plan.parents, depths=run.config.mtp.num_layers)
 
     def _prefetch_step(self, step: int, model: MultimodalModel | None = None) -> None:
-        """Select the documents of the next step, where its plan is ready: no rank waits, and errors are left to it.
+        """Select the documents of `step`, the next one, and keep them as `_next` if its plan is ready; nothing waits
+        for a plan. An error here is dropped: that step itself meets and raises it.
 
-        With `model`, also plan the waves of its images and read them, in threads, while this step runs.
+        With `model`, also plan the waves of its images and read them, in threads, while the step before runs.
         """
         run = self._run
         if (
@@ -156,16 +161,18 @@ class Steps:
     def agree_after_step(
         self, stop: StopSignal, failure: LongspanError | None, saves: Saves
     ) -> tuple[str, str, bool]:
-        """Return what the ranks agree on after a step, by one message if none received a signal or failed.
+        """Agree with the other ranks on what comes after a step, by one message if none has received a signal or
+        failed.
 
-        The signals that stop the run and that ask for a checkpoint ("" for none), whichever rank received them, and
-        whether a checkpoint is due by the clock.
+        Returns the signal that stops the run, the signal that asks for a checkpoint ("" for none), whichever rank
+        received it, and whether a checkpoint is due by the clock. Raises, on every rank, the first `failure` of a rank
+        and that of a save. A warning of the allocator and the name of a slow slot are logged.
         """
         world = self._run.world
         flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
-        slow = world.rank + 1 if self._slow_slots.is_slow else 0
-        figures = (saves.saver.has_failed, slow, self._allocator.of_step)
-        stops, saves_now, minutes, save_failed, slow_rank, most_retries = world.control.largest_over_ranks(
+        slow_rank_here = world.rank + 1 if self._slow_slots.is_slow else 0  # 0: none
+        figures = (saves.saver.has_failed, slow_rank_here, self._allocator.of_step)
+        stops, saves_now, minutes_over, save_failed, slow_rank, most_retries = world.control.largest_over_ranks(
             [*map(float, flags), *map(float, figures)], "agreement on a flag"
         )
         stopped = save_on = ""
@@ -180,7 +187,7 @@ class Steps:
             self._log(text)
         if slow_rank:
             self._slow_slots.log_slow_slot(int(slow_rank) - 1, world, self._log)
-        return stopped, save_on, bool(minutes)
+        return stopped, save_on, bool(minutes_over)
 
 
 def shared_prefixes_line(plan: Plan, shape: ModelShape | None) -> str:
@@ -224,8 +231,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
 
     A signal that stops, on any rank, ends the run after the current step, with a checkpoint; after one of
-    `checkpoint.save_signals`
-    a checkpoint is written, and the run goes on. `starts` has the parts of the start before this call.
+    `checkpoint.save_signals` a checkpoint is written, and the run goes on. `starts` has the parts of the start before
+    this call.
 
     Raises LongspanError for what does not fit, before the first step; for a loss or gradients that are not finite,
     before they are used; for what the disk refuses (after a checkpoint, where all ranks can still write one); and
@@ -234,7 +241,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     starts = starts or Starts()
     check_config(config, len(world.home.ranks))
     with StopSignal(config.checkpoint.save_signals) as stop, run_lock(Path(config.run.dir), world, display.log):
-        names = config.run.loggers if is_first_rank(world) else ()
+        names = config.run.loggers if is_first_rank(world) else ()  # other ranks have no loggers
         classes = (
             run_on_every_rank(world, partial(logger_classes, names), ConfigError) if config.run.loggers else {}
         )
@@ -251,7 +258,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
 def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult:
     """Warm up and take the remaining steps; unless a signal stopped them, save the model and make the last evaluations.
 
-    `evaluations` has the run, its display, its records and its signals; all ranks call it.
+    `evaluations` has the run, its display, its records and its signals; all ranks call it. A run that ended for a lack
+    of progress (`saves.end_reason`) saves and evaluates its best weights, not the last ones.
     """
     run = evaluations.run
     log = evaluations.display.log
@@ -274,7 +282,7 @@ def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult
         final, named, stopped = evaluations.evaluate_at_end(evaluated_step)
         saves.save_if_best(evaluations.take_new_rows())
         saves.remove_old_saves()
-    scores = run.config.train.loss or run.corpus.labels is not None
+    predicts_tokens = not run.config.train.loss and run.corpus.labels is None
     return TrainResult(
         dir=run.dir,
         done=done,
@@ -284,7 +292,7 @@ def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult
         final=final,
         named=named,
         last_loss=evaluations.records.last_loss(done),
-        vocab_size=0 if scores else run.corpus.manifest.tokenizer_size,
+        vocab_size=run.corpus.manifest.tokenizer_size if predicts_tokens else 0,
         world=len(run.world.home.ranks),
     )
 
@@ -293,7 +301,8 @@ def _run_steps(steps: Steps, evaluations: Evaluations, saves: Saves, starts: Sta
     """Run the remaining steps; return the signal that stopped them ("" for none).
 
     A checkpoint comes before an evaluation, in which the step could be lost. A run that goes on first makes the
-    evaluation that was due where it stopped. `run.done` are the steps before this start, `saves.done` all steps.
+    evaluation that was due where it stopped. `run.done` are the steps before this start, `saves.done` all steps. A run
+    whose evaluations get no better ends early, with its reason in `saves.end_reason`.
     """
     run = evaluations.run
     display = evaluations.display
@@ -312,6 +321,7 @@ def _run_steps(steps: Steps, evaluations: Evaluations, saves: Saves, starts: Sta
             row, plan = steps.take_step(saves.done)
             saves.done += 1
             row |= saves.take_save_columns()
+            # what one rank cannot write is raised on all of them, by `agree_after_step`
             _, failure = result_or_error(partial(records.write_step, row, plan), RunFolderError)
             display.show_step(row)
             stopped, save_on, minutes_over = steps.agree_after_step(stop, failure, saves)
@@ -322,7 +332,7 @@ def _run_steps(steps: Steps, evaluations: Evaluations, saves: Saves, starts: Sta
                 save_plan(run, plan, f"step-{saves.done:06d}")
             if stopped or save_on or saves.is_checkpoint_due(minutes_over=minutes_over):
                 saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
-                stop.save_asked = ""  # also what other ranks received meanwhile
+                stop.save_asked = ""  # on every rank, also where the signal came after the ranks had agreed
             saves.reserve_memory()
             if save_on and not stopped:
                 display.log(f"{save_on} was received: step {saves.done} is saved, and the run goes on")

@@ -17,7 +17,10 @@ _MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no r
 
 
 class StepLog(AbstractContextManager["StepLog"]):
-    """Appends lines of steps to a file, flushed one by one; a resumed run keeps those up to a step, and no torn one."""
+    """Appends lines of steps to a file, each flushed at once; without a path, as on other ranks, it writes nothing.
+
+    Of a file that is there the lines up to `after_step` stay, as far as none is torn; 0 empties it.
+    """
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
         self._file = None
@@ -43,7 +46,9 @@ _STEP = re.compile(rb'{"step": ?(\d+),')
 
 
 def _bytes_to_keep(path: Path, after_step: int) -> int:
-    """Return how many bytes the lines up to a step have: all before a later step, a torn line, or what is no row."""
+    """Return how many bytes at the beginning of a file to keep: its lines before the first one that is torn, is no row,
+    or is of a step later than `after_step`.
+    """
     length = 0
     with path.open("rb") as lines:
         for line in lines:
@@ -60,7 +65,7 @@ class MetricsLog(StepLog):
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
         super().__init__(path, after_step=after_step)
         self._loggers = loggers
-        # steps and sets of which an evaluation is recorded; on other ranks those of this session
+        # (step, set) of every recorded evaluation; on ranks without a file those of this session
         self.evaluated = recorded_evaluations(read_metrics(path)) if path and after_step else set[tuple[int, str]]()
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -89,7 +94,7 @@ class CompletionsLog(StepLog):
 
 
 def recorded_evaluations(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
-    """Return the steps after which rows have evaluations, each with the name of the set ("": held-out documents)."""
+    """Return (step, set) of each evaluation among rows of metrics; the set is "" for held-out documents."""
     return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
 
 

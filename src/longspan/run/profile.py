@@ -48,7 +48,9 @@ class StepProfiles:
         self._step = step
 
     def write_files(self) -> None:
-        """Write what was recorded of the last step, and log its table; nothing if that step was not profiled."""
+        """Write what was recorded of the last step, and log its table; all ranks call it together. It does nothing if
+        that step was not profiled.
+        """
         if self._step:
             text = run_on_every_rank(self.world, self._write_rank_files, RunFolderError)
             self._step = 0

@@ -24,11 +24,11 @@ class ProgressDisplay:
         self._begun = time.monotonic()
         self._written = self._begun  # when the last line was
         self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
-        # when the first step ended, without evaluations; its number
+        # at the end of this session's first step: the clock less the seconds of evaluations so far, and its number
         self._timed_since: tuple[float, int] | None = None
-        self._step_tokens = 0  # since then
+        self._step_tokens = 0  # of the steps after it
         self._eval_seconds = self._eval_tokens = 0.0
-        self._evaluations: tuple[tuple[int, int, int], ...] = ()
+        self._evaluations: tuple[tuple[int, int, int], ...] = ()  # as in `set_length`
 
     def __enter__(self) -> "ProgressDisplay":
         if self._stream is not None:
@@ -55,7 +55,10 @@ class ProgressDisplay:
                 self._written = time.monotonic()
 
     def show_step(self, row: Mapping[str, Any]) -> None:
-        """Write a line for the first, the last and every `log_every` step, and where one is due."""
+        """Write the line of a step from its row of metrics: for the first, the last, every `log_every`th, and where by
+        the end of another step as long LINE_SECONDS would pass without a line. Each step counts for the time that is
+        left.
+        """
         step = row["step"]
         text = self._step_text(row)
         self.begin_work(f"after {text}")  # it may be saved or evaluated
@@ -101,22 +104,26 @@ class ProgressDisplay:
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _remaining_time(self, step: int) -> str:
-        """Return how long the steps after this one and their evaluations will take; "" until two steps were timed.
+        """Return how long the steps after this one and their evaluations will take; "" until a second step is timed,
+        and after the last.
 
-        A token of evaluations, without backward pass, takes a third of a step's until one is done.
+        Until an evaluation is timed, one of its tokens is taken to need a third of the time of a token of training, as
+        it has no backward pass.
         """
         assert self._timed_since is not None
         began, first_step = self._timed_since
         if not first_step < step < self._steps:
             return ""
         seconds = time.monotonic() - self._eval_seconds - began
-        left = seconds / (step - first_step) * (self._steps - step)
-        steps_per_token = seconds / max(self._step_tokens, 1)
-        per_token = self._eval_seconds / self._eval_tokens if self._eval_tokens else steps_per_token / 3
+        seconds_left = seconds / (step - first_step) * (self._steps - step)
+        eval_token_seconds = seconds / max(self._step_tokens, 1) / 3
+        if self._eval_tokens:
+            eval_token_seconds = self._eval_seconds / self._eval_tokens
         for tokens, every, at_end in self._evaluations:
+            # one that is due after `step` itself is still to come; that after the last step is one of `at_end`
             before_end = (self._steps - 1) // every - (step - 1) // every if every else 0
-            left += (before_end + at_end) * tokens * per_token
-        return f"{seconds_text(left)} left"
+            seconds_left += (before_end + at_end) * tokens * eval_token_seconds
+        return f"{seconds_text(seconds_left)} left"
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
@@ -133,7 +140,9 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _evaluation_texts(row: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of an evaluation's row as text, those of one's own by name; the loss is not among them."""
+    """Return the metrics of an evaluation's row as texts, without the loss; metrics of the user's own have their names,
+    and other names with a "/" are left out.
+    """
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",
@@ -143,7 +152,9 @@ def _evaluation_texts(row: Mapping[str, Any]) -> list[str]:
         "rewards/accuracies": "accuracy {:.1%}",
     }
     values = {
-        key.removeprefix("eval_"): v for key, v in row.items() if key.startswith("eval_") and isinstance(v, float)
+        key.removeprefix("eval_"): value
+        for key, value in row.items()
+        if key.startswith("eval_") and isinstance(value, float)
     }
     shown = {name: value for name, value in values.items() if name != "loss" and ("/" not in name or name in texts)}
     return [texts.get(name, f"{name} {{:.4g}}").format(value) for name, value in shown.items()]

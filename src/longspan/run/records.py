@@ -58,16 +58,19 @@ class Records(NamedTuple):
         self.metrics.write(row)
 
     def last_loss(self, done: int) -> float:
-        """Return the mean loss of the last LAST_STEPS of `done` steps; NaN without any, and on other ranks."""
+        """Return the mean loss of the last LAST_STEPS of `done` steps; NaN without any, and on ranks but the first."""
         rows = read_metrics(self.run.dir / "metrics.jsonl") if is_first_rank(self.run.world) else []
-        rows = [row for row in rows if done - LAST_STEPS < row["step"] <= done]
-        losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
+        last_rows = [row for row in rows if done - LAST_STEPS < row["step"] <= done]
+        losses = [row["loss"] for row in last_rows if isinstance(row.get("loss"), float)]
         return math.fsum(losses) / len(losses) if losses else math.nan
 
 
 @contextmanager
 def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogLine) -> Iterator[Records]:
-    """Open all records, log the facts, and close the records at the end; entered by all ranks, the first writes."""
+    """Open all records, and close them at the end; entered by all ranks, of which the first alone has files.
+
+    A run that has steps left also removes its summary.json, writes run.json and logs its facts.
+    """
     world = run.world
     first = is_first_rank(run.world)
     facts = collect_facts(run)
@@ -105,7 +108,9 @@ def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
 
 
 def record_start_seconds(run: TrainingRun, starts: Starts, log: LogLine) -> None:
-    """Log the seconds of a start by part and the groups of attention in its step, and add both to run.json."""
+    """Log the seconds of a start by part and the groups of attention in its step, and add both to run.json; all ranks
+    call it together.
+    """
     file = run.dir / "run.json"
     groups = gather_attention_groups(run.world)
 
@@ -131,7 +136,9 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
 def _open_loggers(
     run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine
 ) -> RunLoggers:
-    """Make the loggers of a session; none for a run that has come to its end with all evaluations."""
+    """Make the loggers of a session; none for a run that has come to its end with all evaluations, nor on ranks without
+    `classes`.
+    """
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= recorded_evaluations(rows):

@@ -57,12 +57,14 @@ class EvaluationSet:
 
     @property
     def caution(self) -> str:
-        """What is said of documents that are trained on too; "" without any."""
-        text = f"documents of evaluation set {self.name}" if self.name else "held-out documents"
+        """What a run says of documents that are also trained on, or where that is not known; "" if none is."""
+        name = f"documents of evaluation set {self.name}" if self.name else "held-out documents"
         if self.trained_on is None:
-            return f"how many {text} are also trained on is not known: an earlier version made their tokens"
-        text = f"{self.trained_on:,} of {len(self.documents):,} {text} are also trained on, token for token"
-        return f"{text}: their loss is not that of unseen text" if self.trained_on else ""
+            return f"how many {name} are also trained on is not known: an earlier version made their tokens"
+        if not self.trained_on:
+            return ""
+        trained_on = f"{self.trained_on:,} of {len(self.documents):,} {name} are also trained on, token for token"
+        return f"{trained_on}: their loss is not that of unseen text"
 
     @property
     def name(self) -> str:
@@ -71,14 +73,21 @@ class EvaluationSet:
 
 def _corpus_settings_of_set(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
     """Return how the texts of a table [[evaluation.sets]] become a corpus, in evaluation/NAME of the run's folder."""
-    names = {"folder": f"evaluation/{entry.name}", "prefix": entry.prefix}
-    return CorpusSettings.for_set(config, entry.path, entry.split, entry.max_document_tokens, **names)
+    return CorpusSettings.for_set(
+        config,
+        entry.path,
+        entry.split,
+        entry.max_document_tokens,
+        folder=f"evaluation/{entry.name}",
+        prefix=entry.prefix,
+    )
 
 
 def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
     """Open the set of a table [[evaluation.sets]], and log its size and when it is evaluated; all ranks together.
 
-    The first rank makes its corpus if it is not there, with the run's tokenizer. The metrics are not set.
+    The first rank makes its corpus if it is not there, with the run's tokenizer. Metrics, token bytes and `trained_on`
+    are left at their defaults.
     """
     directory = Path(config.run.dir)
     settings = _corpus_settings_of_set(config, entry)
@@ -95,6 +104,7 @@ def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log:
 
     run_on_first_rank(world, build_corpus, DataError)
     corpus = run_on_every_rank(world, partial(open_shared_corpus, folder), DataError)
+    # a unit is a document, or the documents of a pair, which stay together
     units = sample_documents(len(corpus) // corpus.unit, entry.documents, config.train.seed)
     documents = corpus.select(documents_of_units(units, corpus.unit))
     lengths = documents.lengths
@@ -131,7 +141,7 @@ class TrainingRun(Training):
 
 
 def replace_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
-    """Return the sets with the tables of `config`, in which a limit of rows "auto" is a number."""
+    """Return the sets with their tables from `config`, which is resolved: "auto" limits of rows are numbers."""
     entries = {entry.name: entry for entry in (held_out_set(config), *config.evaluation.sets)}
     return tuple(replace(s, config=entries[s.name]) for s in sets)
 
@@ -154,23 +164,26 @@ class RunData:
 
     def check_longest_documents(self, config: RunConfig, world: World) -> None:
         """Raise ConfigError where the longest document of the corpus, or of a set, fits no group or no position."""
-        (longest, origin), heads = self.longest, query_heads(self.model)
+        longest, origin = self.longest
+        heads = query_heads(self.model)
         check_longest_training_document(config, world.home, longest, origin, heads)
         for entry in (s for s in replace_eval_tables(self.sets, config) if s.name):
             lengths = entry.documents.lengths
             number = int(np.argmax(lengths))
             tokens = int(lengths[number])
-            origin = entry.documents.origin(number)
-            check_longest_of_set(config, entry.config, world.home, tokens, origin, heads)
+            origin_in_set = entry.documents.origin(number)
+            check_longest_of_set(config, entry.config, world.home, tokens, origin_in_set, heads)
             check_set_length(self.model, config.model, longest, entry.name, tokens)
 
 
 def open_data(
     config: RunConfig, model: PreTrainedConfig, checkpoint: Path | None, world: World, log: LogLine
 ) -> RunData:
-    """Open the documents and the evaluation sets of a run, which resumes from a checkpoint, if there is one.
+    """Open the documents and the evaluation sets of a run, which resumes if it has a `checkpoint`; all ranks call it
+    together. The first rank makes corpora that are not there yet.
 
-    The held-out documents are the first set, if there are any. All ranks call it together.
+    The held-out documents are the first set, if there are any. Raises ConfigError for metrics that cannot be loaded,
+    DataError for what cannot be read, both on every rank.
     """
     run_dir = Path(config.run.dir)
 
@@ -188,7 +201,7 @@ def open_data(
             raise ConfigError(f"{key}: {error}") from error
         return metrics
 
-    # before a corpus is built
+    # Both checks come before a corpus is built, which may take long.
     if config.evaluation.sets:
         run_on_first_rank(world, check_rows_of_sets, DataError)
     metrics = run_on_every_rank(world, load_own_metrics, ConfigError) if config.evaluation.metrics else {}
@@ -201,18 +214,19 @@ def open_data(
 
     if sets:
 
-        def read_figures() -> tuple[list[int | None], npt.NDArray[np.int64] | None]:
+        def count_and_read_bytes() -> tuple[list[int | None], npt.NDArray[np.int64] | None]:
             counts = [corpus.count_contained(s.documents, held_out.ids) for s in sets]
             return counts, token_bytes(load_tokenizer(run_dir).engine)
 
-        counts, byte_counts = run_on_first_rank(world, read_figures, DataError)
-        figures = {"token_bytes": byte_counts, "metrics": metrics}
-        sets = [replace(s, trained_on=count, **figures) for s, count in zip(sets, counts, strict=True)]
-    if config.evaluation.sets:  # documents that are held out are of the corpus, which has its images
+        counts, byte_counts = run_on_first_rank(world, count_and_read_bytes, DataError)
+        shared_fields = {"token_bytes": byte_counts, "metrics": metrics}
+        sets = [replace(s, trained_on=count, **shared_fields) for s, count in zip(sets, counts, strict=True)]
+    if config.evaluation.sets:  # held-out documents are of the run's corpus, which has its images already
 
         def add_images() -> list[EvaluationSet]:
             return [replace(s, documents=fit_documents_to_model(s.documents, model, run_dir)) for s in sets]
 
         sets = run_on_every_rank(world, add_images, DataError)
-    longest = int(np.argmax(corpus.lengths))
-    return RunData(model, corpus, order, tuple(sets), (int(corpus.lengths[longest]), corpus.origin(longest)))
+    number = int(np.argmax(corpus.lengths))
+    longest = (int(corpus.lengths[number]), corpus.origin(number))
+    return RunData(model, corpus, order, tuple(sets), longest)

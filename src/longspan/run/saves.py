@@ -51,7 +51,7 @@ class Saves:
         self.end_reason: str = ""  # of a run that ends before its last step
         self._run = run
         self._log = log
-        self._saved = run.done
+        self._saved = run.done  # the step of the last checkpoint
         self._saved_at = time.monotonic()
         self.saver: CheckpointSaver = CheckpointSaver(
             run.checkpoints,
@@ -106,9 +106,9 @@ class Saves:
             self.save()
 
     def save_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Note this step as the best, and save its weights unless the last checkpoint has them, if the `rows` of its
-        evaluations have the best figure so far; all ranks call it with the same rows. Raises ConfigError where rows do
-        not name the figure.
+        """If the `rows` of this step's evaluations have the best figure so far, note the step as the best, and save its
+        weights unless the last checkpoint has them; all ranks call it with the same rows. Raises ConfigError where rows
+        do not name the figure.
         """
         if self._best is None or not rows or not self._best.record_if_best(rows, self.done):
             return
@@ -116,12 +116,13 @@ class Saves:
         self.saver.best = self.done
 
     def loses_patience(self, evaluated: Collection[tuple[int, str]]) -> bool:
-        """Return whether `evaluation.patience` is over, and note why; all ranks call it, the first with the steps and
-        sets of all evaluations that are recorded. It counts those after the best step.
+        """Return whether as many evaluations as `evaluation.patience` came after the best step; if so, log it and set
+        `end_reason`. All ranks call it and get the same; what counts is `evaluated` of the first rank, the step and set
+        of every recorded evaluation.
         """
         patience = self._run.config.evaluation.patience
         best = self._best
-        if best is None or not patience or not best.step:  # without a best one the next evaluation is it
+        if best is None or not patience or not best.step:  # without a best step the next evaluation gives one
             return False
         later = {step for step, name in evaluated if name == best.figure.set and step > best.step}
         if not self._run.world.control.broadcast_object(len(later) >= patience):
@@ -131,7 +132,7 @@ class Saves:
         return True
 
     def load_best(self) -> int:
-        """Load the weights of the best checkpoint, whose step is returned; all ranks call it together."""
+        """Load the weights of the best checkpoint into the model, and return its step; all ranks call it together."""
         assert self._best is not None
         run = self._run
         run.finish_update()
@@ -164,22 +165,21 @@ class Saves:
 
     @contextmanager
     def save_before_errors(self) -> Iterator[None]:
-        """Write what was trained since the last checkpoint before an error that all ranks raise leaves the context.
+        """Before an error that all ranks raise leaves the context, save what was trained since the last checkpoint.
 
-        After an error of this rank alone, of saving or of weights ranks only wait for the save under way, a rank alone
-        at most a quarter of `world.timeout`; after the loss of a rank none waits.
+        Otherwise nothing is saved. After the loss of a rank, this rank waits for nothing. With an error of its own it
+        waits for the save under way, at most a quarter of `world.timeout`. After an error of all ranks that is of
+        saving, that left weights that are not finite, or that came with nothing new to save, all ranks wait until that
+        save is complete.
         """
         try:
             yield
         except Exception as error:
-            if not isinstance(error, LongspanError):  # an error of this rank alone, as far as anyone knows
-                self.saver.give_up(self._run.world.timeout / 4)
-                raise
             save_failed = isinstance(error, CheckpointError)
             weights_are_bad = isinstance(error, NonFiniteError) and not error.weights_are_finite
             if isinstance(error, RankLostError):
                 self.saver.give_up()
-            elif not error.on_all_ranks:
+            elif not isinstance(error, LongspanError) or not error.on_all_ranks:  # other ranks may not have it
                 self.saver.give_up(self._run.world.timeout / 4)
             elif self.done > self._saved and not save_failed and not weights_are_bad:
                 error.add_note(self._try_to_save())
@@ -234,23 +234,28 @@ class BestCheckpoint:
             value = self._world.control.broadcast_object(self.figure.figure_in_rows(rows))
         except ConfigError as error:  # every rank has the same rows, and raises it
             raise on_all_ranks(error) from None
-        best_value = self._bests[-1][1] if self._bests else None
-        if value is None:
+        if value is None:  # no row has the figure
             return False
-        if best_value is not None and not (value > best_value if self.figure.higher else value < best_value):
-            return False
-        best_before = f" (before: {self._bests[-1][1]:.6g} at step {self.step})" if self._bests else ""
+        best_before = ""
+        if self._bests:
+            best_value = self._bests[-1][1]
+            is_better = value > best_value if self.figure.higher else value < best_value
+            if not is_better:
+                return False
+            best_before = f" (before: {best_value:.6g} at step {self.step})"
         self._log(
             f"step {step} has the best {self.figure.column} so far, {value:.6g}{best_before}; its checkpoint is kept"
         )
         self._bests = [*self._bests[-1:], (step, value)]
-        bests = [{"step": step, "value": value} for step, value in self._bests]
+        bests = [{"step": best_step, "value": figure} for best_step, figure in self._bests]
         text = json.dumps({**vars(self.figure), "bests": bests}, indent=1)
         run_on_first_rank(self._world, lambda: write_atomically(self._file, text), RunFolderError)
         return True
 
     def _read_bests(self) -> list[tuple[int, float]]:
-        """Return steps and values of best.json; [], which is logged, for a damaged file and for another figure's."""
+        """Return steps and values of best.json; [] without it, and, which is logged, if it is damaged or of another
+        figure.
+        """
         try:
             stored = json.loads(self._file.read_text(encoding="utf-8"))
             if {key: stored[key] for key in vars(self.figure)} != vars(self.figure):
@@ -267,11 +272,13 @@ class BestCheckpoint:
 
 
 def save_final_model(run: TrainingRun) -> None:
-    """Save the last weights as RUN/model in the dtype that config.json names, an adapter in its own."""
+    """Save the model's weights as RUN/model in the dtype that config.json names, an adapter in its own; all ranks call
+    it together.
+    """
     dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
-    dtype = None if run.config.lora.rank else dtype
+    saved_dtype = None if run.config.lora.rank else dtype
     run.finish_update()
-    save_model(run.model, run.dir / "model", run.world, RunFolderFiles(run.dir), dtype=dtype)
+    save_model(run.model, run.dir / "model", run.world, RunFolderFiles(run.dir), dtype=saved_dtype)
 
 
 def is_due(done: int, every: int) -> bool:

@@ -67,26 +67,31 @@ def write_model_files(
     *,
     adapter: bool = False,
 ) -> None:
-    """Write config.json, as the run trains the model, and generation_config.json, whose eos_token_id gets the tokens
-    at which answers end too (`ends`, names and ids). Raises DataError for a generation_config.json that cannot be read.
+    """Write config.json, as the run trains the model, and generation_config.json into a folder.
+
+    The dtype of config.json is that in which models are saved: the one that the source of the model names, or else the
+    run's. To eos_token_id of generation_config.json the tokens at which answers end are added (`ends`, ids by name).
+    Added tokens, and a dtype other than the run's, are logged. Raises DataError for a generation_config.json that
+    cannot be read.
     """
     source = Path(settings.source)
     config = deepcopy(configuration)
-    dtype = torch_dtype(settings.dtype)
+    saved_dtype = torch_dtype(settings.dtype)
     if settings.source and isinstance(named := configuration.dtype, torch.dtype) and named.is_floating_point:
-        dtype = named
+        saved_dtype = named
     config.architectures = [architecture]
-    config.dtype = dtype
+    config.dtype = saved_dtype
     with no_progress_bars():
         config.save_pretrained(directory)
-    if settings.source:  # model.config may name a file: generation_config.json is looked for beside it
+    # First the source's own generation_config.json; model.config may name a file, beside which it then is.
+    if settings.source:
         folder = source.parent if source.is_file() else source
         replace_with_copy(folder / GENERATION, directory / GENERATION)
     else:
         (directory / GENERATION).unlink(missing_ok=True)
     file = directory / GENERATION
     if file.is_file():
-        read_stop_token_ids(directory)  # for its errors
+        read_stop_token_ids(directory)  # raises for a file that cannot be read
         generation = read_json(file)
     else:
         generation = GenerationConfig.from_model_config(config).to_diff_dict()
@@ -103,9 +108,9 @@ def write_model_files(
             f"answers end with {' and '.join(missing)}, at which {name} does not stop: "
             f"{'merged' if adapter else 'saved'} models get eos_token_id {stops} in generation_config.json{alone}"
         )
-    if dtype != torch_dtype(settings.dtype):
+    if saved_dtype != torch_dtype(settings.dtype):
         log(
-            f"model/ will be saved in {str(dtype).removeprefix('torch.')}, the dtype of {source}; parameters and "
+            f"model/ will be saved in {str(saved_dtype).removeprefix('torch.')}, the dtype of {source}; parameters and "
             f"checkpoints are {settings.dtype}, which longspan export --dtype {settings.dtype} keeps"
         )
 
@@ -131,7 +136,7 @@ def set_up_model(
     image_count = len(data.corpus.images or ()) + sum(set_images)
     refuse_encoder_without_images(config, image_count)
     images = image_count > 0
-    if data.corpus.labels is not None and data.corpus.unit == 1:  # no pairs
+    if data.corpus.labels is not None and data.corpus.unit == 1:  # labels of documents, not of pairs
         from longspan.train.terms.scores import refuse_other_labels
 
         refuse_other_labels(configuration.problem_type, config.model.num_labels, data.corpus.labels.shape[1])
@@ -140,7 +145,7 @@ def set_up_model(
     load_model = partial(load, config, configuration=configuration, images=images)
     with silence_warnings_of_other_ranks(world):
         model: Any = run_on_every_rank(world, load_model, ModelError)
-    if data.corpus.labels is not None:  # by which transformers finds the token that is scored, in what is saved
+    if data.corpus.labels is not None:  # transformers finds the token that is scored by it, also in the saved model
         model.config.pad_token_id = configuration.pad_token_id = data.corpus.pad
     write = partial(
         write_model_files,
@@ -160,17 +165,18 @@ def set_up_model(
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
-# A checkpoint holds the parameters in model.dtype.
+# Keys of these sections that may change: a checkpoint holds parameters in model.dtype, whatever they are computed in.
 _FREE_KEYS = ("model.compute_dtype", "model.download", "data.share_prefixes")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
 _FIXED_KEYS += ("train.freeze", "train.loss", "optimizer.class", "optimizer.arguments", "evaluation.documents")
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint that this run resumes from, with its state, or None and {}; entered by all ranks.
+    """Return the checkpoint that this run resumes from, with its state, or None and {}; entered by all ranks. Saves
+    that were not finished are removed.
 
-    Raises CheckpointError if `checkpoint.resume` does not allow that or nothing good is left, ConfigError for another
-    run's.
+    Raises CheckpointError where `checkpoint.resume` does not allow what is there or no checkpoint is undamaged, and
+    ConfigError for the checkpoint of a run with other fixed keys.
     """
     root = checkpoints_root(Path(config.run.dir), config.checkpoint.dir)
     checkpoint = None
@@ -195,10 +201,11 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple
 def check_steps_left(
     config: RunConfig, data: RunData, checkpoint: Path, state: dict[str, Any], log: LogLine
 ) -> None:
-    """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys or epochs; log
-    of a finished run that it is shown.
+    """Raise ConfigError for a checkpoint beyond the last step, and where other train.epochs would let the next step
+    begin at another document.
 
-    Its keys of the folder, of hosts and of evaluation may change, and so may one that is "auto" now.
+    A finished run is also refused under changed keys, but for those of [run], [checkpoint] and [evaluation], node_size,
+    and any that is "auto" now; otherwise it is logged that the run is shown.
     """
     if state["step"] > config.train.steps:
         key = "train.epochs" if config.train.epochs else "train.steps"
@@ -222,7 +229,7 @@ def check_steps_left(
         for section in sorted(sections_now.keys() & sections_before.keys() - {"run", "checkpoint", "evaluation"})
         for key, value in sorted(sections_now[section].items())
         if key in sections_before[section] and key != "node_size"
-        if (section, key) != ("model", "path")  # compared before
+        if (section, key) != ("model", "path")  # `_check_same_run` has compared it
         if value not in (absolute_path(sections_before[section][key]), AUTO)
     ]
     if changes:
@@ -235,8 +242,8 @@ def check_steps_left(
 
 
 def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tables of a checkpoint's configuration and of this one, both as JSON gives them back, and with the
-    name of the preset, also of a default one that was left out.
+    """Return the tables of a checkpoint's configuration and those of `config`, in a form that can be compared: both as
+    JSON gives them back, and model.preset with the name of the default preset where none was given.
     """
     tables = list[dict[str, Any]]()
     for sections in (state.get("config", {}), json.loads(json.dumps(config.tables()))):
@@ -262,15 +269,18 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
     if config.lora.rank:  # with an adapter, checkpoints hold only trained parts
         fixed.append("encoder.trainable")
-    # by which `check_base_weights_unchanged` compares it
-    free = (*_FREE_KEYS, *["model.path"] * Path(config.run.dir, BASE).is_file())
+    free = set[str](_FREE_KEYS)
+    # with that file `check_base_weights_unchanged` compares the weights themselves
+    if Path(config.run.dir, BASE).is_file():
+        free.add("model.path")
     for name in (name for name in fixed if name not in free):
         section, _, key = name.partition(".")
         value_before = sections_before.get(section, {}).get(key)
         value = sections_now[section][key]
-        # the adapter belongs to the values of the weights that it was trained over
-        decided_anew = () if name == "model.frozen" else (AUTO,)
-        if value_before is not None and value not in (absolute_path(value_before), *decided_anew):
+        # "auto" may follow any value, but not that of model.frozen: an adapter belongs to the values of the weights
+        # that it was trained over
+        always_allowed = () if name == "model.frozen" else (AUTO,)
+        if value_before is not None and value not in (absolute_path(value_before), *always_allowed):
             raise ConfigError(
                 f"{name} was {value_before!r} when {path} was saved and is {value!r} now; set it back, or set run.dir "
                 "to a new folder"
@@ -308,13 +318,15 @@ def open_run_documents(
     config = config.with_keys("evaluation", documents=data.order.held_out_texts)
     config = with_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
-    # not node_size: a run that goes on may be on other hosts
-    run, checkpoint_keys = (
+    run_section, checkpoint_section = (
         replace(section, dir=str(Path(section.dir).absolute()) if section.dir else "")
         for section in (config.run, config.checkpoint)
     )
     as_written = replace(
-        config, context=replace(config.context, node_size=node_size), run=run, checkpoint=checkpoint_keys
+        config,
+        context=replace(config.context, node_size=node_size),  # as given: a run that goes on may be on other hosts
+        run=run_section,
+        checkpoint=checkpoint_section,
     )
     for line in source_lines(config, data.order) if config.data.sources else ():
         log(line)
@@ -351,7 +363,9 @@ def resolve_run(
 def set_up(
     config: RunConfig, world: World, log: LogLine, starts: Starts, stopped: Callable[[], str] | None = None
 ) -> TrainingRun:
-    """Open or begin the run that `check_config` has passed; all ranks call it together, before step 1.
+    """Begin a run, or resume it from its newest checkpoint, under a configuration that `check_config` has passed: open
+    its data, decide what is open, load and prepare the model, make the optimizer, and write config.toml. All ranks call
+    it together, before step 1.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     `starts` notes how long the parts of the set-up take; `stopped` as of EvaluationOptions.
@@ -372,8 +386,9 @@ def set_up(
     memory = resolved.memory
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
-    compared = data.list_reference_documents(config, done) if config.train.needs_reference else ()
-    has_references = read_reference_log_probs(compared, config, world) if compared else True
+    reference_documents = data.list_reference_documents(config, done) if config.train.needs_reference else ()
+    has_references = read_reference_log_probs(reference_documents, config, world) if reference_documents else True
+    # what the reference gives must be computed with the base weights: they are loaded even if a checkpoint follows
     reads_checkpoint = checkpoint is not None and has_references
     model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
     if data.order.sharing is not None:
@@ -385,7 +400,7 @@ def set_up(
     optimizer = build_run_optimizer(config, world, model, memory=memory)
     if not has_references:
         choice = PlannerConfig.training(config, cost=resolved.cost, heads=query_heads(configuration))
-        compute_references(model, compared, config, choice, world, log, stopped)
+        compute_references(model, reference_documents, config, choice, world, log, stopped)
         starts.end_part("reference")
     if checkpoint is not None:
         load_checkpoint(checkpoint, model, optimizer, world)

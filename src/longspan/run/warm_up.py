@@ -53,20 +53,25 @@ COMING_DYNAMIC = 4  # of dynamic plans, which take a while each
 
 
 def group_kind(group: Group) -> tuple[object, ...]:
-    """Return what the kernels and messages of a group depend on, as the number of its rows is not."""
+    """Return what the kernels and messages of a group depend on: groups of one kind need no further compilation,
+    however many rows they have.
+    """
     rows = group.laid_out
     chunks = 2 * group.degree
     longest_chunk = -(-max(rows) // chunks)
     messages = group.degree, group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition
-    documents = (len(rows) > 1) + (len(rows) > MANY)  # one, several, more than MANY
-    # of which each member has a part of every chunk: none, one, several
-    whole = min(2, sum(n >= chunks for n in rows))
-    shares = group.parents is not None
-    return *messages, documents, shares, whole, -(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0
+    has_several = len(rows) > 1
+    has_many = len(rows) > MANY
+    # documents with a row in every chunk: none, one, several
+    in_all_chunks = min(2, sum(n >= chunks for n in rows))
+    short_chunk_steps = -(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0  # 0: a long one
+    return *messages, has_several, has_many, group.parents is not None, in_all_chunks, short_chunk_steps
 
 
 def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...], Group]:
-    """Return of each `group_kind` the group with the fewest rows of a slot; that with most rows comes first."""
+    """Return the group with the fewest rows of a slot for each kind (`group_kind`), by kind; the first is the one that
+    has most of these rows.
+    """
     smallest: dict[tuple[object, ...], Group] = {}
     for plan in plans:
         for group in plan.groups:
@@ -125,8 +130,10 @@ def make_plan_like(plan: Plan, batches: Sequence[MicroBatch]) -> Plan:
 
 
 def run_warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
-    """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans.
-    Raises SlotRowsError on a rank that runs out of memory.
+    """Run the warm-up of these plans of coming steps and of evaluation, and log its time and peak memory; entered by
+    all ranks, with the same plans. Raises SlotRowsError on a rank that runs out of memory.
+
+    It makes the plans' groups and the optimizer's states; no gradient and no update is left.
     """
     started = time.perf_counter()
     world = training.world
@@ -145,7 +152,7 @@ def run_warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | No
         mixing_planners = {config.context.planner, config.evaluation.planner} - set(ONE_DEGREE)
         if mixing_planners and world.home.slots <= CONNECTED:  # plans that mix degrees may need any group later
             world.channels.connect_pairs()
-        for i, plan in enumerate(work):
+        for i, plan in enumerate(work):  # the first is of training, the second of evaluation
             _run_plan(training, plan, backward=i == 0)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -169,17 +176,19 @@ def run_warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | No
 
 
 def plan_warm_up(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> list[Plan]:
-    """Plan the warm-up of plans of training, and of evaluation if there is one: the largest micro-batch, then kinds.
+    """Plan the warm-up of plans of training, and of evaluation if there is one: a plan of each, which has the largest
+    micro-batch first, and then each kind of group on all slots, cut short.
 
-    Training runs as many copies as a pipeline holds at once (`in_flight`), so that the peak is reached. Evaluation's is
-    cut short if no slot has more rows than in training; of its kinds only new ones follow.
+    Training has as many copies of its largest micro-batch as a pipeline holds at once (`in_flight`), so that the peak
+    is reached. That of evaluation is cut short too if no slot has more rows in it than in training, and of evaluation's
+    kinds only those follow that training does not have.
     """
-    kinds = smallest_group_of_each_kind(plans)
+    training_kinds = smallest_group_of_each_kind(plans)
     slots = plans[0].slots
-    batches = [largest_micro_batch(plans)] * in_flight
-    for group in kinds.values():
-        batches += repeat_on_all_slots(shorten_group(group), slots)
-    training = make_plan_like(plans[0], _pad_to_multiple(batches, in_flight))
+    training_batches = [largest_micro_batch(plans)] * in_flight
+    for group in training_kinds.values():
+        training_batches += repeat_on_all_slots(shorten_group(group), slots)
+    training = make_plan_like(plans[0], _pad_to_multiple(training_batches, in_flight))
     if evaluation is None:
         return [training]
     largest = largest_micro_batch([evaluation])
@@ -187,7 +196,7 @@ def plan_warm_up(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: i
         largest = MicroBatch(tuple(map(shorten_group, largest.groups)))
     batches = [largest]
     for kind, group in smallest_group_of_each_kind([evaluation]).items():
-        if kind not in kinds:
+        if kind not in training_kinds:
             batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
     return [training, make_plan_like(evaluation, _pad_to_multiple(batches, in_flight))]
 
@@ -198,7 +207,7 @@ def _pad_to_multiple(batches: list[MicroBatch], multiple: int) -> list[MicroBatc
 
 
 class _Prefix(SyntheticDocument):
-    """A synthetic document that others continue: it predicts nothing."""
+    """A synthetic prefix, which other documents continue: none of its tokens is a target."""
 
     targets = 0
     ahead = 1 << 20  # tokens behind it, more than depths of multi-token prediction read
@@ -210,11 +219,13 @@ class _Prefix(SyntheticDocument):
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     """Run a step of synthetic documents under this plan, without an update; entered by all ranks.
 
-    With `backward` gradients are left on the parameters, and the losses of routers and depths are computed too.
+    With `backward` gradients are left on the parameters, and the losses of routers and depths are computed too. For a
+    model that scores the last row of each document is scored.
     """
     model = find_language_model(training.model)
     prefixes = set(plan.parents or ())
     parents = plan.parents or (-1,) * len(plan.lengths)
+    # 2: any ids do where a model has no embedding that would say how many there are
     documents = [
         (_Prefix if document in prefixes else SyntheticDocument)(
             document, rows, vocabulary_size(model) or 2, parent
@@ -225,22 +236,22 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     if score_columns(model):
         documents = [_make_scored(document) for document in documents]
         options["loss"] = _sum_scores
-    plan = replace(plan, targets=sum(map(count_targets, documents)))
-    run_step(model, plan, documents, training.world, backward=backward, **options)
+    counted_plan = replace(plan, targets=sum(map(count_targets, documents)))
+    run_step(model, counted_plan, documents, training.world, backward=backward, **options)
 
 
 def _make_scored(document: SyntheticDocument) -> ScoredDocument:
-    """Make the document of a model that scores, with these tokens: its last row is scored, no row of a prefix."""
-    none = np.arange(0)
+    """Return a document of these tokens for a model that scores: its last row is scored, but no row of a prefix."""
+    no_rows = np.arange(0)
     scored = ScoredDocument(
-        document[np.arange(len(document))], rows=none if isinstance(document, _Prefix) else None
+        document[np.arange(len(document))], rows=no_rows if isinstance(document, _Prefix) else None
     )
     scored.parent = document.parent
     return scored
 
 
 def _sum_scores(scores: Tensor, at: LossTokens) -> Tensor:
-    """A loss for models that score: the weighted sum of a row's scores, so that every score gets a gradient."""
+    """Return the loss of each scored row: the weighted sum of its scores, so that every score gets a gradient."""
     return scores.reshape(len(at), -1).sum(-1) * at[WEIGHTS]
 
 

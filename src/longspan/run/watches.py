@@ -70,7 +70,9 @@ def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
 
 
 def _write_allocator_snapshot(run: TrainingRun) -> str:
-    """Write what the allocator of this rank's GPU holds into the run's folder; returns a line that says where."""
+    """Write what the allocator of this rank's GPU holds into the run's folder; returns a line that says where, or why
+    it could not be written. On a CPU nothing is written, and the line says what the measured bytes are.
+    """
     if run.world.device.type != "cuda":
         return "\non a CPU the most is the whole process's, with Python and its libraries"
     file = run.dir / "memory" / f"rank-{run.world.rank}.pickle"
@@ -83,7 +85,7 @@ def _write_allocator_snapshot(run: TrainingRun) -> str:
 
 
 def _memory_table(run: TrainingRun) -> str:
-    """Return the table of a GPU's memory by part, planned beside measured now, on this rank."""
+    """Return a table of the memory of this rank's device by part: bytes of run's plan beside those measured now."""
     planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
     parameters = list(run.model.parameters())
     optimizer = run.optimizer
@@ -98,13 +100,14 @@ def _memory_table(run: TrainingRun) -> str:
     measured = {
         part: sum(
             local.nbytes
-            for x in values
-            if isinstance(x, torch.Tensor) and (local := local_tensor(x.detach())).device.type == device.type
+            for value in values
+            if isinstance(value, torch.Tensor)
+            and (local := local_tensor(value.detach())).device.type == device.type
         )
         for part, values in tensors.items()
     }
     measured["most at one time"] = peak_memory_bytes(device)
-    if planned:
+    if planned:  # torch measures neither buffers of NCCL nor the CUDA context
         planned["most at one time"] = planned.pop("total") - planned.pop("communicators", 0)
     rows = [
         (name, *(bytes_text(sizes[name]) if name in sizes else "" for sizes in (planned, measured)))

@@ -32,10 +32,12 @@ def gather_facts(
     steps: int,
     **more: Any,
 ) -> Facts:
-    """Gather what a configuration is resolved by on these ranks, `more` of it by name; entered by all ranks.
+    """Gather the facts by which a configuration is resolved on these ranks; `more` are further fields of Facts, by
+    name. Entered by all ranks.
 
-    Raises ConfigError for keys of memory that contradict the devices. Bytes are known on GPUs, on CPUs with
-    `train.device_memory_limit`, and where rows of a slot are to be chosen; of a run that is over none are needed.
+    The budget of bytes is the least of any rank. It is None where nothing is chosen by it: neither measures nor rows of
+    a slot are open, or no step is left (the field `done` of `more`). Raises ConfigError for keys of memory that
+    contradict the devices.
     """
     gpu = world.device.type == "cuda"
     train = config.train
@@ -76,19 +78,20 @@ def resolve_on_ranks(
     log: LogLine,
     decide: Callable[[RunConfig, Facts], Resolved] = resolve,
 ) -> Resolved:
-    """Decide on the first rank what the configuration leaves open, as hosts may round times differently; all enter it.
+    """Decide on the first rank what the configuration leaves open, as hosts may round times differently, and log the
+    notes and choices; entered by all ranks, which get the same.
 
     The plan of memory is None where train.plan_memory and rows leave nothing to choose, and on CPUs without
     `device_memory_limit`. Raises ConfigError, on every rank, where nothing fits.
     """
 
-    def work() -> Resolved:
+    def decide_on_first_rank() -> Resolved:
         try:
             return decide(config, facts)
         except PlanError as error:
             raise ConfigError(str(error)) from error
 
-    resolved = run_on_first_rank(world, work, ConfigError)
+    resolved = run_on_first_rank(world, decide_on_first_rank, ConfigError)
     for note in resolved.reasons.notes:
         log(note)
     if resolved.memory is not None and facts.budget and chooses_measures(config.train, gpu=facts.gpu):
@@ -97,4 +100,4 @@ def resolve_on_ranks(
         log(resolved.rows_line)
     if facts.gpu or config.train.device_memory_limit:
         return resolved
-    return replace(resolved, memory=None)
+    return replace(resolved, memory=None)  # it chose rows; without a limit nothing holds a CPU to it

@@ -65,7 +65,7 @@ WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 
 
 def planned_memory(fit: Fit) -> MemoryPlan:
-    """The plan of memory of a way on GPUs, whose bytes are known."""
+    """Return the plan of memory of a way on GPUs, which always has one, as their bytes are known."""
     assert fit.memory is not None
     return fit.memory
 
@@ -142,14 +142,17 @@ def _largest_parts(fit: Fit) -> dict[str, int]:
     """Return the bytes of each part of a GPU's memory where it is largest, over all moments and stages."""
     memory = planned_memory(fit)
     needs = fit.way.memory_needs(fit.plans)
+    # with what the plan of memory chose
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in CHOSEN_SETTINGS})
     places = needs.with_settings(settings).places
-    moments = [m for place in places for m in place.bytes_at_moments(needs.loads, memory.measures)]
+    moments = [moment for place in places for moment in place.bytes_at_moments(needs.loads, memory.measures)]
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 
 
 def _way_figures(fit: Fit) -> dict[str, Any]:
-    """Return what JSON and the table have of a way; None for speed where it does not fit, and for an unknown MFU."""
+    """Return the figures of a way that JSON and the table have. Seconds and speed are None where it does not fit, MFU
+    also where the device's peak is not known.
+    """
     planner, degree, ep = fit.layout
     facts = fit.way.facts
     config = fit.way.config
@@ -162,7 +165,8 @@ def _way_figures(fit: Fit) -> dict[str, Any]:
         peak = peak_tflops(facts.machine.device, "bfloat16")
         frozen = config.lora.rank > 0
         shape = ModelShape.of(facts.model, depths=config.mtp.num_layers)
-        flops = sum(model_flops(shape, p.lengths, frozen=frozen, bases=p.bases) for p in fit.plans) / len(fit.plans)
+        step_flops = [model_flops(shape, plan.lengths, frozen=frozen, bases=plan.bases) for plan in fit.plans]
+        flops = sum(step_flops) / len(fit.plans)
         mfu = flops / fit.seconds / count / 1e12 / peak if peak else None
     types = dict.fromkeys(filter(None, map(plan_type_text, fit.plans)))
     return {
@@ -272,20 +276,23 @@ def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool)
 
 
 def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
-    """Answer for a run over its data; `estimate` as of `open_planned_documents`. Lines go to standard error."""
+    """Answer for a run over its data; `estimate` as of `open_planned_documents`. Lines go to standard error.
+
+    The ways that fit are ranked on few steps, as the run itself chooses. If all of them have plans of one degree, which
+    are made fast, their seconds are then means over more steps; the way that was chosen stays the first.
+    """
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     with open_planned_documents(run, log, estimate=estimate) as (run_of_data, facts, line):
-        length = "train.epochs" if run_of_data.config.train.epochs else "train.steps"
-        run = replace(run_of_data, given_keys=run.given_keys | {"train.tokens_per_step", length})
+        length_key = "train.epochs" if run_of_data.config.train.epochs else "train.steps"
+        run = replace(run_of_data, given_keys=run.given_keys | {"train.tokens_per_step", length_key})
         answer = _answer_ways(f"a run of {plural(facts.steps, 'step')}: {line}", run, facts)
         fitting = [fit for fit in answer.ways if fit.seconds is not None]
         if not fitting:
             return replace(answer, steps=facts.steps)
         sampled = len(fitting[0].plans)
-        # Plans of one degree are made fast, and are timed on more steps of the run; the choice stays the run's.
         if all(fit.way.choice.has_one_degree for fit in fitting):
             sample = evenly_spaced_numbers(facts.steps, PRICED)
             sampled = len(sample)
@@ -293,18 +300,21 @@ def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
                 plans = tuple(fit.way.plan_steps(sample))
                 fitting[i] = replace(fit, plans=plans, seconds=fit.way.step_seconds(plans, fit.memory))
             fitting[1:] = sorted(fitting[1:], key=lambda fit: fit.rank)
-        images = f"images: {facts.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
+        notes = answer.notes
+        if facts.image_rows:
+            images = f"images: {facts.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
+            notes = (images, *notes)
         return replace(
             answer,
             steps=facts.steps,
             ways=(*fitting, *answer.ways[len(fitting) :]),
             sampled=sampled,
-            notes=(*[images] * bool(facts.image_rows), *answer.notes),
+            notes=notes,
         )
 
 
 def _answer_by_longest(run: GpuRun) -> Answer:
-    """Answer for the longest document that fits; where none does, for the shortest that would fill all slots."""
+    """Answer for the longest document that fits; where none does, for the shortest one that all slots can share."""
     tokens, way = find_longest(run.config, run.facts_of_step((UNIT * run.home.slots,)))
     if not tokens:
         tokens = UNIT * run.home.slots
@@ -379,8 +389,9 @@ def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
 
 
 def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
-    """Find the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, and the keys; None where none does.
-    On each number the leanest layout is tried first: all slots, fewest rows.
+    """Return the run on the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, with the keys of its
+    best way there; None where no number holds them. Of each number the leanest layout (all slots, fewest rows) is tried
+    first, and the ways are only compared where that fits.
     """
     open_planner = replace(run.given, planner=True)
     for count in (run.gpus.count << doublings for doublings in range(1, 11)):
@@ -434,12 +445,13 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     shares = ", ".join(f"{row['degree']}: {row['share']:.1%}" for row in degrees)
     yield f"tokens by degree: {shares}" if len(degrees) > 1 else f"degree {degrees[0]['degree']} for all documents"
     yield from (*answer.notes, "", _ways_table(answer), "")
-    columns = _largest_parts(best), memory.device.to_json(), memory.host.to_json()
-    of_model = columns[1]["total"] - columns[1]["communicators"]
-    unit, size = ("GiB", 1 << 30) if of_model >= 1 << 30 else ("MiB", 1 << 20)
+    at_fullest_moment = memory.device.to_json()
+    columns = _largest_parts(best), at_fullest_moment, memory.host.to_json()
+    model_bytes = at_fullest_moment["total"] - at_fullest_moment["communicators"]
+    unit, size = ("GiB", 1 << 30) if model_bytes >= 1 << 30 else ("MiB", 1 << 20)
     rows = [
-        (name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns))
-        for name, bytes_of_part in columns[1].items()
+        (name, *(f"{column[name] / size:,.2f}" if name in column else "" for column in columns))
+        for name, bytes_of_part in at_fullest_moment.items()
         if name != "packed" or bytes_of_part
     ]
     yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
@@ -453,10 +465,10 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
 
 def _ways_table(answer: Answer) -> str:
     """Return the table of the ways that were compared, the best first, also of those that do not fit."""
-    experts = len({way.layout[2] for way in answer.ways}) > 1
+    has_ep_column = len({way.layout[2] for way in answer.ways}) > 1  # of planner, degree and ep
     names = [
         "layout",
-        *["ep"] * experts,
+        *(["ep"] if has_ep_column else []),
         "type",
         "rows",
         "micro-batches",
@@ -474,7 +486,7 @@ def _ways_table(answer: Answer) -> str:
         rows.append(
             (
                 layout,
-                *[f"{figures['ep']}"] * experts,
+                *([f"{figures['ep']}"] if has_ep_column else []),
                 figures["cp_comm_type"],
                 f"{figures['rows']:,}",
                 f"{figures['micro_batches']}",
@@ -485,7 +497,7 @@ def _ways_table(answer: Answer) -> str:
                 gib_text(figures["host_bytes_used"]),
             )
         )
-    return text_table(names, rows, left=2 + experts)
+    return text_table(names, rows, left=3 if has_ep_column else 2)
 
 
 def _refusal_line(answer: Answer) -> str:
@@ -503,7 +515,9 @@ def _refusal_line(answer: Answer) -> str:
     if larger:
         keys = _run_keys(larger.config, larger.given_keys)
         words = (f"--{key} {json.dumps(value)}" for key, value in keys.items())
-        flags = re.sub('[],"[]', "", " ".join(words))  # as the command line takes strings and lists
+        flags = re.sub(
+            '[],"[]', "", " ".join(words)
+        )  # the command line takes strings and lists without JSON's marks
         line += f"it fits {larger.gpus.count_and_name}, with {flags}"
     else:
         line += f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; "
@@ -512,10 +526,12 @@ def _refusal_line(answer: Answer) -> str:
     defaults = RunConfig()
     names = [key for key in OF_MEMORY if _read_key(config, key) != _read_key(defaults, key)]
     line += f", or leave {' and '.join(names)} out" if names else ""
-    longest = "; the longest document that fits has {:,} tokens"
-    line += longest.format(answer.longest) if answer.longest else ""
-    nf4 = " with --model.frozen nf4, the frozen weights in 4 bits"
-    return line + (longest.format(answer.longest_nf4) + nf4 if answer.longest_nf4 else "")
+    if answer.longest:
+        line += f"; the longest document that fits has {answer.longest:,} tokens"
+    if answer.longest_nf4:
+        line += f"; the longest document that fits has {answer.longest_nf4:,} tokens"
+        line += " with --model.frozen nf4, the frozen weights in 4 bits"
+    return line
 
 
 def _key_lines(answer: Answer) -> Iterator[str]:

@@ -29,7 +29,9 @@ BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabu
 
 @contextmanager
 def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[tuple[GpuRun, Facts, str]]:
-    """Open the documents of a run: yields it with its number of steps, their facts, and a line that says what they are.
+    """Open the documents of a run; yields the run with the number of its steps, the facts of its documents, and a line
+    that says what these are. The corpus is made in a temporary folder, which is there inside the context.
+
     With `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer. Without it a tokenizer is
     trained, as the run does. Raises ConfigError and DataError as the run does.
     """
@@ -50,16 +52,22 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
         corpus = open_or_build_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
         allow_sharing(config, order, corpus, log)
-        rows = corpus.image_share
-        lengths = np.asarray(corpus.lengths)
-        yield _plan_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
+        yield _plan_documents(
+            run,
+            order,
+            np.asarray(corpus.lengths),
+            log,
+            target_share=corpus.target_share,
+            rows_of_token=corpus.image_share,
+        )
 
 
 def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
-    """Estimate the tokens of the documents of each text as its bytes / BYTES_PER_TOKEN, and log that.
+    """Estimate the lengths of the documents that each text is cut into, from a token for BYTES_PER_TOKEN bytes, and log
+    that.
 
-    Texts are cut and left out as in the run; a piece of one token has no target, and is left out. Raises ConfigError
-    for several sources, DataError for no text.
+    Texts are cut as in the run; pieces shorter than SHORTEST have no target and are left out, as is a text of such
+    pieces alone. Raises ConfigError for several sources, DataError for no text.
     """
     data = config.data
     if data.sources:
@@ -67,9 +75,10 @@ def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
     files = tuple(find_rows(data.path or STDLIB, data.split))
     sizes = read_text_sizes(files, data.max_text_bytes)
     limit = data.max_document_tokens
-    tokens = (size // BYTES_PER_TOKEN for size in sizes)
-    cut = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in tokens)
-    texts = [*filter(None, ([n for n in text if n >= SHORTEST] for text in cut))]
+    text_lengths = (size // BYTES_PER_TOKEN for size in sizes)
+    cut_texts = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in text_lengths)
+    kept_pieces = ([length for length in pieces if length >= SHORTEST] for pieces in cut_texts)
+    texts = [pieces for pieces in kept_pieces if pieces]
     if not texts:
         raise DataError(f"--data {data.path!r} holds no text")
     log(
@@ -88,9 +97,10 @@ def _plan_documents(
     target_share: float = 1.0,
     rows_of_token: float = 0.0,
 ) -> tuple[GpuRun, Facts, str]:
-    """Return a run with the steps that its epochs take, the facts of its documents, of these `lengths`, and a line.
+    """Return a run with the steps that its epochs take, the facts of its documents, of these `lengths`, and a line that
+    says what the documents are.
 
-    `target_share` is that of tokens which are targets, `rows_of_token` the mean rows of images for a token.
+    `target_share` is the share of tokens that are targets, `rows_of_token` the mean rows of images for a token.
     """
     config = with_epoch_steps(run.config, order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
@@ -101,7 +111,7 @@ def _plan_documents(
         config.train.steps,
         targets_of_step=order.targets_of_step,
         documents_to_share=order.documents_to_share,
-        longest=max(n for i, n in enumerate(lengths.tolist()) if i not in held_out),
+        longest=max(length for number, length in enumerate(lengths.tolist()) if number not in held_out),
         target_share=target_share,
         image_rows=rows_of_token * most_step_tokens(config, order) if rows_of_token else 0.0,
     )

@@ -30,8 +30,9 @@ from longspan.train.optim.state_numbers import optimizer_state_numbers
 
 @dataclass(frozen=True)
 class GpuRun:
-    """A run of a configuration on GPUs. `model` names the model to planners; `given_keys` and what is `given` besides
-    are those of a question.
+    """A run of a configuration on GPUs. `model` is what sizes are read from: a folder, or the values of a
+    configuration. `given_keys` are the keys that a question gives, `given` says which choices they
+    decide.
     """
 
     config: RunConfig
@@ -57,8 +58,10 @@ class GpuRun:
         # evaluation.documents is 0), but not those of named evaluation sets.
         check_plans(config.with_sets(()), home, training=True)
         model: Any = config.model.source
-        if name := find_published_preset(model) if model else config.model.preset_name:
-            preset = PRESETS[name]  # with an embedding row for each id of the run's tokenizer if it gives no number
+        preset_name = find_published_preset(model) if model else config.model.preset_name
+        if preset_name:
+            preset = PRESETS[preset_name]
+            # a preset without a vocabulary gets an embedding row for each id of the run's tokenizer
             model = {"model_type": preset.model_type, "vocab_size": config.data.vocab_size, **preset.values}
         ModelShape.of(model, depths=config.mtp.num_layers)  # raises for a model without sizes
         if home.ep > 1 and not read_experts(model).of_layer:  # in the words of a run that has loaded the model
@@ -80,7 +83,9 @@ class GpuRun:
         )
 
     def facts(self, lengths_of_step: Callable[[int], Sequence[int]], steps: int, **more: Any) -> Facts:
-        """Return the facts that decide for so many steps, of documents of these lengths; `more` by name."""
+        """Return the facts that decide for so many steps, of documents of these lengths; `more` are further fields of
+        Facts, by name.
+        """
         config = self.config
         return Facts(
             home=self.home,

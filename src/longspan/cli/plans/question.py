@@ -111,39 +111,39 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     """
     types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
     check_flag_names(argv, types, PROG)
-    words = list[str]()
-    keys = list[str]()
-    flag_of = dict[str, str]()
-    for name, values, _ in split_flags(argv):
-        key = name if "." in name else KEY_OF_PLAN_FLAG.get(name, "")
+    plan_words = list[str]()
+    key_words = list[str]()
+    flag_by_key = dict[str, str]()
+    for flag, values, _ in split_flags(argv):
+        key = flag if "." in flag else KEY_OF_PLAN_FLAG.get(flag, "")
         if not key:
-            if name and name not in READ:
+            if flag and flag not in READ:
                 raise ConfigError(
-                    f"with --gpu, longspan plan finds what fits GPUs and does not take {flag_text(name)}; leave it out"
+                    f"with --gpu, longspan plan finds what fits GPUs and does not take {flag_text(flag)}; leave it out"
                 )
-            words += [name, *values]
+            plan_words += [flag, *values]
             continue
-        if (other := flag_of.get(key, name)) != name:
-            both = f"{flag_text(other)} and {flag_text(name)}"
+        if (other := flag_by_key.get(key, flag)) != flag:
+            both = f"{flag_text(other)} and {flag_text(flag)}"
             raise ConfigError(f"{both} are the same key, and both are given; leave one out")
-        flag_of[key] = name
-        keys += [key, *values]
-    flags = parse_flags(kind, words, PROG)
-    key_flags = parse_flags(TrainFlags, keys, PROG)
+        flag_by_key[key] = flag
+        key_words += [key, *values]
+    flags = parse_flags(kind, plan_words, PROG)
+    key_flags = parse_flags(TrainFlags, key_words, PROG)
     sections: dict[str, Any] = {name: getattr(key_flags, name) for name in section_kinds()}
     model = sections["model"]
-    named = [key for key in ("path", "config", "preset") if getattr(model, key)]
-    if flags.model and named:
-        raise ConfigError(
-            f"--model {flags.model} and model.{named[0]} {getattr(model, named[0])!r} both name a model"
-        )
-    if flags.compare and not flags.model and not named:
-        model = replace(model, preset=DEFAULT_MODEL)
-    elif not flags.model and not named:
-        raise ConfigError(
-            "which model? give --model FOLDER (its config.json is enough), or --model.preset NAME, such as qwen3-8b"
-        )
-    sections["model"] = replace(model, path=flags.model) if flags.model else model
+    naming_keys = [key for key in ("path", "config", "preset") if getattr(model, key)]
+    if flags.model:
+        if naming_keys:
+            value = getattr(model, naming_keys[0])
+            raise ConfigError(f"--model {flags.model} and model.{naming_keys[0]} {value!r} both name a model")
+        sections["model"] = replace(model, path=flags.model)
+    elif not naming_keys:
+        if not flags.compare:
+            raise ConfigError(
+                "which model? give --model FOLDER (its config.json is enough), or --model.preset NAME, such as qwen3-8b"
+            )
+        sections["model"] = replace(model, preset=DEFAULT_MODEL)
     ranks = flags.world or flags.slots * sections["parallel"].tp * sections["parallel"].pp
     if ranks and (not flags.compare or flags.gpus > 1 or (flags.world and flags.slots)):
         raise ConfigError(
@@ -153,12 +153,12 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     config = RunConfig(**sections)
     try:
         config = with_local_folders(config, weights=False)
-    except ConfigError:
+    except ConfigError:  # the model has no folder here, unless another one is missing
         if not find_published_preset(path := config.model.path):
             raise
-        rest = with_local_folders(config.with_keys("model", path=""), weights=False)
-        config = rest.with_keys("model", path=path)  # for the keys; its sizes are the preset's
-    return flags, Question(config, frozenset(key[2:] for key in flag_of))
+        other_folders = with_local_folders(config.with_keys("model", path=""), weights=False)
+        config = other_folders.with_keys("model", path=path)  # its sizes are those of the preset
+    return flags, Question(config, frozenset(key[2:] for key in flag_by_key))
 
 
 def find_document_source(flags: GpuFlags, question: Question) -> str:
