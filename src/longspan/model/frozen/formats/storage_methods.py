@@ -128,21 +128,21 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StorageMethod:
     for group in settings.get("config_groups", {}).values():
         weights = group.get("weights") or {}
         strategy = str(weights.get("strategy"))
+        # rows and columns of a block by the name of a strategy
         strategies: dict[str, Any] = {
             "tensor": (0, 0),
             "channel": (1, 0),
             "block": tuple(weights.get("block_structure") or ()),
         }
         scheme = weights.get("type"), weights.get("num_bits"), bool(weights.get("symmetric"))
-        if scheme != ("float", 8, True) or len(strategies.get(strategy, ())) != 2:
+        block = strategies.get(strategy, ())
+        if scheme != ("float", 8, True) or len(block) != 2:
             raise ModelError(
                 f"compressed-tensors weights of {scheme[1]} bits ({scheme[0]}, {'' if scheme[2] else 'not '}symmetric, "
                 f"{strategy}, {settings.get('format')}) are not read; {_ADVICE}"
             )
-        blocks.append(strategies[strategy])
-        texts.append(
-            f"{strategies[strategy][0]} × {strategies[strategy][1]} blocks" if strategy == "block" else strategy
-        )
+        blocks.append(block)
+        texts.append(f"{block[0]} × {block[1]} blocks" if strategy == "block" else strategy)
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise ModelError(f"compressed-tensors weights of format {sparsity} are not read; {_ADVICE}")

@@ -163,12 +163,17 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         return type(indexer).forward(indexer, **row_arguments | changes | {cache_name: stand_in})
 
     local_keys = list[Tensor]()  # of each run of rows (1, rows, head size)
+
+    def keep_keys(keys: Tensor, _: int) -> Tensor:
+        """Keep the index keys of a run of rows, and hand out none to be scored."""
+        local_keys.append(keys)
+        return keys[:, :0]
+
     operands = ScoreOperands()  # for the type checker: the loop runs at least once
     for first in range(0, max(1, hidden.shape[1]), _ROWS_AT_ONCE):
         with (operands := ScoreOperands()):
             rows = slice(first, first + _ROWS_AT_ONCE)
-            # It keeps the index keys, and hands none out to be scored.
-            run_stock_forward(rows, lambda keys, _: local_keys.append(keys) or keys[:, :0])
+            run_stock_forward(rows, keep_keys)
     by_kernel = operands.can_score_by_kernel()
     heads = int(getattr(indexer, "n_heads", 1))
     chosen = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32)
