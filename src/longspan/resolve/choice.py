@@ -46,7 +46,9 @@ KEYS = {  # of a section of plans, by the planners' arguments
 
 
 def plan_row_multiple(parallel: ParallelConfig) -> int:
-    """What the rows of a slot are a multiple of: its tp ranks take equal parts under sequence parallelism."""
+    """Return the number of which a slot's rows are a multiple: under sequence parallelism its tp ranks, which take
+    equal parts, else 1.
+    """
     return parallel.tp if parallel.sequence_parallel else 1
 
 
@@ -56,8 +58,8 @@ def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
 
 
 def query_heads(model: Any) -> int | None:
-    """The query heads of each layer that attends; None if none does. `model` is a configuration, a dict like one or a
-    folder.
+    """Return the query heads of the layers that attend; None if none does. `model` is a configuration, a dict like one
+    or a folder.
     """
     if hasattr(model, "get_text_config"):
         return getattr(model.get_text_config(), "num_attention_heads", None)
@@ -91,7 +93,9 @@ class PlannerConfig:
 
     @classmethod
     def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlannerConfig":
-        """Choose plans of a degree a document, up to `max_degree` (0: no limit); `options` of `plan_dynamic`."""
+        """Choose plans whose groups have any degree from `min_degree` to `max_degree` (0: no limit); `options` are
+        those of `plan_dynamic`.
+        """
         return cls("dynamic", 1, min_degree, max_degree, PlanOptions(**options), prefix="")
 
     @classmethod
@@ -126,9 +130,9 @@ class PlannerConfig:
     def _from_section(
         cls, section: PlanSection, config: RunConfig, cost: Cost, heads: int | None
     ) -> "PlannerConfig":
-        """Make the choice that the keys of a section leave; planner "auto" counts as dynamic, degree "auto" as 0.
-
-        Rows "auto" are dealt out in zigzag, as many to each slot; schedules that split backward cost as 1F1B.
+        """Make the choice that the keys of a section say. What is "auto" until it is resolved counts as one of its
+        values: the planner as dynamic, the degree as 0, rows as without a limit, the partition as zigzag. Pipeline
+        schedules other than 1F1B are priced as 1F1B without virtual stages.
         """
         cap = section.max_tokens_per_slot
         node_size = config.context.node_size
@@ -144,7 +148,8 @@ class PlannerConfig:
             heads=heads,
         )
         degree = section.context_parallel_size
-        degree = 0 if isinstance(degree, str) else degree
+        if isinstance(degree, str):
+            degree = 0
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
         planner = "dynamic" if section.planner == AUTO else section.planner  # until it is resolved
         return cls(planner, degree, *degrees, options, section.prefix)
@@ -155,7 +160,7 @@ class PlannerConfig:
 
     @property
     def least_gain(self) -> float:
-        """How many times faster than fixed plans in lockstep these must be predicted to be chosen before them."""
+        """How many times as fast as fixed plans in lockstep these must be, by prediction, to be preferred to them."""
         return (1.01 if self.planner == "dynamic" else 1.0) * (1.02 if self.options.mode == "free" else 1.0)
 
     @property
@@ -166,9 +171,8 @@ class PlannerConfig:
         return self.planner
 
     def widest_degree(self, home: Layout) -> int:
-        """Return the highest degree that a group may have: of fixed and padded plans their only one, 0 if it is "auto".
-
-        A planner of one's own has no limit but the home's slots.
+        """Return the highest degree that a group may have. Fixed and padded plans have only one, which is 0 if it is
+        still open; a planner of one's own has no limit but the home's slots.
         """
         if self.has_one_degree:
             return self.degree
@@ -186,7 +190,9 @@ class PlannerConfig:
         return self.prefix + "context_parallel_size"
 
     def at_degree(self, degree: int, *, longest: int) -> "PlannerConfig":
-        """Return this choice at a fixed degree, with a cap raised to hold a document of `longest` tokens."""
+        """Return this choice for fixed plans at this degree, with a cap, if there is one, raised so far that a group
+        holds a document of `longest` tokens.
+        """
         cap = self.options.max_tokens_per_slot
         if cap is not None:
             cap = max(cap, -(-longest // degree))
@@ -232,9 +238,9 @@ class PlannerConfig:
     def find_families(
         self, documents: Sequence[Any], home: Layout, length_limits: Sequence[LengthLimit] = ()
     ) -> Families | None:
-        """Find prefixes that documents share, as these plans may have them; None if no documents begin alike.
-
-        Documents are read as far as they begin alike. `length_limits` are those of the model's rotary frequencies.
+        """Find prefixes that documents share, as these plans may have them; None if no documents begin alike, and for a
+        planner that takes none. Documents are read as far as they begin alike. `length_limits` are those of the model's
+        rotary frequencies.
         """
         if self.planner not in FAMILY_PLANNERS:
             return None
@@ -245,9 +251,11 @@ class PlannerConfig:
         return None
 
     def most_family_rows(self, home: Layout) -> int | None:
-        """Return the most rows of all documents that share some, those that a group holds; None: no limit."""
-        rows = self.options.rows  # of a slot
-        return rows and rows * self.widest_even_degree(home)
+        """Return the most rows that the documents of a family may have together: those of the widest group; None: no
+        limit.
+        """
+        rows_of_slot = self.options.rows
+        return rows_of_slot and rows_of_slot * self.widest_even_degree(home)
 
     def plan_documents(
         self,
@@ -259,8 +267,7 @@ class PlannerConfig:
         length_limits: Sequence[LengthLimit] = (),
     ) -> Plan:
         """Plan documents of these lengths, with common prefixes computed once where that is predicted to be faster.
-
-        Without `documents` each is computed whole.
+        `documents` are read to find the prefixes; None: each document is computed whole.
         """
         if documents is None:
             return self.plan(lengths, home, targets=targets)
@@ -268,13 +275,15 @@ class PlannerConfig:
         return plan_families(self.plan, lengths, families, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:
-        """Return the options of plans on a home: its cost is that of a slot, and micro-batches come in multiples of the
-        stages.
+        """Return the options of plans on a home: the cost is that of a slot of the home, and micro-batches come in
+        multiples of its pipeline stages.
         """
         return replace(self.options, cost=self.options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
 
     def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
-        """Raise ConfigError, with the keys, where a document of `longest` tokens (`title`) cannot be planned."""
+        """Raise ConfigError, with the names of keys in place of arguments, where a document of `longest` tokens cannot
+        be planned. `title` is what the error calls that document.
+        """
         try:
             self.check_fits(longest, home)
         except LongDocumentError as error:
@@ -288,18 +297,16 @@ class PlannerConfig:
 
     def check_fits(self, longest: int, home: Layout) -> None:
         """Raise PlanError where no plan can hold a document of `longest` tokens, or the options are impossible."""
-        # what a planner of one's own allows, it alone knows
-        if not (self.has_one_degree or self.planner == "dynamic"):
-            self.plan((longest,), home)
-            return
         options = self.options
         if self.has_one_degree:
             degree = self.degree or smallest_fitting_degree((longest,), home, options)
             options = options if self.degree else options_at_degree(options, degree)
             Request.from_arguments((longest,), home, options).check_degree(home, degree)
-        else:
+        elif self.planner == "dynamic":
             request = Request.from_arguments((longest,), home, options)
             request.check_degrees(self.min_degree, self.max_degree or None)
+        else:  # only a planner of one's own knows what it allows
+            self.plan((longest,), home)
 
 
 def plan_families(
@@ -310,9 +317,8 @@ def plan_families(
     *,
     targets: int | None = None,
 ) -> Plan:
-    """Return the plan of families or that of separate documents, whichever is predicted to be faster.
-
-    `plan` makes both, as `PlannerConfig.plan` does.
+    """Return the plan of families, in which prefixes are computed once, or that of separate documents of these
+    `lengths`, whichever is predicted to be faster. `plan` makes both, as `PlannerConfig.plan` does.
     """
     separate = plan(lengths, home, targets=targets)
     if families is None or max(families.parents, default=-1) < 0:
@@ -322,23 +328,25 @@ def plan_families(
 
 
 def degrees_to_compare(home: Layout, choice: PlannerConfig) -> tuple[int, ...]:
-    """List the degrees 1, 2, 4, … and all slots, as far as they divide the slots and suit a choice's heads."""
+    """List the degrees 1, 2, 4, … and the number of all slots, but for those that do not divide the slots or that the
+    choice's query heads do not allow.
+    """
     powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
     divisors = (degree for degree in sorted(powers) if home.slots % degree == 0)
     return tuple(degree for degree in divisors if choice.options.allows(degree, home.tp))
 
 
 def expand_auto_choice(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> Iterator[PlannerConfig]:
-    """Yield what a planner "auto" and a degree 0 may become; another choice as it is.
+    """Yield what a planner "auto" and a degree 0 may become; a choice that has both as it is.
 
-    Under planner "auto" a given degree is dropped. Dynamic plans of documents of one length gain nothing. Degrees are
-    powers of two that divide the slots, and all.
+    Planner "auto" becomes dynamic or fixed, with any degree: one that is given does not count. Documents of one length,
+    for which `lengths_differ` is false, gain nothing by dynamic plans. Degrees are those of `degrees_to_compare`.
     """
     degree = choice.degree
     planners = [choice.planner]
     if choice.planner == AUTO:
         degree = 0
-        planners = ["dynamic"] * (lengths_differ and home.slots > 1) + ["fixed"]
+        planners = ["dynamic", "fixed"] if lengths_differ and home.slots > 1 else ["fixed"]
     for one in (replace(choice, planner=planner, degree=degree) for planner in planners):
         if degree or not one.has_one_degree:
             yield one
@@ -402,7 +410,8 @@ def _import_planner(name: str, key: str) -> Callable[..., Any]:
 def plan_by_custom_planner(
     name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions
 ) -> Plan:
-    """Plan by a planner of one's own: its plan is checked, and completed by the options.
+    """Plan by a planner of one's own, whose dotted `name` stands under `key`: its plan is checked, and completed by the
+    options. Without documents it is not called.
 
     Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
     and slots, and for a plan that is not sound or exceeds the limit of rows.

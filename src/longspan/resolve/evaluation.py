@@ -20,22 +20,24 @@ NAMED = 4  # degrees after the best, in a line of reasons
 
 
 def options_by_comm_type(options: PlanOptions, home: Layout, cp: int) -> list[PlanOptions]:
-    """List the options under each type that comes into question at a degree, rings first.
+    """List the options under each type that comes into question at a degree, rings first. A type of `options` other
+    than "auto" is the only one.
 
-    A type of `options` other than "auto" is the only one. Types that exchange heads need them, and first levels inside
-    a node. Contiguous rows, which are even only under a2a, take other types only where the heads do not allow a2a.
+    Types that exchange heads come into question only if the query heads are known, and a2a if they allow the degree.
+    Contiguous rows are even only under a2a: they take other types only where a2a is not possible.
     """
     if options.cp_comm_type != "auto":
         return [options_at_degree(options, cp)]
-    known = options.heads is not None
+    heads_known = options.heads is not None
+    a2a_possible = heads_known and heads_allow_degree(cp, options.heads, ("a2a",), home.tp)
     types = ["p2p", "all_gather"]
-    exchanged = known and heads_allow_degree(cp, options.heads, ("a2a",), home.tp)
     if cp == 1:  # one slot sends nothing, so that all types are the same
         types = ["p2p"]
     elif options.partition == "contiguous":
-        types = ["a2a"] if exchanged else types
+        types = ["a2a"] if a2a_possible else types
     else:
-        types += ["a2a"] * exchanged + ["a2a+p2p"] * known
+        types += ["a2a"] if a2a_possible else []
+        types += ["a2a+p2p"] if heads_known else []
     return [replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=None) for kind in types]
 
 
@@ -51,8 +53,8 @@ def plan_evaluation(
     make: Callable[[PlanOptions], Plan], lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int
 ) -> Plan:
     """Make the plan of forward passes that is fastest through the home's stages, at the limit of rows or a lower one.
-    `widest` is the highest degree that a group of `make` may have. The limit is halved as long as that does not make
-    the plan slower. Raises what `make` raises at the limit itself.
+    `make` makes a plan under options that it is given; `widest` is the highest degree that a group of its plans may
+    have. The limit is halved as long as that does not make the plan slower. Raises what `make` raises.
     """
     options = replace(options, cost=options.cost.forward_only())
     fastest = make(options)
@@ -61,11 +63,11 @@ def plan_evaluation(
     # Limits from the least rows that hold the longest document in a group of `widest` slots, each twice the one before,
     # but none above twice a slot's mean rows, which would limit nothing, and at most MOST_ROUNDS micro-batches a stage.
     multiple = options.row_multiple
-    share = sum(lengths) / home.slots
+    mean_rows = sum(lengths) / home.slots
     least_rows = -(-longest_item(lengths, home, options) // (widest * multiple)) * multiple
-    highest = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
+    highest = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * mean_rows))
     limits = [least_rows << doubling for doubling in range(32) if least_rows << doubling < highest]
-    for rows in (rows for rows in reversed(limits) if rows * home.pp * MOST_ROUNDS >= share):
+    for rows in (limit for limit in reversed(limits) if limit * home.pp * MOST_ROUNDS >= mean_rows):
         plan = make(replace(options, max_tokens_per_slot=rows))
         if plan.predicted_seconds > fastest.predicted_seconds:
             break
@@ -74,7 +76,9 @@ def plan_evaluation(
 
 
 def widest_dynamic_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
-    """Return the highest degree that a group of a dynamic plan may have, at most `most` (0: all slots)."""
+    """Return the highest degree up to `most` (0: all slots) that a group of a dynamic plan may have by the query heads;
+    1 if they allow no higher one.
+    """
     degrees = range(min(most or home.slots, home.slots), 1, -1)
     return next((degree for degree in degrees if options.allows(degree, home.tp)), 1)
 
@@ -90,8 +94,8 @@ def plan_type_text(plan: Plan) -> str:
 
 
 class DegreeChoice(NamedTuple):
-    """One degree of an evaluation: its plan, under the fastest type and at the best cap, and the options of that type,
-    with the cap of the comparison.
+    """One degree of an evaluation: its plan, under the fastest type and at the best limit of rows, and the options of
+    that type, which keep the limit that all degrees are compared under.
     """
 
     cp: int
@@ -113,10 +117,12 @@ class DegreeComparison:
         return min(self.choices, key=lambda choice: choice.planned.predicted_seconds)
 
     def reason(self, name: str = "") -> str:
-        """Why the best degree is the best, of the evaluation set of this name, in one line of numbers."""
+        """Return in one line of numbers why the best degree is the best, for the evaluation set of this name."""
         best = self.best
         others = sorted(self.choices, key=lambda choice: choice.planned.predicted_seconds)[1:]
-        named = [choice for choice in self.choices if choice in others[:NAMED]]  # by degree, not time
+        named = [
+            choice for choice in self.choices if choice in others[:NAMED]
+        ]  # the fastest ones, in order of degree
         kind = f", {plan_type_text(best.planned)}" if best.cp > 1 else ""
         line = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: "
         line += plural(len(best.planned.lengths), "document")
@@ -190,8 +196,8 @@ def compare_degrees(
 
 
 def _price_degree(lengths: tuple[int, ...], home: Layout, options: PlanOptions, cp: int) -> DegreeChoice:
-    """Return the fastest type and limit of rows at one degree. The limit that suits the pipeline is searched under the
-    first type only, as each limit takes a plan.
+    """Return one degree with its fastest type and limit of rows. The limit that suits the pipeline is searched under
+    the first type only, as each limit takes a plan.
     """
     first, *others = options_by_comm_type(options, home, cp)
     planned = plan_evaluation(lambda way: plan_fixed(lengths, home, cp, options=way), lengths, home, first, cp)

@@ -70,7 +70,7 @@ class Facts:
 
     @cached_property
     def timed_steps(self) -> tuple[int, ...]:
-        """The steps whose seconds are compared: of the whole run, so that one that is resumed chooses the same."""
+        """The steps whose seconds are compared: of the whole run, so that a run that is resumed chooses the same."""
         return evenly_spaced_numbers(max(1, min(self.steps, MOST_STEPS)), TIMED_STEPS)
 
     @cached_property
@@ -79,7 +79,9 @@ class Facts:
 
     @cached_property
     def heaviest_steps(self) -> tuple[int, ...]:
-        """Of the coming steps the one with the longest document, and the one with most tokens."""
+        """The step with the longest document, and the one with most tokens, of the coming ones that are looked at: one
+        or two steps, and none if none is to come.
+        """
         lengths = {step: self.lengths(step) for step in self.coming_steps}
         if not lengths:
             return ()
@@ -98,7 +100,7 @@ class Facts:
 
     @cached_property
     def longest_document(self) -> int:
-        """The longest document of the run, as far as it is known."""
+        """The longest document that is known: `longest`, or a longer one of the steps that are looked at."""
         return max(self.longest, 1, *chain.from_iterable(self._seen_lengths))
 
     @cached_property

@@ -45,8 +45,8 @@ class SlotRows:
 
 
 def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
-    """Read the kept rows, which an earlier start chose on as many ranks under these keys; None if there are none.
-    Raises ConfigError for a damaged file.
+    """Read the rows that an earlier start of this run chose; None if none are kept, or if they were chosen on another
+    number of ranks or under other keys. Raises ConfigError for a damaged file.
     """
     file = Path(config.run.dir) / FILE
     keys = keys_that_decide_rows(config)
@@ -62,8 +62,8 @@ def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
 
 
 def resolve_with_kept_rows(config: RunConfig, facts: Facts) -> Resolved:
-    """Resolve with the rows of a slot that the run's folder keeps, else choose rows and write them there; for the first
-    rank. `rows_line` says the rows.
+    """Resolve with the rows of a slot that the run's folder keeps; if it keeps none, choose rows and write them there.
+    Only the first rank calls this. `rows_line` of the result says the rows.
 
     Memory is planned for the rows that were chosen at first, also where the run has halved them since.
     """
@@ -77,7 +77,9 @@ def resolve_with_kept_rows(config: RunConfig, facts: Facts) -> Resolved:
     line = f"max_tokens_per_slot: {kept.rows:,} rows"
     if kept.rows < kept.planned:
         line += f" (of {kept.planned:,}, for which a rank had no memory)"
-        halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None))
+        halved = resolve(
+            set_rows(config, kept.rows), replace(facts, budget=None)
+        )  # no budget: without a plan of memory
         cost = Way(halved.config, facts).cost(resolved.memory)
         resolved = replace(halved, memory=resolved.memory, cost=cost)
     return replace(resolved, rows_line=line)

@@ -35,10 +35,11 @@ class PartitionChoice(NamedTuple):
 
 
 def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
-    """Choose a partition and a type in place of "auto" by the first PARTITION_STEPS steps, under each partition and
-    type that the widest degree allows; returns the configuration, and why.
+    """Choose a partition, and a type in place of "auto", where the partition is "auto"; returns the configuration, and
+    why in a line, "" if nothing was compared.
 
-    A model whose cost has no `states` takes the usual partition. Raises PlanError where none is possible.
+    The plans of the first PARTITION_STEPS steps are compared under each partition and type that the widest degree
+    allows. A model whose cost has no `states` takes the usual partition. Raises PlanError where none is possible.
     """
     if config.context.partition != AUTO:
         return config, ""
@@ -63,7 +64,9 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
     trained = PlannerConfig.training(config, heads=facts.heads)
 
     def give_training_type(entry: EvalConfig) -> EvalConfig:
-        """Give training's type to an evaluation of type "auto" whose degree is one alone, and not chosen later."""
+        """Return the evaluation with training's type, if its type is "auto", its degree is given, and the heads allow
+        that type there: with an open degree the type is chosen later.
+        """
         choice = PlannerConfig.evaluation(config, entry, heads=facts.heads)
         if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
             return entry
@@ -86,9 +89,9 @@ def compare_partitions(
     partition: Literal["auto"] | PartitionKind = "auto",
 ) -> PartitionChoice:
     """Price a hybrid's plans under each partition and type that comes into question, and choose the first way that is
-    nearly as fast as the fastest; what `partition` and `options` name is kept. `seconds_of` makes a plan under the
-    options of a way and returns its predicted seconds; a way that it refuses with a LongspanError is left out. Raises
-    PlanError where nothing is possible.
+    nearly as fast as the fastest. A `partition` other than "auto" is the only one, and so is the type of `options`.
+    `seconds_of` makes a plan under the options of a way and returns its predicted seconds; a way that it refuses with a
+    LongspanError is left out. Raises PlanError where nothing is possible.
     """
     seconds = dict[PlanOptions, float]()
     refused = dict[PlanOptions, str]()

@@ -26,7 +26,7 @@ NAMED = 3  # other ways in a reason
 
 @dataclass(frozen=True)
 class Reasons:
-    """Why the choices are as they are: numbers for JSON, and lines for people."""
+    """Why the choices are as they are: ways with their numbers, and lines for people."""
 
     ways: tuple[RankedWay, ...] = ()  # the fastest first; empty where planner and degree were given
     partition: str = ""  # of a hybrid
@@ -51,7 +51,7 @@ class Reasons:
 
 
 def _speed_text(times: float) -> str:
-    """How fast a plan is beside one that takes so many times as long."""
+    """Return in words how fast a plan is beside one that takes so many `times` as long."""
     percent = 100 * (times - 1)
     if abs(percent) < 0.5:
         return "as fast as"
@@ -76,8 +76,9 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
 
     >>> resolve(config, Facts(home=Layout(8), machine=machine, model=model, lengths_of_step=lengths, steps=100)).config
 
-    The same for the same arguments, and made on one rank, as hosts may round times differently. Raises PlanError, with
-    the bytes, where nothing fits, ConfigError where no degree is possible.
+    The same arguments give the same result. Call it on one rank, and send the others its result, as hosts may round
+    times differently. Raises PlanError, with the bytes, where nothing fits, and ConfigError where no degree is
+    possible.
     """
     config, partition = choose_partition(config, facts)
     unplanned = tuple[str, ...]()
@@ -117,18 +118,20 @@ def resolve_by_best_way(config: RunConfig, ranking: Ranking) -> Resolved:
     choice = best.way.choice
     notes = [*best.notes]
     if config.context.planner == AUTO and not choice.has_one_degree:
-        chosen = chosen.with_keys("context", context_parallel_size=1)
+        chosen = chosen.with_keys("context", context_parallel_size=1)  # a degree that was given does not count
     chosen = set_evaluation_rows(chosen, chosen.context.max_tokens_per_slot)
-    ways = tuple(fit.ranked_way for fit in ranking.fits if fit.seconds is not None)
-    if not leaves_plans_open(config) or best.way.facts.home.slots == 1:
-        ways = ()
+    ways = ()
+    if leaves_plans_open(config) and best.way.facts.home.slots > 1:
+        ways = tuple(fit.ranked_way for fit in ranking.fits if fit.seconds is not None)
     context = chosen.context
 
     def give_training_plans(entry: EvalConfig) -> EvalConfig:
+        """Give training's planner to an evaluation with "auto", and its degree to a padded one without a degree: only
+        degrees of fixed plans are compared later.
+        """
         if entry.planner == AUTO:
             return replace(entry, planner=context.planner)
-        is_open = entry.planner == "padded" and not entry.context_parallel_size  # which is not compared
-        if is_open:
+        if entry.planner == "padded" and not entry.context_parallel_size:
             return replace(entry, context_parallel_size=context.context_parallel_size)
         return entry
 
@@ -150,7 +153,9 @@ def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
 
 
 def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
-    """Choose degree, type and levels for every evaluation set whose degree is open."""
+    """Return `resolved` with degree, type and levels chosen for every evaluation set whose degree is open, and with the
+    reasons.
+    """
     if not any(entry.context_parallel_size in (0, AUTO) for entry in resolved.config.evaluations):
         return resolved
     entries = list[EvalConfig]()
@@ -177,10 +182,12 @@ def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
 def choose_evaluation_degree(
     choice: PlannerConfig, lengths: Sequence[int], home: Layout, *, name: str = "", planner_open: bool = False
 ) -> tuple[PlannerConfig, str]:
-    """Choose the fastest degree for these documents, of evaluation set `name`, and say why.
+    """Choose the fastest degree for these documents, of evaluation set `name`; returns the choice, and why in a line.
 
-    A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason "". With an
-    open planner dynamic plans stay where they are faster than all degrees. Raises ConfigError if none is possible.
+    A communication type "auto" becomes the fastest one. A choice that has a degree stays as it is, with the reason "",
+    and so does one without documents. With `planner_open` the planner is chosen too: the choice, a dynamic one, stays
+    where dynamic plans are faster than all degrees, and else becomes fixed. Raises ConfigError if no degree is
+    possible.
     """
     is_open = planner_open or (choice.has_one_degree and not choice.degree)
     if not is_open or not len(lengths):

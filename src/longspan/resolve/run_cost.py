@@ -24,7 +24,9 @@ _read_machine_once = cache(read_machine)
 
 
 def cost_without_model(config: RunConfig) -> Cost:
-    """Return the cost of a Qwen3-8B, as no model is known here, on the machine of `run.machine`, or the default."""
+    """Return the cost that stands in where no model is known: that of a Qwen3-8B, on the machine of `run.machine` if
+    the key names one.
+    """
     machine = read_run_machine(config)
     return machine.cost(QWEN3_8B) if machine else DEFAULT_COST
 
@@ -44,8 +46,8 @@ def run_machine(config: RunConfig, *, gpu: bool) -> Machine:
 
 
 def set_node_size(config: RunConfig, slots: int) -> RunConfig:
-    """Return the configuration with the slots that a host of the world has in place of "auto". Raises ConfigError for a
-    key with another number.
+    """Return the configuration with the `slots` that a host of this world has in place of a node_size "auto". Raises
+    ConfigError if the key has another number.
     """
     number = config.context.node_size
     if number not in (AUTO, slots):
@@ -158,7 +160,7 @@ def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     """Read the keys of memory that are given by hand; None is what the plan of memory may choose."""
     train = config.train
     by_hand = not chooses_measures(train, gpu=gpu)
-    off = False if by_hand else None  # of a key that is not set
+    off = False if by_hand else None  # what a key becomes that is not set: off, or left to the plan
     # A class of another package may update the parts of a parameter together; adapters stay on the device.
     name = config.optimizer.class_
     updates_parts = name in UPDATES_PARTS and not config.optimizer.moments

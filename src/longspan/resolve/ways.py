@@ -46,8 +46,8 @@ UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of
 
 @dataclass(frozen=True)
 class BindingKeys:
-    """Which choices are left to the keys. Where `planner` is false, every planner is tried, whatever the key says;
-    where `ep` is false, also a home whose slots share experts. Other keys that are not "auto" or 0 always hold.
+    """Which of two keys hold. If `planner` is false, every planner is tried, whatever the key says; if `ep` is false, a
+    home whose slots share experts is tried too. Other keys that are not "auto" or 0 always hold.
     """
 
     planner: bool = True
@@ -56,8 +56,8 @@ class BindingKeys:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run the coming steps: its configuration, and the facts with its home. `is_ring`: its type is not the
-    fastest of each group, with which nothing fits.
+    """One way to run the coming steps: its configuration, and the facts with its home. `is_ring`: `ring_way` made it,
+    in which groups go round a ring, because nothing fits with the fastest type of each group.
     """
 
     config: RunConfig
@@ -70,7 +70,7 @@ class Way:
         return self.config.context.cp_comm_type == AUTO and self.facts.home.slots > 1
 
     def ring_way(self) -> "Way":
-        """Return this way under a ring, whatever type is fastest."""
+        """Return this way with all groups in a ring, whatever type is fastest for them."""
         return replace(self.with_context(cp_comm_type="p2p"), is_ring=True)
 
     def with_context(self, **keys: Any) -> "Way":
@@ -88,8 +88,8 @@ class Way:
         return PlannerConfig.training(config, cost=self.cost(), heads=facts.heads)
 
     def cost(self, memory: MemoryPlan | None = None, notes: list[str] | None = None) -> Cost:
-        """Return the price of a step with what a plan of memory recomputes and gathers; None: what the keys say. Lines
-        on what is unusual about it are appended to `notes`.
+        """Return the cost of this way's model on the machine, with what a plan of memory recomputes and gathers (None:
+        what the keys say). Lines on what is unusual about prices are appended to `notes`.
         """
         facts = self.facts
         return find_run_cost(
@@ -105,14 +105,14 @@ class Way:
 
     @cached_property
     def memory_settings(self) -> MemorySettings:
-        """The settings of the run's plan of memory. A slot encodes its share of a step's image rows, encoder.max_tokens
-        at once.
+        """The settings of the run's plan of memory. A slot encodes its share of a step's image rows, of these at most
+        encoder.max_tokens at once (0: all).
         """
         facts = self.facts
-        most = self.config.encoder.max_tokens
         rows = math.ceil(UNEVEN * facts.image_rows / facts.home.slots)
+        rows_at_once = min(rows, self.config.encoder.max_tokens or rows)
         settings = memory_settings_of_run(
-            self.config, gpu=facts.gpu, encoder_rows=min(rows, most or rows), state_numbers=facts.state_numbers
+            self.config, gpu=facts.gpu, encoder_rows=rows_at_once, state_numbers=facts.state_numbers
         )
         return replace(settings, scan_kernels=settings.scan_kernels and facts.scan_kernels)
 
@@ -138,22 +138,26 @@ class Way:
         return choose_fastest_memory(self.memory_needs(plans), budget, self.fixed_memory)
 
     def step_seconds(self, plans: Sequence[Plan], memory: MemoryPlan | None) -> float:
-        """Return the mean seconds of a step over some plans: those by a cost, and those that its settings leave out.
-        What layers add in the largest micro-batch, which has `memory.rows` rows a slot, is scaled to a step's tokens.
+        """Return the mean seconds of a step over some plans: those by the cost of the plan of memory (None: those that
+        the plans have), and what layers add beyond its settings. That is known for the largest micro-batch, which has
+        `memory.rows` rows a slot, and is scaled to the tokens of each step.
         """
         if memory is None:
             return mean(plan.predicted_seconds for plan in plans)
         home = self.facts.home
         cost = self.cost(memory).shared_by(home.tp)
-        layer_seconds = self.memory_needs(plans).prices.seconds_beyond_settings(memory)
-        token_seconds = layer_seconds / (memory.rows * home.slots)
+        seconds_of_largest = self.memory_needs(plans).prices.seconds_beyond_settings(memory)
+        token_seconds = seconds_of_largest / (memory.rows * home.slots)
         return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens for plan in plans)
 
     def fullest_plans(self, *, rows_open: bool) -> list[Plan]:
-        """The plans of coming steps that need most memory, and one that fills every slot where not all are seen.
+        """Return the plans that need most memory. If only few steps are to come, these are all of their plans.
 
-        Those of one degree, under a limit of rows that is given, are the fullest of all steps, by a simple cost; others
-        those of the heaviest steps. Where some steps share prefixes, those that do not may be fuller.
+        Of one degree, under a limit of rows that is given (not `rows_open`), all coming steps are planned under a
+        simple cost, if all are looked at, and the fullest four under the real one. In other cases, and if one of these
+        four shares prefixes, as the simple plans do not, they are the plans of the heaviest steps, and one that fills
+        the slots: every slot up to the limit, or, without one, the longest document alone. Without a limit steps that
+        share prefixes are planned without sharing too, as other steps may be.
         """
         facts = self.facts
         choice = self.choice
@@ -168,17 +172,18 @@ class Way:
                 return fullest
         plans = self.plan_steps(facts.heaviest_steps)
         if not limit:
-            shares = any(plan.parents for plan in plans)
-            separate = facts.heaviest_steps if shares else ()
-            plans += [choice.plan(facts.lengths(step), facts.home) for step in separate]
+            if any(plan.parents for plan in plans):
+                plans += [choice.plan(facts.lengths(step), facts.home) for step in facts.heaviest_steps]
             return [*plans, choice.plan((facts.longest_document,), facts.home)]
         multiple = choice.options.row_multiple
-        # no more than a step has tokens
-        rows = min(limit, max(sum(facts.lengths(step)) for step in facts.heaviest_steps)) // multiple * multiple
+        most_tokens = max(sum(facts.lengths(step)) for step in facts.heaviest_steps)
+        rows = min(limit, most_tokens) // multiple * multiple
         return [*plans, self.plan_full_slots(max(rows, multiple))]
 
     def plan_full_slots(self, rows: int) -> Plan:
-        """Make a plan with `rows` rows on every slot in each micro-batch: a document in each of the widest groups."""
+        """Make a plan with `rows` rows on every slot in each micro-batch, of as many micro-batches as a pipeline holds:
+        a document in each of the widest groups.
+        """
         home = self.facts.home
         choice = self.choice
         degree = choice.widest_even_degree(home)
@@ -191,12 +196,14 @@ class Way:
         return replace(choice, options=options).at_degree(degree, longest=lengths[0]).plan(lengths, home)
 
     def limits_of_rows(self) -> list[int]:
-        """List limits of rows worth comparing: from what the longest document needs to a step in one micro-batch.
+        """List limits of rows worth comparing, rising: from what the longest document needs to a step in one
+        micro-batch.
 
         They grow by one ratio, of at least 2, and are multiples of what plans need: a slot has two parts of a document,
-        each of a whole `row_multiple`. The most rows are those of the fullest slot if a step is one micro-batch: its
-        rows of the longest document or the mean, plus UNIT for uneven groups; of dynamic plans at degree 1, which has
-        most. Of few steps a limit that no packing exceeds is one more, as their groups may be as uneven.
+        each of a whole `row_multiple`. The highest is what the fullest slot has if a step is one micro-batch: its rows
+        of the longest document (in dynamic plans all of them, as at degree 1), or the mean if that is more, plus UNIT
+        for uneven groups. If few steps are to come, a limit that no packing exceeds is one more: with so few groups
+        slots may be that uneven.
         """
         choice = self.choice
         home = self.facts.home
@@ -227,9 +234,8 @@ def _round_up(rows: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class RankedWay:
-    """A way that was compared: its planner, its degree (0: of dynamic plans), rows of a slot, and seconds of a step.
-
-    `priced`: whether the seconds are of a machine, or only to be compared.
+    """A way that was compared, in figures: its planner, its degree (0: of dynamic plans), the rows of a slot, and the
+    seconds of a step. `priced`: whether these are of a machine; else they only compare ways.
     """
 
     planner: str
@@ -245,10 +251,10 @@ class RankedWay:
 
 @dataclass(frozen=True)
 class Fit:
-    """A way with the plans of its timed steps, what all steps hold, and the mean seconds of a step.
+    """A way with the plans of its timed steps, the plan of memory for all of its steps, and the mean seconds of a step.
 
-    Of a way that does not fit `memory` is the leanest, `seconds` are None, and `refusal` says why; `memory` is None
-    where no bytes are known.
+    If the way does not fit, `memory` is the leanest plan, `seconds` are None, and `refusal` says why. `memory` is None
+    if the bytes of a rank are not known.
     """
 
     way: Way
@@ -265,7 +271,7 @@ class Fit:
 
     @property
     def ranked_way(self) -> RankedWay:
-        """What of this fit people read in a comparison."""
+        """This fit in figures, as a comparison shows it; 0 seconds if it does not fit."""
         planner, degree, _ = self.layout
         rows = self.way.config.context.max_tokens_per_slot
         priced = bool(self.way.choice.options.cost.source)
@@ -273,7 +279,7 @@ class Fit:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why weights wait on the host, and why there is a ring, where that was chosen."""
+        """A line for weights on the host and one for a ring, where these were chosen because nothing better fits."""
         budget = self.way.facts.budget
         choices = {
             "weights wait on the host (train.offload_weights), for nothing that costs less": bool(
@@ -288,9 +294,8 @@ class Fit:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """What fits are sorted by, least first: the fastest, fixed plans before dynamic ones that are as fast
-        (`PlannerConfig.least_gain`); behind all that fit the others, by the bytes of the leanest; of equal ones the
-        fewest rows.
+        """What fits are sorted by, the least first: whether it does not fit; its seconds, where dynamic plans count as
+        somewhat slower (`PlannerConfig.least_gain`), or, of one that does not fit, its bytes; and its rows.
         """
         rows = self.ranked_way.rows
         if self.seconds is None:
@@ -301,7 +306,7 @@ class Fit:
 
 def fit_way(way: Way, timed: Sequence[Plan], full: Sequence[Plan] = ()) -> Fit:
     """Choose the memory of a way for its plans: those that are `timed` give the seconds, and those in `full` only must
-    fit. Where nothing fits, the fit has the leanest memory, no seconds, and the reason.
+    fit. If nothing fits, the fit has the leanest memory, no seconds, and the reason.
     """
     budget = way.facts.budget
     if budget is None:
@@ -328,21 +333,22 @@ class Ranking:
 
 
 def rank_ways(config: RunConfig, facts: Facts, given: BindingKeys | None = None) -> Ranking:
-    """Find the best way of each layout; those that do not fit are last. Where none fits with the fastest type of each
-    group, all are tried under a ring.
+    """Find the best way of each planner, degree and degree of experts that comes into question (`given` says which do);
+    those that do not fit are last. If none fits with the fastest type of each group, all are tried under a ring.
 
     Raises PlanError where nothing can be planned.
     """
     best = list[Fit]()
     refused = dict[str, str]()
-    layouts = [*_list_layouts(config, facts, given or BindingKeys())]
-    for layout in chain(layouts, (layout.ring_way() for layout in layouts if layout.has_ring)):
-        if layout.is_ring and any(fit.seconds is not None for fit in best if not fit.way.is_ring):
+    open_ways = [*_list_open_ways(config, facts, given or BindingKeys())]
+    for way in chain(open_ways, (way.ring_way() for way in open_ways if way.has_ring)):
+        if way.is_ring and any(fit.seconds is not None for fit in best if not fit.way.is_ring):
             break
         try:
-            best.append(_best_fit_of_layout(layout))
+            best.append(_best_fit_of_open_way(way))
         except (PlanError, LayoutError) as error:
-            refused[layout.choice.text] = str(error)
+            refused[way.choice.text] = str(error)
+    # If a ring fits, nothing else did.
     if any(fit.way.is_ring and fit.seconds is not None for fit in best):
         best = [fit for fit in best if fit.way.is_ring]
     if not best:
@@ -353,34 +359,36 @@ def rank_ways(config: RunConfig, facts: Facts, given: BindingKeys | None = None)
 
 
 def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
-    """Fit the way that needs least memory: a document over the most slots, and fewest rows."""
-    layouts = _list_layouts(set_usual_mode(config), facts, BindingKeys())
-    way = max(layouts, key=lambda way: (way.choice.widest_degree(facts.home), way.choice.has_one_degree))
+    """Fit the heaviest steps to the way that needs least memory: a document over the most slots, and fewest rows, in a
+    ring. Fixed plans come before dynamic ones of the same degree, which may spread a document over fewer slots.
+    """
+    open_ways = _list_open_ways(set_usual_mode(config), facts, BindingKeys())
+    way = max(open_ways, key=lambda way: (way.choice.widest_degree(facts.home), way.choice.has_one_degree))
     if way.config.context.max_tokens_per_slot == AUTO:
         way = way.with_context(max_tokens_per_slot=way.limits_of_rows()[0])
-    way = way.ring_way() if way.has_ring else way
+    if way.has_ring:  # which holds less than exchanged heads or gathered keys
+        way = way.ring_way()
     return fit_way(way, way.plan_steps(facts.heaviest_steps))
 
 
-def _best_fit_of_layout(layout: Way) -> Fit:
+def _best_fit_of_open_way(open_way: Way) -> Fit:
     """Return the best fit of one planner and degree: that of the fastest rows of a slot, by the heaviest steps, with
     which all steps fit (else the leanest fit), in free mode where the key leaves that open and it is faster. Raises
     PlanError where the longest document cannot be planned.
     """
-    context = layout.config.context
-    facts = layout.facts
-    layout.choice.check_fits(facts.longest_document, facts.home)
-    way = replace(layout, config=set_usual_mode(layout.config))
+    context = open_way.config.context
+    facts = open_way.facts
+    open_way.choice.check_fits(facts.longest_document, facts.home)
+    in_lockstep = replace(open_way, config=set_usual_mode(open_way.config))
     rows_open = context.max_tokens_per_slot == AUTO
-    ways = _sort_by_rows(way) if rows_open else [way]
+    ways = _sort_by_rows(in_lockstep) if rows_open else [in_lockstep]
     tried = list[Fit]()
     for way in ways:
-        fit = _fit_whole_run(way, rows_open=rows_open)
-        tried.append(fit)
-        if fit.seconds is not None:
+        tried.append(_fit_whole_run(way, rows_open=rows_open))
+        if tried[-1].seconds is not None:
             break
     fit = min(tried, key=lambda fit: fit.rank)
-    parallel = layout.config.parallel
+    parallel = open_way.config.parallel
     can_be_free = facts.gpu and facts.home.slots > 1 and parallel.pp == parallel.ep == 1
     if context.mode != AUTO or fit.seconds is None or not can_be_free:
         return fit
@@ -389,13 +397,14 @@ def _best_fit_of_layout(layout: Way) -> Fit:
 
 
 def _sort_by_rows(way: Way) -> list[Way]:
-    """Return this way at each limit of rows, the best under the heaviest steps first; where bytes are not known, at one
-    limit alone. Raises PlanError where no limit can be planned.
+    """Return this way at each limit of rows, the best under the heaviest steps first. If the bytes of a rank are not
+    known, it is at one limit alone: on GPUs the highest, elsewhere the lowest. Raises PlanError if no limit can be
+    planned.
     """
     facts = way.facts
     ways = [way.with_context(max_tokens_per_slot=rows) for rows in way.limits_of_rows()]
     if facts.budget is None:
-        return ways[-1:] if facts.gpu else ways[:1]  # the warm-up on GPUs halves them
+        return ways[-1:] if facts.gpu else ways[:1]  # on GPUs the warm-up halves rows for which memory is too short
     fits = list[Fit]()
     refusal = None
     for way in ways:
@@ -414,15 +423,16 @@ def _fit_whole_run(way: Way, *, rows_open: bool) -> Fit:
     return fit_way(way, way.plan_steps(way.facts.timed_steps), full)
 
 
-def _list_layouts(config: RunConfig, facts: Facts, given: BindingKeys) -> Iterator[Way]:
-    """List the ways to compare, whose rows and mode are still open: each planner and degree that is not given, in each
+def _list_open_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> Iterator[Way]:
+    """Yield the ways to compare, whose rows and mode are still open: each planner and degree that is not given, in each
     home of `_homes_with_expert_degrees`.
     """
     context = config.context
-    planners = (
-        [context.planner] if given.planner else [*dict.fromkeys(("dynamic", "fixed", "padded", context.planner))]
-    )
-    planners = [planner for planner in planners if planner != AUTO or given.planner]
+    planners = [context.planner]
+    if not given.planner:  # all, a planner of one's own among them
+        planners = ["dynamic", "fixed", "padded"]
+        if context.planner not in (AUTO, *planners):
+            planners.append(context.planner)
     for home_config, home in _homes_with_expert_degrees(config, facts, given):
         way = Way(home_config, facts.with_home(home))
         for planner in planners:
@@ -442,7 +452,9 @@ def fastest_plan(
     targets: int | None = None,
     parents: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan documents by what a choice leaves open: the fastest planner and degree. Raises PlanError where none can."""
+    """Plan documents by the fastest planner and degree of those that a choice leaves open. Raises PlanError if none can
+    plan them.
+    """
     plans = list[tuple[float, Plan]]()
     refusal = None
     for one in expand_auto_choice(choice, home, len(set(lengths)) > 1):
@@ -460,8 +472,8 @@ def fastest_plan(
 def _homes_with_expert_degrees(
     config: RunConfig, facts: Facts, given: BindingKeys
 ) -> Iterator[tuple[RunConfig, Layout]]:
-    """Yield the home as it is, and, where the degree of experts is open, one whose slots share experts: as many as
-    divide slots and experts, at most MOST_EP.
+    """Yield configuration and home as they are, and, if the degree of experts is open, those of a home whose slots
+    share experts: as many slots as divide both the slots and the experts, at most MOST_EP.
     """
     yield config, facts.home
     if given.ep or not facts.expert_count or config.context.mode == "free":
@@ -493,8 +505,7 @@ def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
 
 def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     """Find the most tokens of one document that fit under one way (0: none), and return them with the way at their
-    rows. `way`: a configuration with the facts of its ranks, whose budget must be known. Its plans are fixed ones, at
-    the degree that it gives or over all slots.
+    rows. Its plans are fixed ones, at the degree that it gives or over all slots. The budget must be known.
     """
     facts = way.facts
     home = facts.home
@@ -522,11 +533,15 @@ def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     most = 0
     too_many = 1
     while too_many < MOST_ROWS // unit and fits(resize_short_plan(too_many)):
-        most, too_many = too_many, 2 * too_many
+        most = too_many
+        too_many *= 2
     while most + 1 < too_many:
         middle = (most + too_many) // 2
-        most, too_many = (middle, too_many) if fits(resize_short_plan(middle)) else (most, middle)
-    # attention may be shared in another way
+        if fits(resize_short_plan(middle)):
+            most = middle
+        else:
+            too_many = middle
+    # the plan that is made for that length may share attention in another way, and need more
     while most and not fits(way.choice.plan((most * unit * degree,), home)):
         most = max(0, most - 1 - most // 256)
     return most * unit * degree, way.with_context(max_tokens_per_slot=max(1, most) * unit)

@@ -69,8 +69,8 @@ class StateCost:
     ) -> "StateCost | None":
         """Price a model's state-space layers at these TFLOP/s of scans and of summaries; None for a model without any.
         `channel_seconds` are those of a row and channel of a convolution, with the norms and gates about it. Both
-        passes take 3 times a forward scan. In either pass states with transitions (float32) are one message, and the
-        rows before runs another; each costs a `step_latency`.
+        passes together take 3 times a forward scan. In either pass states with transitions (float32) are one message,
+        and the rows before runs another; each costs a `step_latency`.
         """
         mixer = shape.mixer
         layers = shape.mixer_layers
@@ -109,25 +109,25 @@ class StateCost:
         return dataclasses.replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def seconds(self, group: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
-        """Return a group's seconds of each slot: summaries, states on the wire, and latency; none where it is one slot.
-        `group` are its tokens, the sum of its documents' squared lengths and their number; `speed` the bytes/s of a
-        slot.
+        """Return the seconds that each slot of a group takes for states: for summaries, for states on the wire, and in
+        latency; 0 for a group of one slot. `group` are its tokens, the sum of its documents' squared lengths and their
+        number; `speed` the bytes/s of a slot.
         """
         tokens, squares, documents = group
-        summarised = tokens / degree
-        # the run that a boundary cuts, of a document as long as the typical row's
+        summarised_rows = tokens / degree
+        # contiguous: only those of the run that a boundary cuts, of a document as long as the typical row's
         if self.partition == "contiguous":
-            summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
+            summarised_rows = np.minimum(summarised_rows, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
         wire = self.exchanged_state_bytes(documents, tokens, degree) * (degree - 1) / degree / speed
-        return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
+        return np.where(degree > 1, self.summary_seconds * summarised_rows + wire + self.step_seconds, 0.0)
 
     def exchanged_state_bytes(self, documents: ArrayLike, tokens: ArrayLike, degree: ArrayLike) -> Floats:
         """Return the bytes of the states and transitions of a group's runs, which go to every other slot.
 
-        Every run of a document but the last sends a state; one that is not the first either also a transition, as the
-        state before it passes through. Under "zigzag" a document has two runs on every slot, of which those of the last
-        slot are neighbours and count as one. Under "contiguous" each of the degree − 1 boundaries between slots cuts a
-        document; the first run of each sends no transition.
+        Every run of a document but the last sends a state, and, if it is not the first run either, a transition, by
+        which the state before it is moved on. Under "zigzag" a document has two runs on every slot, of which those of
+        the last slot are neighbours and count as one. Under "contiguous" each of the degree − 1 boundaries between
+        slots cuts a document; the first run of each sends no transition.
         """
         documents = np.asarray(documents)
         tokens = np.asarray(tokens)
@@ -285,15 +285,17 @@ class Cost:
         return FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
 
     def forward_only(self) -> "Cost":
-        """Return the cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`."""
+        """Return the cost of forward passes only, as in an evaluation: the constants of `forward`, which were measured
+        or priced by themselves, or, without it, `FORWARD_SHARES` of these.
+        """
         if self.passes == "forward":
             return self
-        shared = {name: value * self.forward_shares.get(name, 1.0) for name, value in self.constants().items()}
-        constants = self.forward.constants() if self.forward else shared
-        source = self.source and f"{self.source}; forward passes alone"
+        shares = {name: value * self.forward_shares.get(name, 1.0) for name, value in self.constants().items()}
+        constants = self.forward.constants() if self.forward else shares
+        source = self.source and f"{self.source}; forward passes alone"  # "", no machine, stays ""
         states = self.states and self.states.forward_only()
         forward_states = self.forward and self.forward.states
-        if self.states and forward_states:  # measured, or priced before recomputation was added
+        if self.states and forward_states:
             states = forward_states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
@@ -306,8 +308,9 @@ class Cost:
 
     @cached_property
     def ways(self) -> "tuple[Cost, ...]":
-        """This cost under each type or size to choose from, or else as it is; the planner takes the first of equals.
-        Exchanges need the heads, and those of a2a+p2p a size that divides the heads and a host.
+        """This cost under each type or size to choose from; if it leaves neither open, this cost alone. The planner
+        takes the first of equals. Exchanges need the heads, and those of a2a+p2p a size that divides the heads and a
+        host.
         """
         if not self.has_choice:
             return (self,)
@@ -315,13 +318,14 @@ class Cost:
         types = ["a2a+p2p"]
         if self.cp_comm_type == "auto":
             types = ["a2a", "p2p", "all_gather"] if heads else ["p2p", "all_gather"]
-        sizes = [i for i in range(2, min(self.node_size, heads) + 1) if heads % i == 0 and self.node_size % i == 0]
-        return (*map(self.under, types), *(self.under("a2a+p2p", size) for size in sizes))
+        sizes = range(2, min(self.node_size, heads) + 1)
+        fitting_sizes = [size for size in sizes if heads % size == 0 and self.node_size % size == 0]
+        return (*map(self.under, types), *(self.under("a2a+p2p", size) for size in fitting_sizes))
 
     def ways_of(self, degree: ArrayLike) -> "list[Cost]":
-        """Return the ways of `ways` but those of an a2a size above the highest of these degrees."""
-        most = np.max(degree, initial=1)
-        return [way for way in self.ways if way.a2a_size <= most]
+        """Return the costs of `ways` without those of an a2a size above the highest of these degrees."""
+        highest = np.max(degree, initial=1)
+        return [way for way in self.ways if way.a2a_size <= highest]
 
     @property
     def _known_heads(self) -> int:
@@ -333,7 +337,9 @@ class Cost:
         return self.cp_comm_type == "auto" or (self.cp_comm_type == "a2a+p2p" and not self.a2a_size)
 
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
-        """Return whether degrees suit this type: a2a divides the heads (unknown: only by 1), a2a+p2p has two levels."""
+        """Return whether degrees suit this type. Under a2a they must divide the heads (unknown: only degree 1 does),
+        under a2a+p2p its size must divide them; any degree suits other types.
+        """
         degree = np.asarray(degree, dtype=np.int64)
         heads = self._known_heads
         if self.cp_comm_type == "a2a":
@@ -341,15 +347,16 @@ class Cost:
         return degree % self.a2a_size == 0 if self.a2a_size > 1 else degree > 0
 
     def for_partition(self, partition: str) -> "Cost":
-        """Return this cost for groups whose rows are divided so, on which only the price of states depends."""
+        """Return this cost for groups with this partition of their rows; only the price of states depends on it."""
         if self.states:
             return dataclasses.replace(self, states=self.states.for_partition(partition))
         return self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
         """Return the seconds on one slot, without communication, of these sums of tokens and squared lengths."""
-        half = self.network.half_speed_rows if self.network else 0.0  # on short pieces kernels are slower
-        row_seconds = self.linear_seconds + half * self.attention_seconds
+        # Kernels take 1 + h / piece times as long on pieces of squares / tokens rows: h · tokens more squares.
+        half_speed_rows = self.network.half_speed_rows if self.network else 0.0
+        row_seconds = self.linear_seconds + half_speed_rows * self.attention_seconds
         return row_seconds * _float_array(tokens) + self.attention_seconds * _float_array(squares)
 
     def group_seconds(
@@ -393,35 +400,39 @@ class Cost:
     def lockstep_seconds(self, slowest: Sequence[float]) -> float:
         """Return the seconds in lockstep of micro-batches whose slowest slots work this long, without the update. Each
         of p stages takes 1 / p of a micro-batch, and fills and drains in (p − 1) / chunks turns of the longest one,
-        which itself goes through all stages (1F1B, interleaved: Narayanan et al. 2021). The sum is exact, so that every
-        host gets the same.
+        which itself goes through all stages (1F1B, interleaved: Narayanan et al. 2021). Added is what of the update's
+        copies (`paging_seconds`) does not hide behind the first forward pass. The sum is exact, so that every host gets
+        the same.
         """
         turns = self.turn_seconds(slowest)
         longest = max(turns, default=0.0)
         bubble = (self.stages - 1) / self.chunks
         seconds = max((math.fsum(turns) + bubble * longest) / self.stages, longest)
-        room = sum(turns[:1]) * FORWARD_SHARE / self.stages - self.streaming_seconds
-        return seconds + max(0.0, self.paging_seconds - max(0.0, room))
+        # of the first forward pass, beside the weights that come for it; there may be no micro-batch
+        hiding_seconds = sum(turns[:1]) * FORWARD_SHARE / self.stages - self.streaming_seconds
+        return seconds + max(0.0, self.paging_seconds - max(0.0, hiding_seconds))
 
     def turn_seconds(self, slowest: Sequence[float]) -> list[float]:
-        """Return the seconds in lockstep of each micro-batch, in the whole model: no less than the messages of sharded
-        parameters, which run meanwhile, and than the host's launches; no pass is shorter than copies from the host.
+        """Return the seconds in lockstep of each micro-batch, in the whole model, whose slowest slots work this long:
+        no less than the messages of sharded parameters, which run meanwhile, and than the host's launches. Neither its
+        forward nor its backward pass is shorter than the copies from the host that it waits for.
         """
         shards = self.sharding_seconds
         launch = self.micro_batch_seconds
         turns = [max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest]
-        weights = self.streaming_seconds
+        forward_copies = self.streaming_seconds
         if self.passes == "forward":
-            return [max(turn, weights) for turn in turns]
-        backward = chain([weights], repeat(weights + self.gradient_seconds))
+            return [max(turn, forward_copies) for turn in turns]
+        # The first backward pass waits for weights; each later one also for earlier sums of gradients.
+        backward_copies = chain([forward_copies], repeat(forward_copies + self.gradient_seconds))
         return [
-            turn + (max(0.0, weights - FORWARD_SHARE * turn) + max(0.0, copies - (1 - FORWARD_SHARE) * turn))
-            for turn, copies in zip(turns, backward, strict=False)
+            turn + (max(0.0, forward_copies - FORWARD_SHARE * turn) + max(0.0, copies - (1 - FORWARD_SHARE) * turn))
+            for turn, copies in zip(turns, backward_copies, strict=False)
         ]
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
-        """Return the seconds that a group of this degree waits for messages however few rows they carry; under "auto"
-        the lesser of a ring's and a gather's, which suit any number of heads.
+        """Return the seconds that a group of this degree waits for messages however few rows they carry, those of
+        states included; under "auto" the lesser of a ring's and a gather's, which suit any number of heads.
         """
         degree = _float_array(degree)
         types = ("p2p", "all_gather") if self.cp_comm_type == "auto" else (self.cp_comm_type,)
@@ -484,8 +495,9 @@ class Cost:
             fields: dict[str, Any] = {"source": "a file that does not name its machine"} | values
             if fields.get("states"):
                 fields["states"] = StateCost(**fields["states"])
-            parts: dict[str, Any] = {"forward": cls.from_json, "network": Network.from_json}
-            return cls(**fields | {name: read(fields[name]) for name, read in parts.items() if fields.get(name)})
+            readers: dict[str, Any] = {"forward": cls.from_json, "network": Network.from_json}
+            parts = {name: read(fields[name]) for name, read in readers.items() if fields.get(name)}
+            return cls(**fields | parts)
         except (TypeError, KeyError, AttributeError) as error:
             names = ", ".join(field.name for field in dataclasses.fields(cls))
             raise PlanError(
@@ -512,9 +524,10 @@ def constants_of_shape(
 ) -> dict[str, Any]:
     """Return the fields of a `Cost` that follow from a model's shape at these rates. A row takes 6 FLOPs for each
     weight, and a causal document of L rows 7 products (2 forward, 5 backward) of L² / 2 pairs in each layer, of 2
-    FLOPs for each number of its queries. A window, chosen keys or a chunk make that a time for each row, which sees
-    half a chunk in the mean; the choice itself is one product of all pairs. A ring sends keys and values forward and
-    backward, and their gradients; an exchange has queries, outputs, keys and values in both passes.
+    FLOPs for each number of its queries. Under a window, chosen keys or a chunk a row has a number of pairs that does
+    not grow with its document, so that they are linear seconds; a row sees half a chunk in the mean. The choice of keys
+    is one product of all pairs. A ring sends keys and values forward and backward, and their gradients; an exchange has
+    queries, outputs, keys and values in both passes.
     """
     full = shape.layers - shape.window_layers - shape.chunk_layers - shape.indexed_layers
     limited_flops = (
@@ -564,9 +577,8 @@ def head_exchange_size(kind: str, a2a_size: int, degree: Floats) -> Floats:
 
 
 def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
-    """Return how often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out): a
-    member needs one for each of the equally long runs of its query heads, and where members cut through a head's
-    queries, each is sent a copy.
+    """Return how often every key/value head is sent to members that exchange heads: `HeadSplit.kv_copies` for an array
+    of `members`, which may also be numbers that do not divide the heads.
     """
     members = np.asarray(members, dtype=np.int64)
     member_heads = np.maximum(1, heads // members)
@@ -575,12 +587,14 @@ def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
 
 
 def attention_and_message_seconds(cost: Cost, rows: PricedRows) -> tuple[Floats, Floats]:
-    """Return seconds of each slot of groups: of kernels, and of the messages that these do not hide. Kernels take
-    attention_seconds · squares / degree, times `busiest`, on measured links 1 + h / piece times that, h being
-    half_speed_rows. A ring of r members cuts the typical document into pieces of 1 / r of its rows; in a gather such
-    queries meet all keys, a piece of 1 / √r; under a window none is longer than a causal document whose rows see as
-    many keys. A ring adds each step to the output, in `merge_seconds`. A gather orders all rows by document, in
-    `copy_seconds` a row; a narrow group's member its own and the rows that it fetched.
+    """Return two times of each slot of groups, in seconds: of kernels, and of the messages that these do not hide.
+
+    Kernels take attention_seconds · squares / degree, times `busiest`, and on measured links 1 + h / piece times that,
+    h being half_speed_rows. A ring of r members cuts the typical document into pieces of 1 / r of its rows. In a gather
+    a member's queries meet all keys, which counts as a piece of 1 / √r. Under a window no piece is longer than a causal
+    document whose rows see as many keys. A ring adds each step to the output, in `merge_seconds` a row. A gather orders
+    all rows by document, in `copy_seconds` a row; under a narrow window a member orders its own rows and those that it
+    fetched.
     """
     around = rows.degree / head_exchange_size(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
@@ -605,11 +619,10 @@ def attention_and_message_seconds(cost: Cost, rows: PricedRows) -> tuple[Floats,
 
 
 def _message_latency_of_type(cost: Cost, kind: str, degree: Floats) -> Floats:
-    """Return the seconds that attention's messages of one type, `kind`, take however few rows they carry: what
-    `Cost.latency_seconds` compares, without state-space layers. A ring of r members has r − 1
-    steps, a gather one, and an exchange of heads one more. On ideal links each takes `ring_step_seconds`. On measured
-    links each is several messages of `step_seconds` in every layer: a step's block goes round in both passes, and its
-    gradients in backward; an exchange goes there and back.
+    """Return the seconds that attention's messages of one type, `kind`, take however few rows they carry, without those
+    of state-space layers. A ring of r members has r − 1 steps, a gather one, and an exchange of heads one more. On
+    ideal links each takes `ring_step_seconds`. On measured links each is several messages of `step_seconds` in every
+    layer: a step's block goes round in both passes, and its gradients in backward; an exchange goes there and back.
     """
     exchanging = head_exchange_size(kind, cost.a2a_size, degree)
     swaps = (exchanging > 1).astype(np.float64)
@@ -649,8 +662,8 @@ def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, co
     `block` is the bytes of a member's keys and values in a layer, `gradients` those of a block's gradients, `queries`
     those of its queries (outputs are as many), `keys` and `back` those of keys and values that it exchanges with all
     copies, forward and in backward: gradients of the copies of a head are summed, and travel in the dtype of sums.
-    Members of a narrow ring fetch before the kernels, and send after them. Of large exchanges and gathers, which go in
-    two slices of heads, half is exposed, and what is longer than the kernels of a slice.
+    Members of a narrow ring fetch before the kernels, and send gradients after them. Of large exchanges and gathers,
+    which go in two slices of heads, half is exposed, and what of the other half is longer than the kernels of a slice.
     """
     network = cost.network
     kind = cost.cp_comm_type
@@ -665,7 +678,7 @@ def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, co
     gradients = ring_bytes * member_rows * network.gradient_share
     exchanging = degree / around
     copies: Floats | float = 1.0
-    queries = keys = back = block  # only exchanges of heads send these
+    queries = keys = back = block  # of no meaning: only exchanges of heads send these
     if exchanges_heads:
         copies = kv_copies(network.heads, network.kv_heads, exchanging)
         exchanged = cost.exchange_bytes * member_rows / (2 if both else 1)
@@ -673,7 +686,8 @@ def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, co
         keys = network.key_share * exchanged * copies
         back = keys * np.where(copies > 1, network.gradient_share / network.block_share, 1.0)
     seconds = 0.0 * computed
-    for forward in (True, False) if both else (True,):
+    directions = (True, False) if both else (True,)
+    for forward in directions:
         share = 1.0
         if both:
             share = FORWARD_OF_ATTENTION if forward else 1 - FORWARD_OF_ATTENTION
@@ -706,8 +720,8 @@ def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, co
 
 
 def _exposed_seconds(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
-    """Return the exposed seconds of messages that take these seconds each; the second half of those that are `sliced`
-    goes on beside a half of the kernels.
+    """Return the exposed seconds of all `messages`, of which each takes so many seconds by itself. Where they are
+    `sliced`, the second half of each goes on beside a half of the kernels.
     """
     first, *others = (np.where(sliced, np.maximum(sent / 2, sent - kernels / 2), sent) for sent in messages)
     return sum(others, first)

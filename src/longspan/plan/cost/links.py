@@ -44,10 +44,11 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One level of the network, as a slot sees it; messages of each kind by what the slot sends or receives itself.
+    """One level of the network, as a slot sees it: a wire for each kind of messages, priced by the bytes that the slot
+    itself sends or receives.
 
-    `exchange`: every slot sends to every other. `gather`: all receive all rows; between hosts divided by the slots of a
-    host, through which all pass. `point`: every slot of a host sends to one other slot.
+    `exchange`: every slot sends to every other. `gather`: all receive all rows; between hosts the bytes are divided by
+    the slots of a host, through which they pass together. `point`: every slot of a host sends to one other slot.
     """
 
     exchange: Wire
@@ -106,8 +107,8 @@ class Network:
         return np.where(inside, self.inside.point.seconds(size), self.across.point.seconds(size))
 
     def exchange_seconds(self, size: Floats, members: Floats, together: Floats) -> Floats:
-        """Return the seconds in which each member sends `size` bytes to every other one, of whom at most `together`
-        share its host; messages between hosts take place beside those inside.
+        """Return the seconds in which each of `members` sends `size` bytes to every other one, if `together` of them,
+        or all, share its host, itself included; messages between hosts take place beside those inside.
         """
         near = np.minimum(together, members)
         near_seconds = self.inside.exchange.seconds(size * (near - 1))

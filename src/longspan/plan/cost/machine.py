@@ -91,7 +91,9 @@ _COMPILED_WIDTH = 2048
 
 
 def resolve_compiled_parts(word: Compiled, *, hidden: int, tp: int) -> Compiled:
-    """Return what of layers is compiled on GPUs, where "auto" leaves the choice to the width and tensor parallelism."""
+    """Return what of layers is compiled on GPUs under this word: "auto" is "layers" for layers of at least a certain
+    width without tensor parallelism, else "none".
+    """
     if word == "auto":
         return "layers" if tp == 1 and hidden >= _COMPILED_WIDTH else "none"
     return word
@@ -311,56 +313,62 @@ class Machine:
         return cost.shared_by(settings.tp)
 
     def _add_host_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
-        """Add copies from and to the host. Those of embedding and head hide behind nothing: they come before the first
-        layer, for a pass and for an update that hides behind the pass, and their gradients go after it. A later pass
-        finds the weights, but waits for gradients that come back.
+        """Return the cost with copies from and to the host. Those of the root, embedding and head, hide behind nothing:
+        they come before the first layer, for a pass and for an update that hides behind the pass, and their gradients
+        go after it. Every backward pass but the first also waits for gradients that come back.
         """
         streamed, paged = (
             size / self.paging_bytes_per_second for size in (settings.streamed_bytes, settings.paged_bytes)
         )
-        layers = shape.weights - shape.hidden * shape.logits + shape.stored_experts - shape.expert_weights
-        root = 1 - layers / max(1, shape.stored_weights)
-        ways = 1 if settings.frozen or cost.passes == "forward" else 2
-        paged = 0.0 if cost.passes == "forward" else paged
+        layer_weights = shape.weights - shape.hidden * shape.logits + shape.stored_experts - shape.expert_weights
+        root_share = 1 - layer_weights / max(1, shape.stored_weights)
+        copies = (
+            1 if settings.frozen or cost.passes == "forward" else 2
+        )  # weights come; gradients go where some are made
+        if cost.passes == "forward":  # without an update
+            paged = 0.0
         return replace(
             cost,
-            micro_batch_seconds=cost.micro_batch_seconds + ways * root * streamed,
-            update_seconds=cost.update_seconds + root * paged,
-            streaming_seconds=(1 - root) * streamed,
-            gradient_seconds=(ways - 1) * (1 - root) * streamed,
-            paging_seconds=(1 - root) * paged,
+            micro_batch_seconds=cost.micro_batch_seconds + copies * root_share * streamed,
+            update_seconds=cost.update_seconds + root_share * paged,
+            streaming_seconds=(1 - root_share) * streamed,
+            gradient_seconds=(copies - 1) * (1 - root_share) * streamed,
+            paging_seconds=(1 - root_share) * paged,
         )
 
     def _add_row_seconds(
         self, cost: Cost, shape: ModelShape, settings: CostSettings, *, passes: float, products: int, saved: float
     ) -> Cost:
-        """Add what rows take besides the products of their weights, and take off logits of no target. A layer makes
-        `passes` of the passes over memory of forward and backward. Logits have `products` of 2 FLOPs a weight; float8
-        saves `saved` FLOPs a weight of the layers.
+        """Return the cost with what rows take besides the products of their weights, and without logits of rows that
+        predict nothing. `passes` are a layer's passes over memory, over those of forward and backward together. Logits
+        take `products` of 2 FLOPs for each weight of the head. In float8 `saved` FLOPs for each weight of the layers
+        are faster.
         """
         tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         pass_seconds = LAYER_BYTES * (COMPILED_SHARE if compiled else 1.0) / self.memory_bytes_per_second
         # Half of a layer's passes are attention's, half an MLP's; those of experts are in the rate of experts.
-        layers = (shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds * passes
+        layer_seconds = (shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds * passes
         head_weights = shape.hidden * shape.logits
         rate = self.product_flops_per_second
-        logits = settings.target_share * shape.logits * LOGIT_BYTES / self.memory_bytes_per_second
-        unused = (1 - settings.target_share) * products * 2 * head_weights / rate
+        logit_seconds = settings.target_share * shape.logits * LOGIT_BYTES / self.memory_bytes_per_second
+        unused_seconds = (1 - settings.target_share) * products * 2 * head_weights / rate
         layer_weights = shape.weights - head_weights
-        saves = saved * layer_weights * (1 - 1 / FLOAT8_SPEED) / rate if settings.float8 else 0.0
+        saved_seconds = saved * layer_weights * (1 - 1 / FLOAT8_SPEED) / rate if settings.float8 else 0.0
         expert_share = shape.expert_weights / max(1, layer_weights)
-        real = max(0.0, cost.real_row_seconds - saves * expert_share)
+        real = max(0.0, cost.real_row_seconds - saved_seconds * expert_share)
         return replace(
             cost,
-            linear_seconds=cost.linear_seconds + layers + logits - unused - saves,
-            real_row_seconds=real + settings.target_share * 2 * products * head_weights / rate + logits,
+            linear_seconds=cost.linear_seconds + layer_seconds + logit_seconds - unused_seconds - saved_seconds,
+            real_row_seconds=real + settings.target_share * 2 * products * head_weights / rate + logit_seconds,
         )
 
     def _add_sharding_seconds(
         self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float, packed: PackedWeights
     ) -> Cost:
-        """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts.
+        """Return the cost with what a micro-batch and a step take because slots share the weights (FSDP2, HSDP,
+        experts), with an update, and with the host's launches. `recomputed` is the share of layers that run forward
+        twice.
 
         g gathers, and s sums of gradients, of n weights over w slots (experts over their own w · tp / ep) take
 
@@ -387,9 +395,8 @@ class Machine:
         width = settings.shards
         dense = (shape.stored_weights - shape.stored_experts) / tp
         experts = shape.stored_experts / ep
-        # over which FSDP2 shards a rank's experts in a slot, below 1 where slots share experts
-        expert_ranks = tp / ep
-        # a measured machine knows it
+        expert_ranks = tp / ep  # for each slot, over which experts are sharded; below 1 where slots share experts
+        # Attention is replayed where none crosses hosts; on a machine that was measured its launches count as they are.
         replayed = 0 < width * settings.dp_replicate <= self.node_size and not forward
         launches = REPLAYED_LAUNCHES if replayed and not self.world else 1.0
         micro_batch = cost.micro_batch_seconds
@@ -409,57 +416,74 @@ class Machine:
                 speed = min(speed, self.across.gather.bytes_per_second * self.node_size)
 
             def sharding_seconds(gathers: int, sums: int, shown: float = SHARDING_SHARE) -> tuple[float, float]:
-                """Seconds of gathers and sums that show, and those that may hide."""
+                """Return the seconds of so many gathers and sums that show, and those that may hide; `shown` is the
+                share of the wire's seconds that shows.
+                """
                 wire = sent * (gathers * number + sums * max(4, number)) / speed
                 copies = self.weight_copy_seconds * (dense + experts) * (gathers + sums)
                 return copies + gathers * unpacking + shown * wire, (1 - shown) * wire
 
             gathered = settings.gathered_once or settings.free
             summed = settings.summed_once or settings.free
-            sums = 1 - (forward or settings.frozen)
-            shown, hidden = sharding_seconds(1 if forward else 2 * (not gathered), sums * (not summed))
+            # In every micro-batch there are one or two gathers and a sum, or those of them that do not come once a
+            # step.
+            sums = 0 if forward or settings.frozen else 1
+            sums_each = 0 if summed else sums
+            gathers_each = 0 if gathered else 2
+            shown, hidden = sharding_seconds(1 if forward else gathers_each, sums_each)
             micro_batch += shown
-            launches += (SHARDED_LAUNCHES if width > 1 else SHARDED_LAUNCHES_OF_ONE) * (sums * (not summed))
+            launches += (SHARDED_LAUNCHES if width > 1 else SHARDED_LAUNCHES_OF_ONE) * sums_each
             if not forward:
                 closing, _ = sharding_seconds(
-                    int(gathered), sums * summed, 1.0 if settings.free else SHARDING_SHARE
+                    int(gathered), sums - sums_each, 1.0 if settings.free else SHARDING_SHARE
                 )
-                closing += cost.micro_batch_seconds * settings.free  # nothing runs beside it: all of it shows
-        rows = 0.0
-        if ep > 1 and shape.expert_layers:
-            exchanges = 2.0 if forward else 4.0 + 2.0 * recomputed
-            near = min(ep, self.node_size)
-            row_bytes = exchanges * shape.routed_numbers * number / ep
-            inside = self.inside.exchange
-            across = self.across.exchange
-            near_seconds = row_bytes * (near - 1) / inside.bytes_per_second
-            rows = max(near_seconds, row_bytes * (ep - near) / across.bytes_per_second)
-            micro_batch += exchanges * shape.expert_layers * (inside if near == ep else across).latency
+                if settings.free:
+                    closing += cost.micro_batch_seconds
+        row_seconds, exchange_latency = self._expert_exchange_seconds(shape, settings, recomputed, forward=forward)
         update = self.micro_batch_seconds
         if not settings.frozen:
-            weights = (dense + experts / expert_ranks) / max(1, width)
+            weights = (dense + experts / expert_ranks) / max(1, width)  # of a rank's shard
             copies = settings.dp_replicate
             link = self.inside if copies * width <= self.node_size else self.across
             update += UPDATE_BYTES / memory * weights
             update += weights * 4 * 2 * (copies - 1) / copies / link.gather.bytes_per_second
-        host = shape.decoder_layers * (FORWARD_LAUNCHES if forward else 1)
+        launched_layers = shape.decoder_layers * (FORWARD_LAUNCHES if forward else 1)
         return replace(
             cost,
-            linear_seconds=cost.linear_seconds + rows,
-            real_row_seconds=cost.real_row_seconds + rows,
-            micro_batch_seconds=micro_batch,
+            linear_seconds=cost.linear_seconds + row_seconds,
+            real_row_seconds=cost.real_row_seconds + row_seconds,
+            micro_batch_seconds=micro_batch + exchange_latency,
             sharding_seconds=hidden,
-            launch_seconds=host * self.layer_seconds * launches,
-            group_launch_seconds=host * self.group_seconds,
-            document_launch_seconds=host * self.document_seconds,
+            launch_seconds=launched_layers * self.layer_seconds * launches,
+            group_launch_seconds=launched_layers * self.group_seconds,
+            document_launch_seconds=launched_layers * self.document_seconds,
             closing_seconds=closing,
             update_seconds=self.micro_batch_seconds if forward else update,
         )
 
+    def _expert_exchange_seconds(
+        self, shape: ModelShape, settings: CostSettings, recomputed: float, *, forward: bool
+    ) -> tuple[float, float]:
+        """Return the seconds of a row, and the latency of a micro-batch, of exchanges of rows between slots that share
+        experts, by the formula of `_add_sharding_seconds`; (0, 0) where none share experts.
+        """
+        ep = settings.ep
+        if ep <= 1 or not shape.expert_layers:
+            return 0.0, 0.0
+        exchanges = 2.0 if forward else 4.0 + 2.0 * recomputed
+        near = min(ep, self.node_size)
+        row_bytes = exchanges * shape.routed_numbers * settings.bytes_per_number / ep
+        inside = self.inside.exchange
+        across = self.across.exchange
+        near_seconds = row_bytes * (near - 1) / inside.bytes_per_second
+        far_seconds = row_bytes * (ep - near) / across.bytes_per_second
+        latency = exchanges * shape.expert_layers * (inside if near == ep else across).latency
+        return max(near_seconds, far_seconds), latency
+
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
         """Return the cost of a model of this shape, without what settings change. Experts run at another rate than
-        dense products, so their weights get the difference. `turns` are the bytes that a ring moves of a number of a
-        key or value: twice itself, and its gradient, in float32 at least.
+        dense products, so their weights get the difference. A ring sends each number of keys and values twice, and its
+        gradient once, in float32 at least: these bytes are `turns`.
         """
         tflops = self.product_flops_per_second / 1e12
         memory = self.memory_bytes_per_second
@@ -529,12 +553,14 @@ class Machine:
         cost = cost if call.passes == "both" else cost.forward_only()
         degree = group.degree
         sizes = group.hierarchical_context_parallel_sizes
-        # a prime degree has no two levels: its a2a+p2p is a ring
-        inner = [sizes[0]] if sizes else [i for i in range(2, degree) if degree % i == 0] or [1]
+        # the members that exchange heads under a2a+p2p; a prime degree has no two levels: its a2a+p2p is a ring
+        divisors = [i for i in range(2, degree) if degree % i == 0] or [1]
+        a2a_sizes = [sizes[0]] if sizes else divisors
         nodes = [slot // (node_size or self.node_size) for slot in group.slots]
         together = min(nodes.count(node) for node in nodes)
         prices: dict[str, TypePrice] = {}
-        for kind, exchanging in (("a2a", degree), ("p2p", 1), ("all_gather", 1), *(("a2a+p2p", i) for i in inner)):
+        two_levels = [("a2a+p2p", size) for size in a2a_sizes]
+        for kind, exchanging in (("a2a", degree), ("p2p", 1), ("all_gather", 1), *two_levels):
             price = price_type(cost, kind, exchanging, group, call, together)
             if kind not in prices or price.seconds < prices[kind].seconds:
                 prices[kind] = price
@@ -580,18 +606,20 @@ def scale_product_speeds(machine: Machine, factor: float) -> Machine:
 def cost_with_recomputation(
     cost: Cost, shape: ModelShape, kind: Recomputation, layers: int = 0, *, frozen: bool = False
 ) -> Cost:
-    """Return a model's cost if `layers` layers (0: all) run forward again in backward, by what they keep of attention.
-    Layers of "selective" keep its output and the log-sum-exp, those of "exchanged" also what `a2a` types exchanged,
-    those of "full" nothing. Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products
-    in attention of 7, one of the ring's two passes and a third of its bytes, and one of two exchanges of heads. Under
-    "selective" an exchange has the queries, keys and values once more. torch stops before the last product of a dense
-    layer, from which nothing is kept. Of `frozen` weights gradients are not computed: 2 FLOPs of 6.
+    """Return a model's cost if `layers` layers (0: all) run forward again in backward, by what they keep of attention
+    (`kind`). Layers of "selective" keep its output and the log-sum-exp, those of "exchanged" also what `a2a` types
+    exchanged, those of "full" nothing.
+
+    Another forward pass takes a third of what a layer's weights take (2 FLOPs of 6); under "full" also 2 of
+    attention's 7 products, one of the ring's two passes and a third of its bytes, and one of two exchanges of heads.
+    Under "selective" the queries, keys and values are exchanged once more. torch stops before the last product of a
+    dense layer, from which nothing is kept. Gradients of `frozen` weights are not computed: 2 FLOPs of 6 less.
     """
     if kind == "none" and not frozen:
         return cost
     share = recomputed_layer_share(shape, kind, layers)
     full, selective = (share if kind == word else 0.0 for word in ("full", "selective"))  # shares of the layers
-    keys = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
+    key_share = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
     scans = cost.states.scan_seconds if cost.states else 0.0
     recomputed_share = share * shape.recomputed_weights / shape.weights
     repeated = ("attention_seconds", "ring_step_seconds", "ring_bytes", "merge_seconds", "copy_seconds")
@@ -602,23 +630,25 @@ def cost_with_recomputation(
         linear_seconds=(cost.linear_seconds - scans) * weight_factor + scans * (1 + share / 3),
         real_row_seconds=cost.real_row_seconds * weight_factor,
         **{name: getattr(cost, name) * (1 + full * shares[name]) for name in repeated},
-        exchange_bytes=cost.exchange_bytes * (1 + full / 2 + selective * (1 + keys) / 4),
+        exchange_bytes=cost.exchange_bytes * (1 + full / 2 + selective * (1 + key_share) / 4),
         states=cost.states and cost.states.with_recomputation(share),
         forward=cost.forward_only(),
     )
 
 
 def recomputed_layer_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
-    """The share of a model's layers that run forward twice, if `layers` of them do (0: all); 0 under "none"."""
-    return (
-        min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
-    )
+    """Return the share of a model's layers that run forward twice, if `layers` of them do (0: all); 0 under "none"."""
+    if kind == "none":
+        return 0.0
+    return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers
 
 
 def find_machine_of_device(device: str) -> Machine | None:
-    """Find the known machine of a device's full name, or None; a GH200 is no H200, and a laptop's GPU another one."""
-    names = [name for name in KNOWN if all(part in device for part in name.split("-")) and "Laptop" not in device]
-    return Machine.known(max(names, key=len)) if names else None
+    """Find the known machine of a device by its full name; None for another device."""
+    if "Laptop" in device:  # whose GPUs are slower ones of the same name
+        return None
+    names = [name for name in KNOWN if all(part in device for part in name.split("-"))]
+    return Machine.known(max(names, key=len)) if names else None  # the longest: a GH200's name has "H200" too
 
 
 def find_known_name(name: str) -> str | None:
@@ -631,13 +661,15 @@ def find_known_name(name: str) -> str | None:
 
 
 def read_machine(file: str, key: str) -> Machine:
-    """Read the machine in a JSON file, which becomes its `source`, or of a known name such as "h200".
+    """Read the machine in a JSON file, whose name becomes its `source`, or return a known machine by a name such as
+    "h200".
 
     A file that is there is read even if it has the name of a known machine. `key` is the option or key that names the
     file, for messages. Raises ConfigError for a name that is not known, and for a file that holds no machine.
     """
     path = Path(file)
-    if not path.is_file() and (find_known_name(file) or not (path.suffix or path.exists())):
+    is_path = path.suffix or path.exists()  # of a file that is not there, or of a folder
+    if not path.is_file() and (find_known_name(file) or not is_path):
         try:
             return Machine.known(file)
         except PlanError as error:
@@ -646,7 +678,9 @@ def read_machine(file: str, key: str) -> Machine:
         return replace(Machine.from_json(read_json(path)), source=file)
     except (OSError, ValueError, TypeError, LongspanError) as error:
         fault = f"holds no machine: {error.strerror if isinstance(error, OSError) else error}"
+        if isinstance(error, IsADirectoryError):
+            fault = "is a folder"
         raise ConfigError(
-            f"{key} {file} {'is a folder' if isinstance(error, IsADirectoryError) else fault}; give the file that "
-            "`longspan bench calibrate --out FILE.json` writes for this machine"
+            f"{key} {file} {fault}; give the file that `longspan bench calibrate --out FILE.json` writes for this "
+            "machine"
         ) from error

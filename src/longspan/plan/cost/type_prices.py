@@ -38,9 +38,9 @@ class AttentionCall:
         check_choice("passes of an attention call", self.passes, ("both", "forward"))
 
     def squares(self, lengths: Sequence[int]) -> float:
-        """Return twice the pairs of rows that see each other in documents of these lengths. A causal document of n rows
-        has n² / 2 pairs. A window of w rows leaves n · w and chunks of c rows n · c / 2, if these are fewer; without a
-        causal mask there are twice as many.
+        """Return twice the (query, key) pairs in documents of these lengths. A causal document of n rows has n² / 2
+        pairs. A window of w rows leaves n · w and chunks of c rows n · c / 2, if these are fewer; without a causal mask
+        there are twice as many.
         """
         pairs = sum(n * min(n, 2 * (self.window or n), self.chunk or n) for n in lengths)
         return float(pairs) * (1 if self.causal else 2)
@@ -69,40 +69,44 @@ class TypePrice:
 
 
 def price_type(cost: Cost, kind: str, inner: int, group: Group, call: AttentionCall, together: int) -> TypePrice:
-    """Price a call under one type, of whose group `inner` members exchange heads and `together` members at least share
-    a host. A kernel's typical document has Σ n² / Σ n rows, or those of a chunk if that is shorter. Under a narrow
-    window or chunk a ring sends only what its members see. `kind` is the type, which query heads that the exchanging
-    members do not divide make impossible.
+    """Price a call of a group under the type `kind`, where `inner` members exchange heads (1: none), and each member
+    shares its host with at least `together` of them, itself included. The price is infinite, with the reason, if
+    `inner` does not divide the query heads.
+
+    A kernel's typical document has Σ n² / Σ n rows, or those of a chunk if that is shorter. Under a narrow window or
+    chunk a ring sends only what its members see.
     """
     degree = group.degree
-    laid_out = group.laid_out
     around = degree // inner  # members of a ring
     sizes = (inner, around) if kind != "all_gather" else (1, degree)
     if call.heads % inner:
         return TypePrice(kind, sizes, math.inf, math.inf, f"{call.heads} query heads do not divide by {inner}")
-    tokens = sum(laid_out)
-    # Rows before each document's own: its pairs are those up to its last row, less those before.
+    tokens = sum(group.laid_out)
+    # A document's pairs are those of its path, up to its last row, less those of the rows before its own.
+    paths = group.laid_out
     before: tuple[int, ...] = ()
     if group.parents is not None:
-        laid_out = group.path_lengths
+        paths = group.path_lengths
         before = group.bases
-    squares = sum(length * length for length in laid_out) - sum(length * length for length in before)
+    squares = sum(length * length for length in paths) - sum(length * length for length in before)
     typical = squares / max(1, tokens)
-    rows, pairs, members, neighbours, causal, ring = np.array(
-        [tokens, call.squares(laid_out) - call.squares(before), degree, together, squares, sizes[1]],
+    # as float64 scalars, which are priced as arrays are
+    rows, pairs, members, neighbours, causal_squares, ring_members = np.array(
+        [tokens, call.squares(paths) - call.squares(before), degree, together, squares, sizes[1]],
         dtype=np.float64,
     )
     even = call.window or call.chunk or not call.causal  # members of a ring see about as much as each other
+    busiest = 1.0 if even else attention_imbalance(group.partition, rows, causal_squares, ring_members)
     price = PricedRows(
         tokens=rows,
         squares=pairs,
         degree=members,
         together=neighbours,
-        busiest=1.0 if even else attention_imbalance(group.partition, rows, causal, ring),
+        busiest=busiest,
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
         window=call.window or math.inf,
         sent=1.0 if kind == "all_gather" else fetched_share(group.path_lengths, around, call.window, call.chunk),
     )
-    computed, shown = attention_and_message_seconds(replace(cost, cp_comm_type=kind, a2a_size=inner), price)
-    exposed = float(shown) if degree > 1 else 0.0
+    computed, messages = attention_and_message_seconds(replace(cost, cp_comm_type=kind, a2a_size=inner), price)
+    exposed = float(messages) if degree > 1 else 0.0
     return TypePrice(kind, sizes, float(computed) + exposed, exposed)

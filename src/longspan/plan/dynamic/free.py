@@ -31,8 +31,8 @@ WORTH_TRYING = 1.5  # slot seconds against those of the best number of queues, u
 
 
 def plan_free(problem: Problem) -> list[MicroBatch]:
-    """Plan a step in free mode: for each of GOALS queues are filled to end by then, and the plan that ends first is
-    taken.
+    """Plan a step in free mode: for each of GOALS the queues are filled anew, to end by that time, and the plan that
+    ends first is taken.
     """
     mean = problem.mean_slot_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
@@ -44,8 +44,8 @@ def plan_free(problem: Problem) -> list[MicroBatch]:
         # Documents that no queue holds come first, then large items, which not every queue holds or which take much of
         # the step: for these many queues must still be free. Small items come last, and make queues end together.
         spread = problem.tokens > width.max() * problem.cap
-        large = problem.work / width.max() > LARGE * goal
-        large = ~spread & (large | (problem.tokens > width.min() * problem.cap))
+        takes_long = problem.work / width.max() > LARGE * goal
+        large = ~spread & (takes_long | (problem.tokens > width.min() * problem.cap))
         for item in np.flatnonzero(spread).tolist():
             queues.place_in_group(item)
         for item in np.flatnonzero(large).tolist():
@@ -70,7 +70,7 @@ class _Queues:
         cost = problem.request.cost
         self.parts = [part for block in problem.blocks for part in problem.split_into_runs(block)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
-        # others only work in long groups
+        # whether a queue can be a group by itself; others only work in long groups
         self.usable = np.array([width in problem.degrees for _, width in self.parts])
         self.launch = cost.micro_batch_seconds  # what a micro-batch costs in addition to its work
         self.group_end: Floats = np.zeros(len(self.parts))
@@ -82,19 +82,18 @@ class _Queues:
         self.work = problem.work + fixed_seconds / (FILLED * problem.cap) * problem.tokens  # seconds on one slot
 
     def place_in_group(self, item: int) -> None:
-        """Give an item to a long group of the queues that end first: of the number of queues with the least slot
-        seconds, up to one that takes `WORTH_TRYING` times as many.
+        """Give an item to a long group of the queues that end first. Their number is the one with which the group takes
+        the least slot seconds; higher numbers are tried until one takes `WORTH_TRYING` times as many.
         """
         order = np.argsort(self.end, kind="stable")
-        best = (np.inf, np.inf)
+        best = (np.inf, np.inf)  # slot seconds, seconds
         chosen = order
         least_degree = max(1, -(-int(self.problem.tokens[item]) // self.problem.cap))
         for count in range(1, len(order) + 1):
             queues = order[:count]
             degree = self._group_degree(queues)
-            is_last_idle = int(self.width[queues[:-1]].sum()) >= degree
-            # the last queue gives no slot, or the document is over the cap
-            if is_last_idle or degree < least_degree:
+            last_gives_no_slot = int(self.width[queues[:-1]].sum()) >= degree
+            if last_gives_no_slot or degree < least_degree:  # below it slots hold more than the cap
                 continue
             seconds = self._group_seconds(item, queues)
             score = (degree * seconds, seconds)
@@ -106,16 +105,17 @@ class _Queues:
         self._make_group(item, chosen)
 
     def place_large_item(self, item: int, goal: float) -> None:
-        """Give an item to the queue that ends earliest with it, or, past the goal, to several that end earlier: of the
-        2 to MOST_QUEUES that end first to the fewest that end it by the goal, or those that end it earliest. A long
-        group follows the last one of its queues, and what a queue works on alone comes after its long groups.
+        """Give an item to the queue that ends earliest with it. If that is past the goal, a long group of the 2 to
+        MOST_QUEUES queues that end first may end earlier: then the item goes to the fewest that end by the goal, or, if
+        none do, to those that end earliest. A long group follows the earlier ones of its queues, and moves what they
+        work on alone to a later time.
         """
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         queue = int(ends.argmin())
         is_pack = len(self.problem.documents[item]) > 1 and not self.problem.families[item]
-        most = MOST_QUEUES if ends[queue] > goal and not is_pack else 0
-        order = np.argsort(self.end, kind="stable")[:most]
+        may_be_shared = ends[queue] > goal and not is_pack
+        order = np.argsort(self.end, kind="stable")[: MOST_QUEUES if may_be_shared else 0]
         best = None
         earliest = float(ends[queue])
         for count in range(2, len(order) + 1):
@@ -182,14 +182,14 @@ class _Queues:
 
     def make_candidate(self) -> tuple[float, Candidate, list[list[int]]]:
         """Return when the step ends, the candidate, and how the slots of each bin share its items (`divide_bins`). A
-        queue's micro-batches take as many items, longest first, as its slots have rows for. The candidate's durations
-        are 0: in free mode no queue waits for the end of a micro-batch.
+        queue's micro-batches take as many items, longest first, as its slots have rows for; each is a bin. The
+        candidate's durations are 0: in free mode no queue waits for the end of a micro-batch.
         """
         bins = Bins()
         queue_of_bin = list[int]()
         for queue, part in enumerate(self.parts):
             items = sorted(self.items[queue])
-            first = len(bins.seconds)
+            first_bin = len(bins.seconds)
             places = (
                 pack_first_fit(self.problem.tokens[items].tolist(), part[1] * self.problem.cap) if items else []
             )
@@ -197,7 +197,7 @@ class _Queues:
                 bins.add_bin(self.next_micro_batch[queue] + m, part, long=-1, seconds=0.0, rows=self.problem.cap)
                 queue_of_bin.append(queue)
             for item, place in zip(items, places, strict=True):
-                bins.short[first + place].append(item)
+                bins.short[first_bin + place].append(item)
         count = 1 + max([-1, *bins.micro_batch, *(group.micro_batch for group in self.long_groups)])
         candidate = Candidate(self.problem, np.zeros(count), self.long_groups, bins)
         seconds, division = divide_bins(candidate, level=False)

@@ -123,6 +123,9 @@ def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
     return problem.request.cost.lockstep_seconds(busy + [0.0] * (-len(busy) % problem.request.micro_batch_multiple))
 
 
+_Trial = tuple[Candidate, Settings, tuple[int, float, float]]  # the last: count, steepness and slack
+
+
 def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
     """Plan a step in lockstep: the best candidate of a search of so many `steps`, whose bins share as few documents as
     their micro-batch leaves time for.
@@ -147,8 +150,8 @@ def search_candidate(problem: Problem, steps: int) -> Candidate:
 
 
 def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) -> tuple[Candidate, Settings]:
-    """Return the fastest candidate of the settings that are tried first, and these. The numbers of micro-batches are
-    the fewest, some more, and multiples that are launched anyway. A large problem is tried with two steepnesses of
+    """Return the fastest candidate of the settings that are tried first, and its settings. The numbers of micro-batches
+    are the fewest, some more, and multiples that are launched anyway. A large problem is tried with two steepnesses of
     every number and slack, then with the others of the best number and slack, then with other limits.
     """
     multiple = problem.request.micro_batch_multiple
@@ -156,32 +159,33 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
     counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
     counts = sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
     slacks, limits = (SLACK_OF_FEW, LIMITS_OF_FEW) if few else (SLACK, LIMITS)
-    trials = list[tuple[Candidate, Settings, tuple[int, float, float]]]()  # the last: count, steepness, slack
 
-    def try_settings(
+    def fastest_trial(
         counts: Sequence[int],
         steepnesses: Sequence[float],
         slacks: Sequence[float],
         limits: Sequence[tuple[float, float]],
-    ) -> None:
-        """Place all items under each combination, and sort what was placed into `trials`, the fastest first."""
+        earlier: Sequence[_Trial] = (),
+    ) -> _Trial:
+        """Place all items under each combination, and return the fastest trial, `earlier` ones included; of equal ones
+        the first.
+        """
+        trials = list(earlier)
         for count, steepness in product(counts, steepnesses):
             durations = _first_durations(problem, table, count, steepness)
             for slack, limit in product(slacks, limits):
                 settings = Settings(slack * durations, *limit)
                 if (candidate := place_items(problem, table, settings, known)) is not None:
                     trials.append((candidate, settings, (count, steepness, slack)))
-        trials.sort(key=lambda trial: trial[0].seconds)  # stable: of equal ones the first stays the first
+        return min(trials, key=lambda trial: trial[0].seconds)
 
     if len(problem.tokens) + problem.least_micro_batches * len(problem.blocks) < LARGE:
-        try_settings(counts, STEEPNESS, slacks, limits)
-    else:
-        try_settings(counts, STEEPNESS[1::2], slacks, limits[-1:])
-        count, _, slack = trials[0][2]
-        try_settings([count], STEEPNESS[::2], [slack], limits[-1:])
-        count, steepness, slack = trials[0][2]
-        try_settings([count], [steepness], [slack], limits[:-1])
-    return trials[0][:2]
+        return fastest_trial(counts, STEEPNESS, slacks, limits)[:2]
+    best = fastest_trial(counts, STEEPNESS[1::2], slacks, limits[-1:])
+    count, _, slack = best[2]
+    best = fastest_trial([count], STEEPNESS[::2], [slack], limits[-1:], [best])
+    count, steepness, slack = best[2]
+    return fastest_trial([count], [steepness], [slack], limits[:-1], [best])[:2]
 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
@@ -264,15 +268,17 @@ class DegreeTable:
         squares = np.ones_like(longest)
         np.maximum.at(squares, self.item_class[may_be_long], problem.squares[may_be_long])
         self.degrees = problem.degrees_to_try()  # (degrees,) rising
-        column = longest[:, None]
+        tokens_of_class = longest[:, None]
         inside = self.degrees <= problem.widest_in_node
-        self.seconds = cost.group_seconds(column, squares[:, None], self.degrees, inside)  # (classes, degrees)
-        self.rows: Integers = -(-column // self.degrees)  # (classes, degrees) a slot
+        # both (classes, degrees); rows are those of a slot
+        self.seconds = cost.group_seconds(tokens_of_class, squares[:, None], self.degrees, inside)
+        self.rows: Integers = -(-tokens_of_class // self.degrees)
         self.fits: Flags = self.rows <= problem.cap  # (classes, degrees)
-        short = len(problem.tokens) * SHORT_FROM[0] // SHORT_FROM[1]
-        self.short_density = float(problem.work[short] / problem.tokens[short])  # seconds a token, which fill gaps
+        short_item = len(problem.tokens) * SHORT_FROM[0] // SHORT_FROM[1]
+        # seconds a token of the items that fill gaps
+        self.short_density = float(problem.work[short_item] / problem.tokens[short_item])
         light = 2 * np.cumsum(problem.tokens) > int(problem.tokens.sum())
-        tokens, square_sum = (int(column[light].sum()) for column in (problem.tokens, problem.squares))
+        tokens, square_sum = (int(values[light].sum()) for values in (problem.tokens, problem.squares))
         # of a slot full of the shortest items, which together hold half of all tokens
         self.full_seconds = float(cost.work_seconds(tokens, square_sum)) / tokens * problem.cap
         self.work = cost.work_seconds(longest, squares)  # (classes,)
@@ -281,8 +287,9 @@ class DegreeTable:
 
     @cached_property
     def item_seconds(self) -> Floats:
-        """Seconds of each item in a group of its own (across blocks or within one, items, degrees); NaN if never long.
-        Priced once, as hundreds of candidates of a step look them up.
+        """Seconds of each item in a group of its own: (2, items, degrees), first across nodes, then inside one where a
+        node holds the degree; NaN for an item that is never long, which nobody looks up. Priced once, as hundreds of
+        candidates of a step look them up.
         """
         problem = self.problem
         may_be_long = self.item_class >= 0
@@ -296,11 +303,12 @@ class DegreeTable:
     def choose_degrees(self, durations: Floats, reach: float) -> tuple[Integers, Floats]:
         """Choose the best degree for each class in each micro-batch; returns degrees and the slot seconds they waste.
 
-        Both are (classes, micro-batches); seconds are inf where no degree fits. A document on c slots for a micro-batch
-        of T seconds wastes c · (T − fillable) slot seconds less its work. It leaves T − `seconds` free on each slot,
-        less half the latency of a group of short documents, which is no wider than a block: some gaps have shared ones,
-        and others none. They take of these seconds what their rows under the cap allow, and `GAP_LOST` of that counts
-        as lost. Without the long document the slots idle once the cap is full: `reach` of that is taken off its waste.
+        Both are (classes, micro-batches); seconds are inf where no degree fits. A document on c slots, in a micro-batch
+        of T seconds, wastes c · (T − fillable) slot seconds less its work. Short documents can fill T − `seconds` of
+        each slot, less half the latency of their group, which is no wider than a block: some gaps have shared ones, and
+        others none. They fill no more than their rows under the cap allow, and `GAP_LOST` of what they fill counts as
+        lost. Without the long document the slots would idle once the cap is full: `reach` of that is taken off its
+        waste.
         """
         problem = self.problem
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
@@ -321,11 +329,11 @@ class DegreeTable:
         """
         item_class = int(self.item_class[item])
         seconds = self.seconds[item_class]
-        cost = self.degrees * np.maximum(seconds, duration)
-        cost = cost + self.problem.request.slots * np.maximum(seconds - duration, 0.0)
-        cost = np.where(self.fits[item_class] & (self.degrees <= free), cost, np.inf)
-        best = int(cost.argmin())
-        return float(cost[best]), int(self.degrees[best]), float(seconds[best])
+        taken = self.degrees * np.maximum(seconds, duration)
+        taken = taken + self.problem.request.slots * np.maximum(seconds - duration, 0.0)  # and waited for
+        slot_seconds = np.where(self.fits[item_class] & (self.degrees <= free), taken, np.inf)
+        best = int(slot_seconds.argmin())
+        return float(slot_seconds[best]), int(self.degrees[best]), float(seconds[best])
 
 
 def _longest_by_class(lengths: Integers) -> Integers:
@@ -343,8 +351,8 @@ def _longest_by_class(lengths: Integers) -> Integers:
 
 def place_items(problem: Problem, table: DegreeTable, settings: Settings, known: Known) -> Candidate | None:
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit. None if
-    they were placed so before (`known`, to which this placing is added), which is no faster: settings often differ in a
-    share that makes the same items long.
+    they were placed so before, which would be no faster: settings often differ in a share that makes the same items
+    long. `known` has what was placed; this placing is added to it.
     """
     durations = settings.durations * problem.mean_slot_seconds
     least = settings.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
@@ -376,7 +384,9 @@ class _Placing:
         self.bins = Bins()
 
     def place_long(self, items: list[int], reach: float) -> None:
-        """Give each item, longest first, slots in the micro-batch that wastes least of those with time and room."""
+        """Give each item, longest first, slots in the micro-batch in which it wastes least, of those that have the time
+        and the free slots; an item for which none has them goes to `_defer_or_lengthen`.
+        """
         if not items:
             return
         width, waste = self.table.choose_degrees(np.array(self.durations), reach)  # (classes, micro-batches)
@@ -384,7 +394,8 @@ class _Placing:
         possible = np.isfinite(waste).sum(axis=1).tolist()
         widths = width.tolist()
         classes = self.table.item_class[items]
-        across, in_block = (self._seconds_at_widths(items, width[classes], inside).tolist() for inside in (0, 1))
+        # of each item in each micro-batch, at the class's degree there, across nodes and inside one
+        across, inside = (self._seconds_at_widths(items, width[classes], index).tolist() for index in (0, 1))
         for row, (item, item_class) in enumerate(zip(items, classes.tolist(), strict=True)):
             best_first: list[int] = order[item_class][: possible[item_class]]
             for m in best_first:
@@ -392,8 +403,10 @@ class _Placing:
                 degree = widths[item_class][m]
                 if degree > free.total:
                     continue
-                if (in_block if free.smallest_fit(degree) else across)[row][m] <= self.durations[m]:
-                    self._place_item_in_slots(item, m, degree, (across[row][m], in_block[row][m]))
+                # a block has free slots for the whole group, or else the group takes those of several
+                seconds = inside if free.smallest_fit(degree) else across
+                if seconds[row][m] <= self.durations[m]:
+                    self._place_item_in_slots(item, m, degree, (across[row][m], inside[row][m]))
                     break
             else:
                 self._defer_or_lengthen(item)
@@ -459,8 +472,8 @@ class _Placing:
             self._add_micro_batch(self.durations[-1])
 
     def candidate(self) -> Candidate:
-        """Return what was placed. The slots of a bin also wait for messages of the documents that they share, which its
-        seconds lack so far.
+        """Return what was placed, with the end of the last bin as each micro-batch's duration. To a bin's seconds is
+        added what its slots wait for messages of the documents that they share.
         """
         bins = self.bins
         latency = self.table.latency.tolist()
@@ -542,12 +555,13 @@ class LeastLoaded:
 
 
 def divide_bins(candidate: Candidate, *, level: bool) -> tuple[Floats, list[list[int]]]:
-    """Decide how the slots of each bin share its short documents; returns when bins end, and the slots of documents.
+    """Decide how the slots of each bin share its short documents; returns when each bin ends, and for each of its short
+    documents the slot in the bin that takes it, −1 for all slots.
 
-    The first few are shared by all slots of the bin (slot −1), which makes all end together; the others go whole,
-    longest first, to the slot of the bin that ends first, which needs no messages. With `level` a bin may take as long
-    as the slowest of its micro-batch, and shares the fewest with which it does; otherwise it shares what makes it
-    fastest. All are shared if a group must have more than one slot.
+    The first few are shared by all slots of the bin, which makes all end together; the others go whole, longest first,
+    to the slot of the bin that ends first, which needs no messages. With `level` a bin may take as long as the slowest
+    of its micro-batch, and as few documents are shared as that allows; otherwise as many as make it fastest. All are
+    shared if a group must have more than one slot.
     """
     problem = candidate.problem
     bins = candidate.bins
@@ -579,10 +593,11 @@ def divide_bins(candidate: Candidate, *, level: bool) -> tuple[Floats, list[list
 
 
 def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]]:
-    """Yield each bin with each number of short documents that it may share, and the seconds and rows a slot of these.
+    """Yield (bin, count, seconds, rows) for each bin with short documents, and each number of them that its slots may
+    share: when the slots have ended the long document and the shared ones, and the rows that a slot then holds.
 
-    A long document of one part takes all slots of its bin, as the shared group does, and so joins that. One of several
-    parts runs before the short ones.
+    A long document of one part takes all slots of its bin, as the group of shared documents does, and so joins that.
+    One of several parts runs before the short ones.
     """
     problem = candidate.problem
     bins = candidate.bins
@@ -591,18 +606,18 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
     for b, short in enumerate(bins.short):
         if not short:
             continue
-        first = (0, 0, 0)
+        joined = (0, 0, 0)  # tokens, squares and documents of the long document that joins the group
         base_seconds = 0.0
         base_rows = 0
         if (long := bins.long[b]) >= 0 and len(candidate.long[long].parts) == 1:
             item = candidate.long[long].item
-            first = int(problem.tokens[item]), int(problem.squares[item]), int(problem.document_counts[item])
+            joined = int(problem.tokens[item]), int(problem.squares[item]), int(problem.document_counts[item])
         elif long >= 0:
             base_seconds = candidate.long[long].seconds
             base_rows = candidate.long[long].rows
         columns = (problem.tokens[short], problem.squares[short], problem.document_counts[short])
         sums = [
-            list(accumulate(column.tolist(), initial=start)) for column, start in zip(columns, first, strict=True)
+            list(accumulate(column.tolist(), initial=start)) for column, start in zip(columns, joined, strict=True)
         ]
         counts = [count for count in SHARE_COUNTS if count < len(short)] if problem.min_cp == 1 else []
         for count in (*counts, len(short)):

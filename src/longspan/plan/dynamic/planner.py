@@ -84,26 +84,25 @@ def plan_dynamic(
         bases=request.bases,
     ).seconds
     # The fastest of several ways to plan: one is left out if those before it come close to the goal.
-    plans = list[tuple[float, list[MicroBatch]]]()  # predicted seconds of a step of these micro-batches
+    plans = list[tuple[float, list[MicroBatch]]]()  # micro-batches, after the predicted seconds of their step
 
-    def add_plan(micro_batches: list[MicroBatch]) -> None:
-        plans.append((request.step_seconds(micro_batches), micro_batches))
+    def price_step(micro_batches: list[MicroBatch]) -> tuple[float, list[MicroBatch]]:
+        return request.step_seconds(micro_batches), micro_batches
 
     if request.mode == "free":
-        add_plan(plan_free(problem))
+        plans.append(price_step(plan_free(problem)))
     if not plans or plans[0][0] > CLOSE * goal:
-        add_plan(plan_lockstep(problem, _count_search_steps(effort, problem)))
+        plans.append(price_step(plan_lockstep(problem, _count_search_steps(effort, problem))))
         if min(plans, key=itemgetter(0))[0] > CLOSE * goal:
             if few := plan_few_items(problem):
-                add_plan(few)
+                plans.append(price_step(few))
             # without powers of two as degrees a step on links of 25 GB/s takes up to 10 % longer
             if powers := _problem_of_powers_of_two(problem):
-                add_plan(plan_lockstep(powers, _count_search_steps(effort, powers)))
+                plans.append(price_step(plan_lockstep(powers, _count_search_steps(effort, powers))))
     best = min(plans, key=itemgetter(0))[0]
     # Plans of one degree are compared where that is cheap, or where all others stay far from the goal.
     if (request.slots <= COMPARED_SLOTS and len(request.lengths) <= COMPARED_DOCUMENTS) or best > DISTANT * goal:
-        for micro_batches in _fixed_plans(problem, best):
-            add_plan(micro_batches)
+        plans += map(price_step, _fixed_plans(problem, best))
     return request.make_plan(min(plans, key=itemgetter(0))[1], "dynamic", max_cp=problem.max_cp)
 
 
@@ -133,8 +132,9 @@ def _problem_of_powers_of_two(problem: Problem) -> Problem | None:
 
 
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
-    """Yield the plans of one degree that could be better than `best` seconds: such a plan takes the mean work of a slot
-    and the launches and waits of the fewest micro-batches, or longer. Its documents are sorted as in the other plans.
+    """Yield the fastest plan of each degree at which one could take less than `best` seconds: no plan of a degree takes
+    less than the mean work of a slot and the launches and waits of the fewest micro-batches. Documents of a group are
+    sorted as in the other plans.
     """
     request = problem.request
     for cp in problem.degrees:
@@ -184,7 +184,9 @@ class Arrangement:
 
 
 def plan_few_items(problem: Problem) -> list[MicroBatch] | None:
-    """Search for the best plan of few items; None for too many items or slots."""
+    """Search for the best plan of few items. None for too many items or slots, and if the search finds no plan in which
+    all micro-batches fit.
+    """
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
     prices = GroupPrices(problem)
@@ -201,9 +203,9 @@ def plan_few_items(problem: Problem) -> list[MicroBatch] | None:
 
 
 def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
-    """Yield divisions of the items into micro-batches, which have items each, for each number of micro-batches that is
-    tried. Items are divided in two ways: into equal work, and, sorted, into parts of equal tokens, so that the longest
-    are together; an item is in the part that holds its middle token.
+    """Yield divisions of the items into micro-batches, for each number of micro-batches that is tried; those without
+    items are left out. Items are divided in two ways: into equal work, and, longest first, into parts of equal tokens,
+    so that the longest are together; an item is in the part that holds its middle token.
     """
     tokens = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
@@ -216,8 +218,9 @@ def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
 
 
 def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
-    """Return the items of each place from 0 to `count`; `places` has one for each item."""
-    return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
+    """Return the items of each place below `count`; `places` has the place of each item."""
+    pairs = [*zip(items, places, strict=True)]
+    return [[item for item, item_place in pairs if item_place == place] for place in range(count)]
 
 
 class GroupPrices:
@@ -282,13 +285,15 @@ def _best_arrangement(prices: GroupPrices, items: list[int]) -> Arrangement | No
 
 
 def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
-    """Yield the groups after one item of the slowest, shortest first, has gone to another; an emptied group goes."""
+    """Yield the groups after one item of the slowest group, its shortest first, has gone to each of the others; a group
+    without items is left out.
+    """
     groups = list(arrangement.items)
     slowest = groups.pop(arrangement.slowest)
     for item in slowest[::-1]:
         remaining = [other for other in slowest if other != item]
         for receiver in range(len(groups)):
-            changed = [group + [item] * (place == receiver) for place, group in enumerate(groups)]
+            changed = [[*group, item] if place == receiver else group for place, group in enumerate(groups)]
             if remaining:
                 changed.append(remaining)
             yield changed

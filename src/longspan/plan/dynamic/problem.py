@@ -44,16 +44,14 @@ class Problem:
         squares = squares[order]
         if len(ids) > PACKED_ABOVE * request.slots:
             pack_tokens = max(1, min(cap // 16, int(tokens.sum()) // (PACKS * request.slots)))
-            long = int(np.searchsorted(-tokens, -pack_tokens, side="right"))
-            starts = np.cumsum(tokens[long:]) - tokens[long:]
-            packs = np.concatenate((np.arange(long), long + starts // pack_tokens))
-            item = np.unique(packs, return_inverse=True)[1]  # of each document
-            first = np.flatnonzero(np.diff(item, prepend=-1))  # document of each item
+            first = _first_documents_of_items(tokens, pack_tokens)
             tokens = np.add.reduceat(tokens, first)
             squares = np.add.reduceat(squares, first)
             rank = np.argsort(-tokens, kind="stable")
-            parts: list[tuple[int, ...]] = [tuple(part.tolist()) for part in np.split(order, first[1:])]
-            items = tuple(parts[i] for i in map(int, rank))
+            documents_of_items: list[tuple[int, ...]] = [
+                tuple(documents.tolist()) for documents in np.split(order, first[1:])
+            ]
+            items = tuple(documents_of_items[i] for i in map(int, rank))
             tokens = tokens[rank]
             squares = squares[rank]
         self.tokens: Integers = tokens  # (items,) with the rows that prefixes share once
@@ -95,7 +93,9 @@ class Problem:
         start, slots = part
         runs = [(start + offset, width) for offset, width in divide_into_even_runs(slots, self.degrees)]
         used_slots = sum(width for _, width in runs)
-        return runs + [(start + used_slots, slots - used_slots)] * (used_slots < slots)
+        if used_slots < slots:
+            runs.append((start + used_slots, slots - used_slots))
+        return runs
 
     @cached_property
     def document_counts(self) -> Integers:
@@ -120,15 +120,15 @@ class Problem:
     @cached_property
     def least_long_work(self) -> float:
         """The seconds of work below which a document is never long: `LEAST_LONG` of what the widest block does in the
-        shortest mean micro-batch that is tried, and at most that of the shortest document that fits no run of slots.
+        shortest mean micro-batch that is tried, but no more than the work of the longest document that fits a run of
+        slots, since any longer one must be long. 0 with few items, of which any may be long.
         """
-        if self.has_few_items:  # then any item may be long
+        if self.has_few_items:
             return 0.0
-        shortest = self.mean_slot_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
-        too_long = float(
-            self.request.cost.work_seconds(self.widest_run * self.cap, (self.widest_run * self.cap) ** 2)
-        )
-        return min(LEAST_LONG * self.widest_block * shortest, too_long)
+        shortest_micro_batch = self.mean_slot_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
+        longest_in_run = self.widest_run * self.cap
+        work_of_longest = float(self.request.cost.work_seconds(longest_in_run, longest_in_run**2))
+        return min(LEAST_LONG * self.widest_block * shortest_micro_batch, work_of_longest)
 
     @cached_property
     def widest_block(self) -> int:
@@ -146,13 +146,27 @@ class Problem:
 
     @cached_property
     def widest_in_node(self) -> int:
-        """Slots of the largest block within one node; 0 if none is: the last block may take in a smaller last node."""
+        """Slots of the largest block within one node; 0 if no block is within one. A block is in several nodes if a
+        group needs more than one, or if it is the last and was joined with a smaller last node.
+        """
         return max((size for start, size in self.blocks if self.shares_node(start, size)), default=0)
 
     @cached_property
     def least_micro_batches(self) -> int:
         """Micro-batches below which the caps cannot hold all tokens."""
         return max(1, -(-int(self.tokens.sum()) // (self.request.slots * self.cap)))
+
+
+def _first_documents_of_items(tokens: Integers, pack_tokens: int) -> Integers:
+    """Return the index of each item's first document, where documents shorter than `pack_tokens` are packed: these lie
+    end to end, and an item has those that begin within the same `pack_tokens`. Others are items by themselves.
+    `tokens` are those of the documents, in falling order.
+    """
+    long_count = int(np.searchsorted(-tokens, -pack_tokens, side="right"))
+    starts = np.cumsum(tokens[long_count:]) - tokens[long_count:]
+    packs = np.concatenate((np.arange(long_count), long_count + starts // pack_tokens))
+    item = np.unique(packs, return_inverse=True)[1]  # of each document
+    return np.flatnonzero(np.diff(item, prepend=-1))
 
 
 def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
@@ -173,8 +187,8 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
 
 @cache
 def divide_into_even_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Divide slots into runs (first slot, slots) that each hold a group: few left out, few runs, as even as degrees
-    allow.
+    """Divide slots into runs (first slot, slots) that each hold a group: few slots left out, few runs, as even as the
+    degrees allow. Returns no runs where the slots are fewer than the lowest degree.
     """
     if slots < degrees[0]:
         return []
@@ -186,9 +200,9 @@ def divide_into_even_runs(slots: int, degrees: DegreeSet) -> Parts:
     even = [(first, stop - first) for first, stop in pairwise(edges)]
     if all(width in degrees for _, width in even):
         return even
-    # Equal parts are no degrees: `best` has the best division of 0, 1, 2 and more slots. That of n leaves one slot out
-    # beside that of n − 1, or adds a run of w slots to that of n − w; of divisions with as many slots left out and as
-    # many runs, the one with the least sum of squared widths is the most even. The widest run comes first.
+    # Equal parts have a width that is no degree: `best` gets the best division of 0, 1, 2 and more slots. That of n
+    # leaves one slot out beside that of n − 1, or adds a run of w slots to that of n − w; of divisions with as many
+    # slots left out and as many runs, the one with the least sum of squared widths is the most even.
     best: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]  # left out, runs, squared widths, widths
     for count in range(1, slots + 1):
         left_out, runs, squares, widths = best[-1]
@@ -197,8 +211,8 @@ def divide_into_even_runs(slots: int, degrees: DegreeSet) -> Parts:
             left_out, runs, squares, widths = best[count - width]
             options.append((left_out, runs + 1, squares + width * width, (*widths, width)))
         best.append(min(options))
-    widths = sorted(best[slots][3], reverse=True)
-    return [(sum(widths[:i]), width) for i, width in enumerate(widths)]
+    widest_first = sorted(best[slots][3], reverse=True)
+    return [(sum(widest_first[:i]), width) for i, width in enumerate(widest_first)]
 
 
 def slots_in_parts(parts: Parts) -> tuple[int, ...]:
@@ -227,7 +241,7 @@ class FreeSlots:
         possible, in the order in which they were taken.
         """
         parts: Parts = []
-        while width:
+        while width:  # slots still to take: of the smallest block that has them, or all of the one with most
             size = self.smallest_fit(width, avoid_remnant=not parts) or max(
                 n for n, b in enumerate(self.by_left) if b
             )
@@ -251,7 +265,7 @@ class FreeSlots:
 
     def smallest_fit(self, width: int, *, avoid_remnant: bool = False) -> int:
         """Return the fewest free slots of any block that has at least `width`; 0 if none has. With `avoid_remnant`,
-        blocks come first in which taking `width` leaves no slot, or enough for another group.
+        blocks are preferred in which taking `width` leaves no slot, or enough for another group.
         """
         for size in range(width, len(self.by_left)):
             if self.by_left[size] and not (avoid_remnant and 0 < size - width < self.degrees[0]):

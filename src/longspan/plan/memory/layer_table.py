@@ -73,12 +73,14 @@ def slot_loads(
     )
 
     def load(plan: Plan, batch: MicroBatch, slot: int, *, later: bool) -> SlotLoad:
-        """Zigzag gives a slot two runs of each document; a slot has a row at least."""
+        """Return the load of a slot in a micro-batch: at least one row, and one run. Zigzag gives a slot two runs of
+        each document.
+        """
         rows = exchanged = ring = gathered = runs = longest = 0
         members = 1
         for _, group in batch.groups_of(slot):
-            here = group.rows_per_slot
-            rows += here
+            group_rows = group.rows_per_slot
+            rows += group_rows
             runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
             if group.degree == 1 or not heads:
                 continue
@@ -91,14 +93,14 @@ def slot_loads(
             # members that exchange heads (1: none do)
             exchanging = {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}.get(kind, 1)
             if exchanging > 1:
-                exchanged += here
-                longest, members = max((longest, members), (here, exchanging))
+                exchanged += group_rows
+                longest, members = max((longest, members), (group_rows, exchanging))  # those of the longest group
             if kind == "all_gather":
-                gathered = max(gathered, here * group.degree)
+                gathered = max(gathered, group_rows * group.degree)
             elif group.degree > exchanging:  # a block of the ring has the rows of all members that exchange
-                ring = max(ring, here * exchanging)
-        rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
-        return SlotLoad(rows, exchanged, members, ring, gathered, max(1, runs), later)
+                ring = max(ring, group_rows * exchanging)
+        whole_rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
+        return SlotLoad(whole_rows, exchanged, members, ring, gathered, max(1, runs), later)
 
     loads = {
         load(plan, batch, slot, later=index > 0)
@@ -136,8 +138,9 @@ class LayerPart:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The bytes of layers of a configuration for one load, on one of `tp` ranks, and of `ep` that share experts. Of
-    `lean` attention, under "selective", local rows are saved, which backward exchanges again.
+    """The bytes of layers of a configuration for one load, on one of `tp` ranks, and of `ep` that share experts. `lean`
+    attention, that of "selective", saves local rows, which backward exchanges again; other attention saves what was
+    exchanged.
     """
 
     read: ConfigReader
@@ -148,7 +151,9 @@ class LayerTable:
     lean: bool = False
 
     def bytes_of_rows(self, width: float, number: float = 0) -> float:
-        """Return the bytes of all local rows of `width` numbers each (`number` 0: of the compute dtype)."""
+        """Return the bytes of all local rows of `width` numbers, each of `number` bytes (0: those of the compute
+        dtype).
+        """
         return self.load.rows * width * (number or self.settings.compute_bytes)
 
     @cached_property
@@ -170,7 +175,9 @@ class LayerTable:
         )
 
     def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[LayerPart, LayerPart]:
-        """Return the part of a layer that mixes rows, and its MLP or experts, each with its norms and its input."""
+        """Return two parts of a layer: attention and mixer, and MLP or experts, each with its norms. A norm's input is
+        counted with it, but for the first norm's, which is the layer's own (`input_bytes`).
+        """
         post_norms = self.read.family.post_norms
         mixing = LayerPart()
         feed = LayerPart()
@@ -184,9 +191,11 @@ class LayerTable:
         if kind.feeds:
             width = feed_forward_weights(self.read, "dense").last // self.hidden_size
             feed = self.experts_part() if kind.feeds == "experts" else self.mlp_part(width)
-            # Compiled, the sum before the MLP is made again from the layer's input where a norm lies between them.
+            # The norm before the MLP reads the sum of the layer's input and what attention made: without attention it
+            # is the input itself, and in compiled layers with norms after attention it is made again.
             made_again = post_norms and self.compiled_parts == "layers"
-            feed += self.norm_part(self.hidden_size, saves_input=not made_again and bool(mixing.saved)) + post_norm
+            saves_sum = bool(mixing.saved) and not made_again
+            feed += self.norm_part(self.hidden_size, saves_input=saves_sum) + post_norm
         return mixing, feed
 
     @property
@@ -203,18 +212,19 @@ class LayerTable:
         wide = self.bytes_of_rows(width, WIDE)
         if self._norms_by_kernels:
             return LayerPart(roots + self.bytes_of_rows(width) * saves_input)
-        return LayerPart(roots + wide * (1 + self.settings.trains_all), 3 * wide)
+        saved_rows = 2 if self.settings.trains_all else 1
+        return LayerPart(roots + wide * saved_rows, 3 * wide)
 
     def linears_part(self, width: float, *targets: str) -> LayerPart:
-        """Return the part of linears that share one input of this width: it is saved if one is trained or has an
-        adapter (whose narrow rows are saved too). `targets` are their names.
+        """Return the part of linears that share one input of this width. `targets` are their names. The input is saved
+        if they are trained or one has an adapter, and so are the narrow rows of each adapter.
         """
         adapters = sum(map(self.settings.has_adapter, targets))
         saves = bool(self.settings.trains_all or adapters)
         return LayerPart(self.bytes_of_rows(width) * saves + self.bytes_of_rows(self.settings.lora_rank * adapters))
 
     def attention_part(self) -> LayerPart:
-        """Projections, norms of heads, rotary angles, attention, and for some families a gate as wide as the queries.
+        """Return the part of attention: projections, norms of heads, attention's call, and in some families a gate.
         With more tensor-parallel ranks than key/value heads each rank has a copy of one head. A configuration does not
         name the gate: its width follows from the weights counted beyond the four projections.
         """
@@ -256,11 +266,12 @@ class LayerTable:
         return slices, slices // split.slices_per_kv_head(slices), split.kv_copies
 
     def attention_call_part(self, query: float, key: float, heads: float, kv_heads: float) -> LayerPart:
-        """Attention of local rows: queries, keys, values, output and log-sum-exp, exchanged where types exchange heads.
-        A ring holds four blocks of keys and values (two that travel and two that are read), a gather two; their
-        gradients are summed in float32. Backward computes groups of heads one after another, and holds the buffers of
-        one group. Of exchanged heads a message is held as it is sent and as it is received: of the output's gradient,
-        of a `lean` layer's queries, keys and values too, and of their gradients, three slices at a time.
+        """Return the part of attention's call for local rows: queries, keys, values, output and log-sum-exp, which are
+        exchanged where types exchange heads. `query` and `key` are widths on this rank. A ring holds four blocks of
+        keys and values (two that travel and two that are read), a gather two; their gradients are summed in float32.
+        Backward computes groups of heads one after another, and holds the buffers of one group. Of exchanged heads a
+        message is held as it is sent and as it is received: of the output's gradient, of a `lean` layer's queries, keys
+        and values too, and of their gradients, three slices at a time.
         """
         load = self.load
         number = self.settings.compute_bytes
@@ -276,44 +287,48 @@ class LayerTable:
         if not load.exchanged_rows:
             return LayerPart(2 * out + keys + lse, 2 * out + keys + blocks / groups, out + lse)
         local = LayerPart(2 * out + keys + lse, 0.0, out + lse)
-        keys += 2 * (copies - 1) * load.exchanged_rows * key * number
-        key_gradients = keys * (WIDE / number if copies > 1 else 1)  # of copies of heads they are summed in float32
+        sent_keys = keys + 2 * (copies - 1) * load.exchanged_rows * key * number
+        # gradients of copies of heads are summed in float32
+        key_gradients = sent_keys * (WIDE / number if copies > 1 else 1)
         in_flight = 3 / (slices + 2) * out * (4 if self.lean else 3)
-        in_flight += 3 / (key_slices + 2) * (keys * self.lean + 2 * key_gradients)
+        in_flight += 3 / (key_slices + 2) * (sent_keys * self.lean + 2 * key_gradients)
         # Slices that share keys and values each have a sum of the gradients of these.
-        sums_of_keys = keys * WIDE / number * slices / key_slices**2
+        sums_of_keys = sent_keys * WIDE / number * slices / key_slices**2
         work = out * (1 + self.lean) + key_gradients + in_flight + sums_of_keys
         work += blocks / (slices if groups > 1 else 1)
-        return (
-            replace(local, work=work)
-            if self.lean
-            else LayerPart(2 * out + keys + lse, work, out + lse, 2 * out + keys)
-        )
+        if self.lean:
+            return replace(local, work=work)
+        return LayerPart(2 * out + sent_keys + lse, work, out + lse, 2 * out + sent_keys)
 
     @property
     def _mlp_has_gate(self) -> bool:
         return self.read.value("mlp_hidden_act") is None
 
     def mlp_part(self, width: float) -> LayerPart:
-        """An MLP with its input, whose `width` tensor-parallel ranks split. In a compiled backward pass each adapter
-        has a gradient of that width of its own, scaled, beside that of its linear (bench/records/frozen-H200.md).
+        """Return the part of an MLP with its input, whose `width` tensor-parallel ranks split. In a compiled backward
+        pass each adapter has a gradient of that width of its own, scaled, beside that of its linear
+        (bench/records/frozen-H200.md).
         """
-        gate = self._mlp_has_gate
         inside = width / self.tp
-        linears = ("gate_proj", "up_proj") if gate else ("up_proj",)
+        linears = ("gate_proj", "up_proj") if self._mlp_has_gate else ("up_proj",)
         part = self.linears_part(self.hidden_size, *linears) + self.linears_part(inside, "down_proj")
-        compiled = self.compiled_parts != "none"
-        adapters = sum(map(self.settings.has_adapter, (*linears, "down_proj"))) * compiled
-        tensors = 3 - compiled if gate else 1  # compiled, the gate's activation is made again
-        part += LayerPart(tensors * self.bytes_of_rows(inside), (1 + gate + adapters) * self.bytes_of_rows(inside))
-        return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), (2 + gate) * self.hidden_size * inside)
+        tensors = 3 if self._mlp_has_gate else 1  # as wide as the MLP, that are saved
+        gradients = len(linears)
+        if self.compiled_parts != "none":
+            gradients += sum(map(self.settings.has_adapter, (*linears, "down_proj")))
+            if self._mlp_has_gate:
+                tensors -= 1  # the gate's activation is made again
+        part += LayerPart(tensors * self.bytes_of_rows(inside), gradients * self.bytes_of_rows(inside))
+        weights = (len(linears) + 1) * self.hidden_size * inside
+        return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), weights)
 
     def _tiled_part(self, part: LayerPart, saved: float, weights: float) -> LayerPart:
-        """Return `part` as it is when its rows run in tiles of `mlp_tile_tokens`, each of which runs again in backward.
+        """Return what `part` becomes when its rows run in tiles of `mlp_tile_tokens`, each of which runs again in
+        backward.
 
-        Only `saved` bytes are kept, of all rows. Work are one tile's saved and work bytes, the output (or its gradient)
-        of all rows, and sums over tiles of the gradients of `weights` trained weights, in float32 at least. A part
-        whose rows are not tiled stays as it is.
+        Only `saved` bytes are kept, of all rows. Its work is one tile's saved and work bytes, the output (or its
+        gradient) of all rows, and sums over tiles of the gradients of `weights` trained weights, in float32 at least. A
+        part whose rows are not tiled stays as it is.
         """
         tile_rows = self.settings.mlp_tile_tokens
         if not 0 < tile_rows < self.load.rows:
@@ -322,10 +337,11 @@ class LayerTable:
         return LayerPart(saved, work + weights * max(WIDE, self.settings.compute_bytes) * self.settings.trains_all)
 
     def experts_part(self) -> LayerPart:
-        """A router, the experts that rows visit with their weighted sums, and the experts that every row visits. A
-        router makes the weights and the number of each visited expert, and in most families the probabilities of all
-        experts. The order of visits by expert, with its inverse, is kept even where the layer is recomputed; a tile
-        makes its own again. A row is copied for each visit; with `ep` copies travel to other ranks and back.
+        """Return the part of experts: a router, the experts that rows visit with their weighted sums, and the experts
+        that every row visits. A router makes the weights and the number of each visited expert, and in most families
+        the probabilities of all experts. The order of visits by expert, with its inverse, is kept even where the layer
+        is recomputed; a tile makes its own again. A row is copied for each visit; with `ep` copies travel to other
+        ranks and back.
         """
         read = self.read
         trained = self.settings.trains_all
@@ -347,36 +363,35 @@ class LayerTable:
         # results, what the first product made, and its gate; for trained weights the copies and the product too
         gates = (4 if own_gate else int(not self.settings.gpu)) * self._mlp_has_gate
         order = self.bytes_of_rows(2 * visits, INDEX)
-        first = self.settings.adapts_experts("gate_up_proj") or self.settings.adapts_experts("up_proj")
-        last = self.settings.adapts_experts("down_proj")
+        first_adapted = self.settings.adapts_experts("gate_up_proj") or self.settings.adapts_experts("up_proj")
+        last_adapted = self.settings.adapts_experts("down_proj")
         saved = copies + (1 + self._mlp_has_gate + gates) * product + order
-        saved += copies * (trained or first) + product * (trained or last)
+        saved += copies * (trained or first_adapted) + product * (trained or last_adapted)
         # rows of rank numbers, and the second matrices of adapters, which products of groups want in another order
         rank = self.settings.lora_rank
-        saved += self.bytes_of_rows(visits * rank) * (first + last)
-        outputs = (1 + self._mlp_has_gate) * width * first + (latent or self.hidden_size) * last
+        saved += self.bytes_of_rows(visits * rank) * (first_adapted + last_adapted)
+        outputs = (1 + self._mlp_has_gate) * width * first_adapted + (latent or self.hidden_size) * last_adapted
         saved += rank * outputs * experts / self.ep * self.settings.compute_bytes
         work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate else 1)
         visited = LayerPart(saved, work, lasting=order)
         part = router + self._tiled_part(visited, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
         # The width of the experts that every row visits follows from the weights that are left. A vector of the hidden
         # size that is left then makes a weight for each row. Their input is the router's.
-        left = (weights.all - weights.of_experts) // self.hidden_size - experts - 2 * latent
-        width, is_weighted = divmod(left, 2 + self._mlp_has_gate)
-        weighted = self.bytes_of_rows(1 + self.hidden_size) if is_weighted else 0.0
-        return (
-            part + (self.mlp_part(width) + LayerPart(weighted - self.bytes_of_rows(self.hidden_size) * trained))
-            if width
-            else part
-        )
+        rows_left = (weights.all - weights.of_experts) // self.hidden_size - experts - 2 * latent
+        shared_width, vectors_left = divmod(rows_left, 2 + self._mlp_has_gate)
+        if not shared_width:
+            return part
+        weighted = self.bytes_of_rows(1 + self.hidden_size) if vectors_left else 0.0
+        router_input = self.bytes_of_rows(self.hidden_size) * trained
+        return part + (self.mlp_part(shared_width) + LayerPart(weighted - router_input))
 
     def mixer_part(self, mixer: MixerShape) -> LayerPart:
-        """A state-space layer, whose heads are divided over tensor-parallel ranks. A short convolution saves what the
-        projection made, gated, convolved, gated again. Mamba 2 saves convolved rows, values, keys, queries, steps and
-        states; a gated delta net unit keys and queries, values, rates and decays. Both have a gated norm, and four
-        float32 tensors between a step as projected and its decay. Kernels of a delta rule also save a matrix of each
-        chunk's pairs of rows; torch keeps the float32 input of unit vectors. In backward kernels hold the states before
-        all chunks, and some tensors of rows.
+        """Return the part of a state-space layer, whose heads are divided over tensor-parallel ranks. A short
+        convolution saves what the projection made, gated, convolved, gated again. Mamba 2 saves convolved rows, values,
+        keys, queries, steps and states; a gated delta net unit keys and queries, values, rates and decays. Both have a
+        gated norm, and four float32 tensors between a step as projected and its decay. Kernels of a delta rule also
+        save a matrix of each chunk's pairs of rows; torch keeps the float32 input of unit vectors. In backward kernels
+        hold the states before all chunks, and some tensors of rows.
         """
         settings = self.settings
         tp = self.tp

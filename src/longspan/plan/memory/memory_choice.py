@@ -48,34 +48,42 @@ def choose_memory(
 
 
 def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> MemoryPlan:
-    """Choose as `choose_memory` does, for needs that were counted already. Choices are tried by the least seconds that
-    they may add, until the next cannot beat the best that fits. Raises PlanError as it does.
+    """Choose as `choose_memory` does, and with its errors, for needs that were counted already. Choices are tried in
+    the order of the least seconds that they may add, until the next cannot beat the best that fits.
     """
-    home = needs.places[0].home
-    settings = needs.places[0].settings
     if fixed.offload_weights and (reason := needs.places[0].reason_for_weights_on_device):
         raise PlanError(f"train.offload_weights is true, and {reason}; leave it out")
     prices = needs.prices
     # An eighth more: with few layers another choice may need about 1 % less than the leanest.
     roomier = MemoryBudget(device=budget.device * 9 // 8, host=budget.host * 9 // 8)
     for level in _fixed_memory_levels(needs, fixed):
-        # far fewer to count than all choices
+        # `any_choice_fits` counts far fewer than all choices
         possible = [keys for keys in level if any_choice_fits(needs, roomier, keys)]
         choices = [choice for keys in possible for choice in memory_choices(needs, keys)]
+        # (least seconds, number of the choice), rising: of equally fast ones the first choice is the best
         bounds = sorted((prices.least_seconds(choice, pair), i) for i, (choice, *pair) in enumerate(choices))
         fastest = None
         best = (math.inf, len(choices))  # seconds, and the number of the choice
-        for bound in bounds:
-            if bound > best:
+        for least_seconds, number in bounds:
+            if (least_seconds, number) > best:
                 break
-            choice = choices[bound[1]]
-            most = prices.most_slow_layers(*choice, best[0] - bound[0])
+            choice = choices[number]
+            most = prices.most_slow_layers(*choice, best[0] - least_seconds)
             memory = fit_with_fewest_slow_layers(*choice, budget, most)
-            if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
+            if memory is not None and (candidate := (prices.seconds(memory), number)) < best:
                 fastest = memory
                 best = candidate
         if fastest is not None:
             return fastest
+    raise _too_little_memory(needs, budget, fixed)
+
+
+def _too_little_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> PlanError:
+    """Return the error of a run that fits under no choice: the bytes of the one that exceeds the budget least, and what
+    would help.
+    """
+    home = needs.places[0].home
+    settings = needs.places[0].settings
     leanest = min(
         leanest_plans(needs, fixed),
         key=lambda memory: max(0, memory.device.total - budget.device) + max(0, memory.host.total - budget.host),
@@ -86,7 +94,7 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
     packed = "" if settings.trains_all or leanest.device.packed else ', model.frozen = "nf4"'
     halved = leanest.offload_weights and host > budget.host and settings.parameter_bytes > 2
     smaller = ', model.dtype = "bfloat16" (half as many bytes on the host)' if halved else ""
-    raise PlanError(
+    return PlanError(
         f"the run does not fit {f'with {keys}' if keys else 'under any measure'}: with a slot of {leanest.rows:,} rows "
         f"a rank needs at least {gib_text(device)} ({device:,} bytes) of a GPU that may fill "
         f"{gib_text(budget.device)} ({budget.device:,}), and {gib_text(host)} ({host:,}) of its host's "
@@ -96,7 +104,9 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
 
 
 def _fixed_memory_levels(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[list[FixedMemory]]:
-    """Yield the keys level by level: without segments and weights on the host, with one of them, with both."""
+    """Yield the settings to try, level by level: first those without segments and without weights on the host, then
+    those with one of both, then with both. A level is a list of `fixed` with these two filled in.
+    """
     segments = _segment_sizes_to_try(fixed)
     weights = _weight_places_to_try(needs, fixed)
     for level in range(len(segments) + len(weights) - 1):
@@ -116,22 +126,22 @@ def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
 
 
 def _weight_places_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[bool]:
-    """List whether weights may be on the host (True) or not, those first that are tried first; trained ones take the
-    optimizer's states along.
+    """List where weights may be: on the device (False), then, where that is possible, on the host (True). Trained
+    weights take the optimizer's states along.
     """
     place = needs.places[0]
     if fixed.offload_weights is not None:
         return [fixed.offload_weights]
-    stay = place.reason_for_weights_on_device or not place.settings.gpu
+    weights_stay = place.reason_for_weights_on_device or not place.settings.gpu
     states_stay = place.settings.trains_all and fixed.offload_optimizer_states is False
-    return [False] if stay or states_stay or fixed.gathered_once else [False, True]
+    return [False] if weights_stay or states_stay or fixed.gathered_once else [False, True]
 
 
 def memory_choices(
     needs: MemoryNeeds, fixed: FixedMemory
 ) -> Iterator[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
-    """Yield the choices in order: the needs under each setting, with each pair of a slower measure and a faster.
-    "exchanged" equals "selective" where no load exchanges heads, and is left out.
+    """Yield the choices in order: the needs under each setting, with each pair of a slower measure and a faster or
+    equal one. "exchanged" equals "selective" where no load exchanges heads, and is left out.
     """
     exchanges = any(load.exchanged_rows for load in needs.loads)
     words: list[CheckpointPolicy] = [word for word in fixed.measures if exchanges or word != "exchanged"]
@@ -149,7 +159,7 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
     tiles = [fixed.mlp_tile_tokens or 0]
     if tiles_open and max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface:
         tiles = [0, TILE_ROWS, SMALL_TILE_ROWS]
-    states: list[bool] = [False, True][: 1 + (settings.gpu and settings.state_numbers > 0)]
+    states = [False, True] if settings.gpu and settings.state_numbers > 0 else [False]
     if fixed.offload_optimizer_states is not None:
         states = [fixed.offload_optimizer_states]
     on_host = [
@@ -157,12 +167,6 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
         for weights_move in _weight_places_to_try(needs, fixed)
         for states_move in ([settings.state_numbers > 0] if weights_move and settings.trains_all else states)
     ]
-    sharding = [(False, False)]  # gathered once, and summed once, as one micro-batch is
-    if settings.shard_parameters and not place.always_whole:
-        sharding = [(True, True), (True, False), (False, False)][place.micro_batches == 1 :]
-    by_hand = fixed.gathered_once, fixed.summed_once
-    sharding = [tuple(a if b is None else b for a, b in zip(once, by_hand, strict=True)) for once in sharding]
-    sharding = dict.fromkeys(once for once in sharding if once[0] or not once[1])  # sums once keep weights too
     return [
         replace(
             settings,
@@ -174,25 +178,45 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
             summed_once=summed_once,
         )
         for segments, tile_rows, (states_move, weights_move), (gathered_once, summed_once) in product(
-            _segment_sizes_to_try(fixed), tiles, on_host, sharding
+            _segment_sizes_to_try(fixed), tiles, on_host, _sharding_to_try(needs, fixed)
         )
         if not (weights_move and gathered_once)
         and (segments or not tiles_open or tile_rows != SMALL_TILE_ROWS)  # small tiles come with segments
     ]
 
 
+def _sharding_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[bool, bool]]:
+    """List whether weights are gathered once a step, and gradients summed once: the fastest first. Gradients that are
+    summed once keep their weights whole too, so that these are gathered once.
+    """
+    place = needs.places[0]
+    choices = [(False, False)]
+    if place.settings.shard_parameters and not place.always_whole:
+        choices = [(True, False), (False, False)]
+        if place.micro_batches != 1:  # of one micro-batch gradients are summed once in any case
+            choices.insert(0, (True, True))
+    with_fixed = list[tuple[bool, bool]]()
+    for gathered, summed in choices:
+        gathered_once = gathered if fixed.gathered_once is None else fixed.gathered_once
+        summed_once = summed if fixed.summed_once is None else fixed.summed_once
+        if gathered_once or not summed_once:
+            with_fixed.append((gathered_once, summed_once))
+    return [*dict.fromkeys(with_fixed)]
+
+
 def _leanest_choices(
     needs: MemoryNeeds, fixed: FixedMemory
 ) -> list[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
-    """List the choices that need the least memory, as `memory_choices` gives them. In a model of few layers another one
-    may need about 1 % less.
+    """List the choices that need the least memory, as `memory_choices` gives them: under the measures that keep least,
+    with what is sharded and not fixed gathered and summed each time, and the smallest tiles. In a model of few layers
+    another choice may need about 1 % less.
     """
-    # on the host, or not
+    # the last measure of all, and the last of those that are not on the host
     leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
     words: list[CheckpointPolicy] = [word for word in fixed.measures if word in leanest]
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
     settings = _settings_to_try(needs, replace(fixed, **once))
-    tile_rows = {one.segment_layers: one.mlp_tile_tokens for one in settings}  # the last, which are fewest
+    tile_rows = {one.segment_layers: one.mlp_tile_tokens for one in settings}  # the last ones, which are the fewest
     return [
         (changed, slow, fast)
         for changed in (
@@ -223,13 +247,14 @@ def fit_with_fewest_slow_layers(
     budget: MemoryBudget,
     most: int = sys.maxsize,
 ) -> MemoryPlan | None:
-    """Return the plan that fits with the fewest layers of the slower measure, at most `most` of each stage where the
-    measures differ; None where none fits device and host.
+    """Return the plan that fits with the fewest layers of the slower measure in each stage, at least 1 and at most
+    `most`, if the measures differ; if they are the same, the plan of all layers under it. None if it does not fit
+    device and host.
+
     More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
     then the fewest that fit the device take least of the host. So halving finds the fewest.
     """
-    high = max(len(place.stage.layers) for place in needs.places)
-    low = high
+    low = high = max(len(place.stage.layers) for place in needs.places)
     if slow != fast:
         low = 1
         high = max(1, min(high, most))

@@ -111,7 +111,9 @@ class MemoryPlan:
         return max(kinds, key=kinds.count, default="none")  # pyright: ignore[reportReturnType]
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
-        """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
+        """Return in one line what layers keep, what else the plan chose, and the bytes that it fills; with a budget, of
+        how many bytes of the device.
+        """
         extras = [once_a_step_text(self.gathered_once, self.summed_once)]
         if self.offload_optimizer_states:
             extras.append(", states on the host")
@@ -135,8 +137,12 @@ class MemoryPlan:
 
 
 def once_a_step_text(gathered: bool, summed: bool) -> str:
-    """Return what of weights and gradients is once a step, in words that follow others; "" for nothing."""
-    return f", weights gathered{' and gradients summed' * summed} once" * gathered
+    """Return in words, which follow others, whether weights are gathered and gradients summed once a step; "" if
+    weights are gathered for each micro-batch, as gradients are then summed each time too.
+    """
+    if not gathered:
+        return ""
+    return ", weights gathered and gradients summed once" if summed else ", weights gathered once"
 
 
 def measures_text(measures: Sequence[object]) -> str:
@@ -146,6 +152,7 @@ def measures_text(measures: Sequence[object]) -> str:
     words = [str(word) for word in measures]
     counts = Counter(words)
     parts = [f"{counts[word]} {_MEASURE_TEXTS.get(word, word)}" for word in sorted(counts, key=words.index)]
+    # the first space stands behind the first count
     return ", ".join(parts).replace(" ", f" of {len(words)} layers ", 1)
 
 
@@ -204,9 +211,10 @@ class MemoryModel:
         places = list[StageBytes]()
         chunks = self.settings.vpp
         for rank, stage in enumerate(make_stages(self.numbers, home, self.settings)):
-            # Micro-batches that wait for their backward passes at most, of which each counts for each chunk that it has
-            # passed, as its part of the rank's layers. Under 1F1B, interleaved with several chunks, a rank runs as many
-            # as there are ranks behind it, and one more, before its first backward pass.
+            # The most micro-batches that wait for their backward passes; with several chunks each counts for each chunk
+            # that it has passed, as that chunk's part of the rank's layers. Under 1F1B a rank runs as many as there are
+            # ranks behind it, and one more, before its first backward pass; interleaved, two for each rank behind it,
+            # one for each rank in every chunk but the last, and one more.
             waiting = 1.0
             if home.pp > 1:
                 behind = home.pp - rank - 1
@@ -337,15 +345,16 @@ class MemoryPrices:
         return self.seconds_on_device(memory, memory.measures) - self.seconds_on_device(memory, one_measure)
 
     def update_seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds of an update's copies, without those that hide behind a forward pass, where weights of
-        layers on the host need the bus too.
+        """Return the seconds of an update's copies, without those that hide behind the next forward pass, where weights
+        of layers on the host need the bus too. The root's hide behind nothing.
         """
         seconds = memory.paged_bytes / self.machine.paging_bytes_per_second
         place = self.place
         layers = len(place.stage.layers)
-        room = layers * max(0.0, self._layer_work[0] * FORWARD_SHARE - self._layer_copy_seconds(memory))
-        root = place.stage.root.trained / max(1.0, place.stage.all.trained)
-        return max(root * seconds, seconds - room)
+        layer_seconds, _ = self._layer_work
+        hiding_seconds = layers * max(0.0, layer_seconds * FORWARD_SHARE - self._layer_copy_seconds(memory))
+        root_share = place.stage.root.trained / max(1.0, place.stage.all.trained)
+        return max(root_share * seconds, seconds - hiding_seconds)
 
     def _layer_copy_seconds(self, memory: MemoryPlan) -> float:
         """Seconds in which the weights of one layer come from the host, in the mean over the layers of the stage."""
@@ -354,29 +363,30 @@ class MemoryPrices:
         return (memory.host.weights - root) / len(place.stage.layers) / self.machine.paging_bytes_per_second
 
     def streaming_seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds of a micro-batch in which nothing runs but copies of weights on the host: those of the
-        root and its gradients, and those of a layer, for each pass, that take longer than a layer's work. Sums of
-        gradients come back for all micro-batches but the first.
+        """Return the seconds of a micro-batch, in the mean over a step's, in which nothing runs but copies of weights
+        on the host: those of the root and its gradients, and what a layer's copies take longer than its work, in each
+        pass. In all micro-batches but the first, sums of gradients come back too. 0 where no weights are on the host.
         """
+        if not memory.offload_weights:
+            return 0.0
         place = self.place
         root_numbers = place.stage.root
-        root = place.weight_bytes(root_numbers, on_host=True)
-        root += place.gradient_bytes(root_numbers) * place.trained_on_host
+        root_bytes = place.weight_bytes(root_numbers, on_host=True)
+        root_bytes += place.gradient_bytes(root_numbers) * place.trained_on_host
         copy = self._layer_copy_seconds(memory)
         work, _ = self._layer_work
         backward = (1 - FORWARD_SHARE) * work
         shown = max(0.0, copy - FORWARD_SHARE * work) + max(0.0, copy - backward) / place.micro_batches
-        later = 2 * copy if place.trained_on_host else copy
-        shown += max(0.0, later - backward) * (1 - 1 / place.micro_batches)
-        seconds = len(place.stage.layers) * shown + root / self.machine.paging_bytes_per_second
-        return seconds if memory.offload_weights else 0.0
+        later_copy = 2 * copy if place.trained_on_host else copy
+        shown += max(0.0, later_copy - backward) * (1 - 1 / place.micro_batches)
+        return len(place.stage.layers) * shown + root_bytes / self.machine.paging_bytes_per_second
 
     def seconds_on_device(self, choice: MemoryPlan | MemorySettings, measures: Sequence[CheckpointPolicy]) -> float:
         """Return the seconds of layers and of gathers where layers keep what `measures` say and the rest is as in
         `choice`.
         """
         layers = sum(map(self.layer_prices(choice).__getitem__, measures))
-        # all but the last layer of a segment run forward once more, attention included
+        # all but the last layer of a segment run forward once more, attention included, as untiled layers do
         if choice.segment_layers > 1:
             layers_run_again = sum(word != "none" for word in measures) * (1 - 1 / choice.segment_layers)
             layers += layers_run_again * self._layer_seconds[False]["full"]
@@ -396,7 +406,9 @@ class MemoryPrices:
     def most_slow_layers(
         self, needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, seconds: float
     ) -> int:
-        """Return how many layers of a stage may have the slower of two measures if they may add so many seconds."""
+        """Return how many layers of a stage may have the slower of two measures if they may add at most `seconds` to
+        the seconds that these layers take under the faster one. It is never too few, and may be one too many.
+        """
         layer_seconds = self.layer_prices(needs.places[0].settings)
         more_seconds = layer_seconds[slow] - layer_seconds[fast]
         if more_seconds <= 0.0 or seconds >= more_seconds * needs.layers:
@@ -405,23 +417,24 @@ class MemoryPrices:
 
     @cached_property
     def _layer_work(self) -> tuple[float, dict[str, float]]:
-        """Seconds of a layer that keeps all, and those that a measure computes and exchanges again: queries, keys and
-        values under "selective", the output too under "full". The load is a slot's part of equally long documents, half
-        as many as it has runs (zigzag gives a slot two of each).
+        """Seconds of a layer that keeps all; and those that each measure adds to them, by computing and exchanging
+        again: queries, keys and values under "selective", the output too under "full". The load is taken for a slot's
+        part of equally long documents, half as many as it has runs (zigzag gives a slot two of each). If its rows are
+        in groups of several slots, these are taken to be of all slots.
         """
         place = self.place
         load = self.load
         settings = self.place.settings
-        moves = load.exchanged_rows or load.ring_rows or load.gathered_rows
-        degree = place.home.slots if moves else 1
+        is_shared = load.exchanged_rows or load.ring_rows or load.gathered_rows
+        degree = place.home.slots if is_shared else 1
         layers = len(place.numbers.kinds)
         rows = load.rows * degree
         documents = max(1, load.runs // 2)
 
         def layer_seconds(kind: Recomputation) -> float:
             cost = self.model.layer_costs[kind]
-            # the squares' sum last
-            return float(cost.work_seconds(rows, rows * rows / documents)) / degree / layers
+            squares = rows * rows / documents
+            return float(cost.work_seconds(rows, squares)) / degree / layers
 
         plain = layer_seconds("none")
         selective, full = (max(0.0, layer_seconds(kind) - plain) for kind in ("selective", "full"))
@@ -436,10 +449,10 @@ class MemoryPrices:
 
     @cached_property
     def _layer_seconds(self) -> dict[bool, dict[str, float]]:
-        """Seconds that a measure adds to a layer, without tiles (False) and with them (True). A copy to the host may
-        hide behind the forward pass, a third of a layer's time, and the copy back behind the rest; of what hides
-        SHOWN_SHARE counts. A tiled MLP runs forward again, so that a layer that keeps all counts as one that
-        recomputes.
+        """Seconds that each measure adds to a layer, where its MLP does not run in tiles (False) and where it does
+        (True). A copy to the host may hide behind the forward pass, a third of a layer's time, and the copy back behind
+        the rest; of what hides SHOWN_SHARE counts. A tiled MLP runs forward again: a tiled layer that keeps all counts
+        as one under "exchanged".
         """
         place = self.place
         plain, again = self._layer_work

@@ -32,10 +32,10 @@ if TYPE_CHECKING:  # of models with images
 
 @dataclass(frozen=True)
 class Numbers:
-    """How many parameters a part of a model has on a rank, and how many of them are trained. `whole` are those that a
-    rank gathers (experts divided by ep, the rest by tp), `share` those that FSDP2 divides over its shards: a
-    tensor-parallel rank's part, with the experts of all ep ranks. `packed` and `packed_share` of them are packed, and
-    take so many bytes.
+    """How many parameters a part of a model has on a rank. `whole` are those that a rank gathers (experts divided by
+    ep, the rest by tp), of which `trained` are trained and `packed` are packed, in `packed_bytes`. `share` are those
+    that FSDP2 divides over its shards, a tensor-parallel rank's part with the experts of all ep ranks; `trained_share`,
+    `packed_share` and `packed_share_bytes` are of these.
     """
 
     whole: float = 0.0
@@ -51,9 +51,11 @@ class Numbers:
         return Numbers(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def freeze(self, patterns: Sequence[str], *names: str, least: int = 1) -> "Numbers":
-        """Return these numbers with none trained where patterns meet `least` of the names or more."""
+        """Return these numbers, with none trained if the patterns meet `least` of the names or more."""
         met = sum(meets_any(patterns, name) for name in names) if patterns else 0
-        return self if met < least else replace(self, trained=0.0, trained_share=0.0)
+        if met < least:
+            return self
+        return replace(self, trained=0.0, trained_share=0.0)
 
 
 _ENDS = "model.embed_tokens.weight", "lm_head.weight"
@@ -107,7 +109,7 @@ class ModelNumbers:
         ):
             if uncounted:
                 raise PlanError(f"{read.where} has {name}, whose memory no configuration tells")
-        ModelShape.of(config)  # for its error
+        ModelShape.of(config)  # raises PlanError for layers that are not priced, which are not counted either
         hidden = read.count("hidden_size")
         of_depth = depth_kinds(read)
         kinds = layer_kinds(read)
@@ -163,8 +165,9 @@ def _count_layer_parameters(
     rows: PackedRows | None,
 ) -> Numbers:
     """Count a layer's parameters on a rank: linears are split over tp, experts over ep (their shards over tp too),
-    the two norms are whole. Adapters alone are trained: rank · (inputs + outputs) of each linear that has one. `all` of
-    Weights has only the experts that a token visits, so that experts are counted apart.
+    the two norms are whole. With adapters these alone are trained: rank · (inputs + outputs) of each linear that has
+    one; `rows` say how the frozen weights are packed (None: they are not). `all` of Weights has only the experts that a
+    token visits, so that experts are counted apart.
     """
     parts = layer_parts(read, kind, mixer)
     experts = sum(weights.of_experts + weights.unvisited for weights in parts)
@@ -175,16 +178,21 @@ def _count_layer_parameters(
     if settings.trains_all:
         return Numbers(whole, whole, share, share)
     linears = _adapter_linears(read, kind, mixer)
-    widths = sum(width_in + width_out for name, width_in, width_out in linears if settings.has_adapter(name))
-    widths = widths / home.tp
+    widths = (
+        sum(width_in + width_out for name, width_in, width_out in linears if settings.has_adapter(name)) / home.tp
+    )
     if kind.feeds == "experts":  # inputs and outputs of matrices with adapters, of which each rank gathers all
         weights = feed_forward_weights(read, "experts")
         count = read.experts_attribute_and_count()[1]
         inputs = read.count("moe_latent_size") or read.count("hidden_size")
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
-        first_width = (weights.of_experts + weights.unvisited) // (count * inputs) - width
-        first = settings.adapts_experts("gate_up_proj") or settings.adapts_experts("up_proj")
-        widths += count * ((inputs + first_width) * first + (inputs + width) * settings.adapts_experts("down_proj"))
+        first_width = (weights.of_experts + weights.unvisited) // (count * inputs) - width  # of the first's output
+        expert_widths = 0
+        if settings.adapts_experts("gate_up_proj") or settings.adapts_experts("up_proj"):
+            expert_widths += inputs + first_width
+        if settings.adapts_experts("down_proj"):
+            expert_widths += inputs + width
+        widths += count * expert_widths
     adapters = settings.lora_rank * widths
     packed = packed_weights_of_layer(read, kind, mixer, rows, home.tp)
     return Numbers(
@@ -202,10 +210,10 @@ def _count_layer_parameters(
 def _adapter_linears(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 ) -> list[tuple[str, float, float]]:
-    """Return the name of each linear that adapters go into, and the widths of its input and output. Widths that a
-    configuration does not name follow from the counted weights. Attention has a gate as wide as its weights beyond the
-    four projections. A mixer's input projections make what the convolution reads (`channels`), a gate, and a number for
-    each head (two in a delta net); those of short convolutions, without heads, two gates.
+    """Return the name of each linear that adapters may go into, experts apart, and the widths of its input and output.
+    Widths that a configuration does not name follow from the counted weights. Attention has a gate as wide as its
+    weights beyond the four projections. A mixer's input projections make what the convolution reads (`channels`), a
+    gate, and a number for each head (two in a delta net); those of short convolutions, without heads, two gates.
     """
     hidden = read.count("hidden_size")
     linears = list[tuple[str, float, float]]()
@@ -265,8 +273,10 @@ def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -
         layers = tuple(layer for chunk in chunks for layer in parts[chunk])
         embeds = 0 in chunks
         predicts = count - 1 in chunks
-        ends = embeds + predicts
-        root = sum([numbers.head] * (min(1, ends) if numbers.tied else ends), Numbers())
+        heads = int(embeds) + int(predicts)  # the embedding counts as a head, which has as many parameters
+        if numbers.tied:
+            heads = min(1, heads)
+        root = sum([numbers.head] * heads, Numbers())
         all_numbers = sum((numbers.layers[i] for i in layers), root) + numbers.tower
         stages.append(StageLayers(layers, embeds, predicts, root, all_numbers))
     return tuple(stages)

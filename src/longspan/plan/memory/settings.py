@@ -21,12 +21,12 @@ class Bytes:
     >>> Bytes(weights=3, kept=4).total
     7
 
-    `weights`, `gradients` and `states` are this rank's shards, of those on the host an update's buckets, and `packed`
-    its shards of frozen weights in four or eight bits; `gathered` are weights of layers that are whole, gradients of
-    layers before they are summed, and what travels between host and device; `kept` is what layers hold for their
-    backward passes, `work` what the layer that runs holds besides; `logits` are those of a chunk and what is computed
-    from them; `communicators` what torch's allocator does not show as used: the CUDA context, the buffers of NCCL, and
-    memory that it keeps for gradients which are summed in another dtype.
+    `weights`, `gradients` and `states` are this rank's shards (of states on the host the buckets that an update has on
+    the device), and `packed` its shards of frozen weights in four or eight bits; `gathered` are weights of layers that
+    are whole, gradients of layers before they are summed, and what travels between host and device; `kept` is what
+    layers hold for their backward passes, `work` what the layer that runs holds besides; `logits` are those of a chunk
+    and what is computed from them; `communicators` what torch's allocator does not show as used: the CUDA context, the
+    buffers of NCCL, and memory that it keeps for gradients which are summed in another dtype.
     """
 
     weights: int = 0
@@ -73,11 +73,14 @@ UPDATES_PARTS = ("adamw", "sgd", *(f"torch.optim.{name}" for name in _OF_TORCH))
 
 
 def _names_experts(target: str) -> bool:
+    """Return whether a dotted target of adapters is a matrix of experts, as in "experts.down_proj"."""
     return target.split(".")[-2:-1] == ["experts"]
 
 
 def known_state_numbers(optimizer: str, moments: str, weight_bytes: int) -> float | None:
-    """Return how many numbers of `weight_bytes` an optimizer of this name keeps for a weight; None for other names."""
+    """Return how many numbers, each of `weight_bytes`, an optimizer of this name keeps for a weight; None for names
+    that are not in MOMENTS. Any `moments` (optimizer.moments) are those in eight bits, under each name.
+    """
     return EIGHT_BIT_MOMENTS / weight_bytes if moments else MOMENTS.get(optimizer)
 
 
@@ -89,16 +92,16 @@ class MemorySettings:
     False
 
     A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer (embedding
-    and head one more with `muon`), but where patterns of `frozen_names` meet all of a layer, or embedding and head
-    (train.freeze). Numbers of activations and gathered weights have `compute_bytes`. Adapters of
-    `lora_rank` (0: none) on the linears `lora_targets` (none named: every linear of decoder layers) have
-    `adapter_bytes` a number; the weights that these leave lie as `frozen_weights` says (model.frozen). There are
-    `depths` of multi-token prediction. `gathered_once` keeps weights whole through a step, and `summed_once`, which
-    needs that, gradients too, as `free` mode does. Under `offload_weights` weights wait on the host, with their
-    gradients and states; adapters stay on the device with theirs. `segment_layers` neighbouring layers that recompute
-    keep one input together (0 or 1: each its own). On a `gpu` there are a context and communicators; state-space layers
-    scan by its `scan_kernels`, else in float32. Of images a slot encodes `encoder_rows` rows in a step, or,
-    `encoder_recomputed`, in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
+    and head have one more with `muon`). Layers of which patterns of `frozen_names` (train.freeze) meet all names have
+    neither; nor have embedding and head where both are met (one, if they are tied). Numbers of activations and gathered
+    weights have `compute_bytes`. Adapters of `lora_rank` (0: none) on the linears `lora_targets` (none named: every
+    linear of decoder layers) have `adapter_bytes` a number; the weights that these leave lie as `frozen_weights` says
+    (model.frozen). There are `depths` of multi-token prediction. `gathered_once` keeps weights whole through a step,
+    and `summed_once`, which needs that, gradients too, as `free` mode does. Under `offload_weights` weights wait on the
+    host, with their gradients and states; adapters stay on the device with theirs. `segment_layers` neighbouring layers
+    that recompute keep one input together (0 or 1: each its own). On a `gpu` there are a context and communicators;
+    state-space layers scan by its `scan_kernels`, else in float32. Of images a slot encodes `encoder_rows` rows in a
+    step, or, `encoder_recomputed`, in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
     """
 
     parameter_bytes: int = 4
@@ -199,11 +202,13 @@ class FixedMemory:
         fixed, for the layers that fit without moving. "exchanged" is a form of "selective".
         """
         measures: list[CheckpointPolicy] = [
-            w for w in CHECKPOINT_POLICIES if self.measure is None or w.partition("+")[0] == self.measure
+            word for word in CHECKPOINT_POLICIES if self.measure is None or word.partition("+")[0] == self.measure
         ]
         if self.offload is not None:
-            free = self.measure is None  # then some layers may keep all
-            measures = [w for w in measures if ("+" in w) == self.offload or (w == "none" and free)]
+            may_keep_all = self.measure is None
+            measures = [
+                word for word in measures if ("+" in word) == self.offload or (word == "none" and may_keep_all)
+            ]
         if self.measure == "selective" and not self.offload:
             measures.append("exchanged")
         if not measures:

@@ -68,9 +68,9 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class StageBytes:
-    """A rank of a home at one pipeline position: what it holds, for any load and measures. At most `in_flight`
-    micro-batches wait for backward; a slot is in `groups` groups that have communicators of their own. `layers_so_far`
-    remembers what `layer_bytes` counted.
+    """A rank of a home at one pipeline position: what it holds, for any load and measures. At most `in_flight` of a
+    step's `micro_batches` wait for backward; a slot is in `groups` groups that have communicators of their own.
+    `layers_so_far` remembers what `layer_bytes` counted.
     """
 
     read: ConfigReader
@@ -99,8 +99,8 @@ class StageBytes:
 
     @property
     def keeps_gradients_unsharded(self) -> bool:
-        """Whether FSDP2's weights and gradients are whole through all micro-batches of a step, by choice or always. Of
-        a step of one micro-batch gradients are summed layer by layer.
+        """Whether FSDP2's weights and gradients are whole through all micro-batches of a step, by choice or always. The
+        choice does not count in a step of one micro-batch, whose gradients are summed layer by layer in any case.
         """
         summed_once = self.settings.summed_once and self.settings.shard_parameters and self.micro_batches > 1
         return self.always_whole or summed_once
@@ -127,13 +127,15 @@ class StageBytes:
     @property
     def state_bytes_on_device(self) -> int:
         """Bytes of the optimizer's states that are on the device: all, or, where they wait on the host, those of an
-        update's two buckets, in memory that its stream keeps.
+        update's two buckets, in memory that its stream keeps. Buckets also have the weights and gradients of trained
+        weights on the host.
         """
         if not self.states_on_host:
             return self.state_bytes
         numbers = self.stage.all
-        beside = self.weight_bytes(numbers, on_host=True) + self.gradient_bytes(numbers)
-        return min(self.state_bytes + int(beside * self.trained_on_host), 2 * STATE_BUCKET_BYTES)
+        weights_and_gradients = self.weight_bytes(numbers, on_host=True) + self.gradient_bytes(numbers)
+        copied = self.state_bytes + int(weights_and_gradients * self.trained_on_host)
+        return min(copied, 2 * STATE_BUCKET_BYTES)
 
     @cached_property
     def reason_for_weights_on_device(self) -> str:
@@ -176,9 +178,9 @@ class StageBytes:
         sums over slots are cast into them (model/sharding.py).
         """
         settings = self.settings
-        casts = settings.weight_bytes < settings.reduce_bytes
+        sums_are_cast = settings.weight_bytes < settings.reduce_bytes
         return (
-            casts
+            sums_are_cast
             and settings.gpu
             and settings.shard_parameters
             and self.shard_count > 1
@@ -217,14 +219,17 @@ class StageBytes:
         return numbers.trained_share * size / self.shard_count
 
     def summing_bytes(self, numbers: Numbers) -> float:
-        """Return the most bytes of a layer's gradients while FSDP2, if there is any, sums them over slots. First there
-        are the gradients and their copy in the dtype of sums, which is sent; then that copy, and a shard of the sum. On
-        one slot the shard is the whole sum, and FSDP2 also divides the copy by 1 into a third tensor.
+        """Return the most bytes of a layer's gradients while FSDP2 sums them over slots; without FSDP2 those of the
+        gradients alone. First there are the gradients and their copy in the dtype of sums, which is sent; then that
+        copy, and a shard of the sum. On one slot the shard is the whole sum, and FSDP2 also divides the copy by 1 into
+        a third tensor.
         """
-        gradients, sent = (numbers.trained * x for x in (self.settings.compute_bytes, self.settings.reduce_bytes))
+        gradients = numbers.trained * self.settings.compute_bytes
         if not self.settings.shard_parameters:
             return gradients
-        return max(gradients + sent, sent * (3 if self.shard_count == 1 else 1 + 1 / self.shard_count))
+        sent = numbers.trained * self.settings.reduce_bytes
+        copies_at_sum = 3 if self.shard_count == 1 else 1 + 1 / self.shard_count
+        return max(gradients + sent, sent * copies_at_sum)
 
     def layer_bytes(self, load: SlotLoad, measure: CheckpointPolicy) -> tuple[LayerBytes, ...]:
         """Return what each layer of this stage keeps of a load and holds while it runs, if all have this measure;
@@ -242,26 +247,26 @@ class StageBytes:
         for layer in self.stage.layers:
             depth_index = layer - numbers.decoder_layers  # among the layers of all depths; below 0 outside depths
             begins_depth = depth_index >= 0 and depth_index % numbers.depth_layers == 0
-            kind = numbers.kinds[layer], begins_depth
-            if kind not in of_kinds:
+            key_of_layer = numbers.kinds[layer], begins_depth
+            if key_of_layer not in of_kinds:
                 mixing, feed = table.mixing_and_mlp_parts(numbers.kinds[layer])
                 both = mixing + feed
-                size = both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
-                size = table.input_bytes + (both.saved if word == "none" else size)
+                kept = both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
+                size = table.input_bytes + (both.saved if word == "none" else kept)
                 # The MLP runs backward first, while all is saved; its widest moment comes after a third of the
                 # gradients of weights. What it saved is gone when attention runs, and all those gradients may be there.
                 weights = numbers.layers[layer].trained * self.settings.compute_bytes
                 widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
                 on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
                 backward = max(0.0, 2 * table.input_bytes + widest - size)  # its input, and a gradient as wide
-                of_kinds[kind] = LayerBytes(on_device, size if host else 0.0, backward)
-            layers.append(of_kinds[kind])
+                of_kinds[key_of_layer] = LayerBytes(on_device, size if host else 0.0, backward)
+            layers.append(of_kinds[key_of_layer])
         self.layers_so_far[key] = tuple(layers)
         return self.layers_so_far[key]
 
     def waiting_bytes(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
-        """Return what each layer of this stage keeps until its segment, whose first layer keeps its input, runs
-        backward.
+        """Return what each layer of this stage keeps from its forward pass until it, or its segment, runs backward. The
+        first layer of a segment keeps its input, on the host if its measure says so, and the others keep nothing.
         """
         words: list[CheckpointPolicy] = [measures[i] for i in self.stage.layers]
         if self.settings.segment_layers <= 1:
@@ -278,18 +283,20 @@ class StageBytes:
 
     @cached_property
     def image_bytes(self) -> tuple[float, float, float]:
-        """Bytes of images kept while the language model runs, and while encoders run backward; and work of a block.
-        Kept are the encoded rows, and what a tower's blocks that are trained keep of the patches (if recomputed, only
-        while they run backward). A row is `merge`² patches, or all images have one size.
+        """Three numbers of bytes: what is kept of images while the language model runs, what while encoders run
+        backward, and what the backward pass of a tower's block holds besides; 0 without a tower. Kept are the encoded
+        rows, and what a tower's blocks that are trained keep of the patches (if recomputed, only while they run
+        backward).
         """
         shape = self.numbers.tower_shape
         settings = self.settings
         rows = self.settings.encoder_rows
         if shape is None:
             return 0.0, 0.0, 0.0
+        # a row is made of merge² patches, or all images have one size
         patches = rows * (shape.patch_count(1) if shape.merge else shape.patches / shape.rows)
         layers = shape.full_layers + shape.window_layers
-        number = settings.compute_bytes
+        number = settings.compute_bytes  # bytes of a number, as in all methods here
         mlp_width = shape.block_weights / layers / shape.width - 4 * shape.width  # of all products of the MLP
         blocks = patches * layers * (BLOCK_ROWS * shape.width + mlp_width) * number
         blocks *= settings.encoder_trained == "all"
@@ -299,9 +306,9 @@ class StageBytes:
 
     @cached_property
     def _layer_weights(self) -> tuple[list[float], ...]:
-        """Bytes of each layer of this stage, under these settings: of its whole weights in the compute type, of these
-        as other slots send them, of packed ones as bytes; the most of its gradients while they are summed over slots,
-        and a slot's shard of the sums.
+        """Five lists of bytes, with a number for each layer of this stage: its whole weights in the compute type; these
+        as other slots send them, packed ones as bytes; its packed weights alone; the most of its gradients while they
+        are summed over slots; a slot's shard of the sums.
         """
         settings = self.settings
         sharded = settings.shard_parameters
@@ -312,7 +319,10 @@ class StageBytes:
         layers = [self.numbers.layers[i] for i in self.stage.layers]
         whole = [layer.whole * (number + float8) for layer in layers]
         packed = [layer.packed_bytes * sharded for layer in layers]
-        sent = [w - layer.packed * number + p for layer, w, p in zip(layers, whole, packed, strict=True)]
+        sent = [
+            weights - layer.packed * number + packed_bytes
+            for layer, weights, packed_bytes in zip(layers, whole, packed, strict=True)
+        ]
         return whole, sent, packed, [*map(self.summing_bytes, layers)], [*map(self.gradient_bytes, layers)]
 
     def most_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
@@ -357,16 +367,18 @@ class StageBytes:
         stage = self.stage
         sharded = settings.shard_parameters
         most_reserved = int(self.gradient_bytes(stage.all)) if self.gradients_stay_taken else 0
+        # recordings of attention hold tensors through all moments
         query = load.rows * self.numbers.query_width // self.home.tp
         replays = query * settings.compute_bytes * (settings.gpu and query <= REPLAYED_NUMBERS) * REPLAYED_TENSORS
 
         def moment(gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0) -> Moment:
+            """Return a moment with what recordings hold, and with memory reserved for gradients that are not there."""
             reserved = max(0.0, most_reserved - gradients)
             return Moment(gradients, gathered, kept, work + replays, logits, reserved)
 
         keeps_gradients_unsharded = self.keeps_gradients_unsharded
         keeps_weights_unsharded = self.keeps_weights_unsharded
-        in_place = keeps_gradients_unsharded or not sharded  # weights and gradients
+        in_place = keeps_gradients_unsharded or not sharded  # all weights and gradients are whole
         waiting = self.waiting_bytes(load, measures)
         number = settings.compute_bytes * sharded
         whole, sent_whole, packed, summing, shards = self._layer_weights
@@ -384,12 +396,14 @@ class StageBytes:
         whole_gradients = stage.all.trained * settings.reduce_bytes * keeps_gradients_unsharded
         adds_gradients = not load.later and not self.trained_on_host
         arrives = self.shard_count > 1  # weights come from other slots, in a tensor of their own
+        # 1. The loss: the last layer's weights are fetched ahead for backward.
         if stage.predicts:
-            of_layers = all_whole * (in_place or settings.gathered_once)
-            of_layers += arrives * sent_whole[-1] * (not keeps_gradients_unsharded)
+            layer_weights = all_whole * (in_place or settings.gathered_once)
+            layer_weights += arrives * sent_whole[-1] * (not keeps_gradients_unsharded)
             tensors = AT_THE_LOSS + settings.depths + OF_WIDE_NORM * (not settings.gpu)
-            whole_now = gathered + of_layers + whole_gradients * load.later
-            yield moment(gradients, whole_now, activations, tensors * row, self._logit_bytes(load))
+            gathered_at_loss = gathered + layer_weights + whole_gradients * load.later
+            yield moment(gradients, gathered_at_loss, activations, tensors * row, self._logit_bytes(load))
+        # 2. The layers, the last first: each runs backward, and then its gradients are summed.
         # gradients of the head, and of an embedding that depths read, wait from here on
         heads = (1 + (settings.depths > 0 and not self.numbers.tied)) * stage.predicts
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
@@ -400,30 +414,31 @@ class StageBytes:
         for i in reversed(range(len(waiting))):
             first = i - places[i]
             activations -= waiting[i].kept
-            # What the layers of a segment before this one keep since it ran forward again, and what is fetched ahead.
+            # What the layers of a segment before this one keep since it ran forward again, beyond what they kept while
+            # they waited; and as the segment's first layer runs, the input of the segment before, back from the host.
             before = zip(running[first:i], waiting[first:i], strict=True)
-            here = activations + sum(x.kept + x.host - y.kept - y.host for x, y in before)
-            here += waiting[first - 1 - places[first - 1]].host if first and i == first else 0.0
+            kept_by_others = activations + sum(run.kept + run.host - wait.kept - wait.host for run, wait in before)
+            kept_by_others += waiting[first - 1 - places[first - 1]].host if first and i == first else 0.0
             if in_place:
-                others = waits + all_whole - whole[i] + whole_gradients
+                other_weights = waits + all_whole - whole[i] + whole_gradients
             else:
-                here_too = 0.0
+                ahead = 0.0
                 if settings.gathered_once:
-                    here_too = sum(whole[:i])
+                    ahead = sum(whole[:i])
                 elif arrives and i:
-                    here_too = sent_whole[i - 1]
-                others = waits + here_too
+                    ahead = sent_whole[i - 1]
+                other_weights = waits + ahead
                 if keeps_weights_unsharded:
-                    others += sum(whole[i + 1 :])
-            others += root_ahead * (i == 0)
+                    other_weights += sum(whole[i + 1 :])
+            other_weights += root_ahead * (i == 0)
             work = max(running[i].backward, packed[i])
-            kept = here + running[i].kept + running[i].host
-            yield moment(gradients, others + whole[i] + sent, kept, work)
+            kept = kept_by_others + running[i].kept + running[i].host
+            yield moment(gradients, other_weights + whole[i] + sent, kept, work)
             if not keeps_gradients_unsharded:  # the layer's gradients are summed over slots, and then sent
-                yield moment(gradients, others + summing[i], here, row)
+                yield moment(gradients, other_weights + summing[i], kept_by_others, row)
                 sent = self.numbers.layers[stage.layers[i]].trained * settings.reduce_bytes * sharded
                 gradients += shards[i] * adds_gradients
-        # After all layers whole gradients are summed, or those of the root; encoders run last.
+        # 3. After all layers whole gradients are summed, or those of the root.
         sums = self.summing_bytes(root) + all_whole * keeps_weights_unsharded + root_ahead
         if keeps_gradients_unsharded:
             largest = max((self.numbers.layers[i] for i in stage.layers), key=lambda one: one.trained)
@@ -434,11 +449,12 @@ class StageBytes:
             numbers_at_once = max(self.numbers.head.trained, min(stage.all.trained, SUMMED_NUMBERS))
             sums += numbers_at_once * settings.reduce_bytes * (3 + 1 / self.home.slots)
         yield moment(gradients, sums, 0.0, row)
+        # 4. Encoders run backward last.
         if self.numbers.tower_shape:
             tower = self.numbers.tower
-            _, activations, work = self.image_bytes
-            gathered = tower.whole * number * (1 + arrives) + self.summing_bytes(tower)
-            yield moment(all_gradients, gathered, activations, work)
+            _, kept_of_images, work = self.image_bytes
+            tower_weights = tower.whole * number * (1 + arrives) + self.summing_bytes(tower)
+            yield moment(all_gradients, tower_weights, kept_of_images, work)
 
     def _logit_bytes(self, load: SlotLoad) -> float:
         """Return the bytes of logits at the loss, with the head's gradient. First there are the logits of one chunk and
@@ -454,12 +470,13 @@ class StageBytes:
             1, int(CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit))
         )
         chunks = -(-load.rows // most_rows)
-        sums = max(4, number) if chunks > 1 else number  # bytes of a number of the head's gradient
         logits = -(-load.rows // chunks) * vocabulary * bytes_of_logit
-        chunk = sums * (chunks > 1) + number
-        scaling = 2 * sums + number * (sums != number)
+        # bytes of a number of the head's gradient: in the sum, beside a chunk's logits, and while it is scaled
+        sum_bytes = max(4, number) if chunks > 1 else number
+        beside_logits = sum_bytes * (chunks > 1) + number
+        scaling = 2 * sum_bytes + number * (sum_bytes != number)
         trained = self.numbers.head.trained
-        return trained * sums * settings.depths + max(logits + trained * chunk, trained * scaling)
+        return trained * sum_bytes * settings.depths + max(logits + trained * beside_logits, trained * scaling)
 
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
         """Return the bytes that wait on the host: activations of the load that has most there, weights and states."""

@@ -72,8 +72,7 @@ class LengthLimit(NamedTuple):
     of_each_length: bool
 
     def representative_lengths(self, lengths: Integers) -> Integers:
-        """Return for each of these lengths one that stands for its frequencies: two are equal if the frequencies are.
-        """
+        """Return for each of these lengths one that stands for its frequencies: equal where the frequencies are."""
         return np.clip(lengths, self.limit, None if self.of_each_length else self.limit + 1)
 
 
