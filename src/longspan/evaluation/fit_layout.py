@@ -76,7 +76,7 @@ def fit_evaluation_plans(
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
     if section.context_parallel_size == AUTO or (section.planner == "fixed" and not section.context_parallel_size):
-        degree = degrees[-1]
+        degree = degrees[-1]  # chosen later: the largest one allows the longest documents
     elif section.planner in ONE_DEGREE:
         if "evaluation.context_parallel_size" not in flag_keys:
             degree = max((divisor for divisor in degrees if divisor <= degree), default=1)
