@@ -65,7 +65,8 @@ def fit_evaluation_plans(
     """Fit the plans of evaluation to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
     The degree is the largest that divides the slots, that a2a can deal the heads to, and that is no larger than the
-    run's. An "auto" degree is chosen later. A max_tokens_per_slot "auto" becomes ROWS, or what the document needs.
+    run's. An "auto" degree is chosen later. A max_tokens_per_slot "auto" becomes ROWS, and more if the document needs
+    it, as a smaller number does. Keys of `flag_keys` stay, but for a cap of "auto".
     """
     section = config.evaluation
     choice = PlannerConfig.evaluation(config)
@@ -75,7 +76,7 @@ def fit_evaluation_plans(
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
     if section.context_parallel_size == AUTO or (section.planner == "fixed" and not section.context_parallel_size):
-        degree = degrees[-1]
+        degree = degrees[-1]  # chosen later: the largest one allows the longest documents
     elif section.planner in ONE_DEGREE:
         if "evaluation.context_parallel_size" not in flag_keys:
             degree = max((divisor for divisor in degrees if divisor <= degree), default=1)
@@ -86,9 +87,11 @@ def fit_evaluation_plans(
     multiple = plan_row_multiple(config.parallel)
     cap = section.max_tokens_per_slot
     rows = -(-longest // degree // multiple) * multiple
-    if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
-        values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows
-    values = {key: value for key, value in values.items() if cap == AUTO or f"evaluation.{key}" not in flag_keys}
+    if not isinstance(cap, str) and 0 < cap < rows:
+        values["max_tokens_per_slot"] = rows
+    values = {key: value for key, value in values.items() if f"evaluation.{key}" not in flag_keys}
+    if cap == AUTO:  # also where a flag says so
+        values["max_tokens_per_slot"] = max(rows, ROWS)
     return config.with_keys("evaluation", **values)
 
 

@@ -88,8 +88,11 @@ class Difference:
     by_length: tuple[tuple[int, int, float, float, int], ...] = ()  # tokens from, to, first, other, documents
 
     def rows(self) -> list[tuple[str, float, float, int]]:
-        """Both losses and the number of documents: of all, and of those of each length, which the text names."""
-        lengths = [(f"{first:,} to {last:,}", a, b, count) for first, last, a, b, count in self.by_length]
+        """Return (text, both losses, number of documents) of all documents, and of each range of lengths."""
+        lengths = [
+            (f"{shortest:,} to {longest:,}", first, other, count)
+            for shortest, longest, first, other, count in self.by_length
+        ]
         return [("all", self.first, self.other, self.documents), *lengths]
 
 
@@ -99,13 +102,18 @@ def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Diffe
 
 
 def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
-    """Return the difference of mean losses over the same documents, with its standard error.
+    """Return the difference of mean losses over the same documents, with its standard error, of all and by length.
 
-    The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count.
+    The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count. Documents without
+    targets are left out.
     """
     evaluation = first.evaluation
     losses = evaluation.document_losses, other.evaluation.document_losses, evaluation.document_lengths
-    rows = [(a.sum, b.sum, a.count, length) for a, b, length in zip(*losses, strict=True) if a.count]
+    rows = [
+        (first_loss.sum, other_loss.sum, first_loss.count, length)
+        for first_loss, other_loss, length in zip(*losses, strict=True)
+        if first_loss.count
+    ]
     sums, counts, lengths = np.split(np.array(rows).reshape(-1, 4), [2, 3], axis=1)  # (D, 2), (D, 1), (D, 1)
     means = sums.sum(0) / counts.sum()
     n = len(counts)

@@ -63,7 +63,7 @@ def share_prefixes_where_faster(
 
 @lru_cache(maxsize=8)
 def cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, **options: Any) -> Plan:
-    """Return the plan of `choice.plan`, one of the last eight for equal arguments."""
+    """Return the plan that `choice.plan` makes; the plans of the last eight different arguments are kept."""
     return choice.plan(lengths, home, **options)
 
 

@@ -178,7 +178,8 @@ def read_step_batches(inputs: StepInputs, terms: Sequence[Term], temperature: fl
     every rank, where any rank cannot read, and CommError where ranks hold different plans or temperatures.
     """
     depths = sum(term.depths for term in terms)
-    inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
+    plan = inputs.plan
+    inputs = bring_gathered_rows(inputs, depths)
     digest = text_digest(f"{plan.digest()} {float(temperature)}")
     # One message tells that plans are the same and that every rank could read its rows.
     batches = read_and_compare_digest(

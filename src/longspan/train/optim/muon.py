@@ -94,7 +94,7 @@ class Muon(OnePassAdamW):
             return
         begun = list[Iterator[None]]()  # all ranks have the same bundles in one order
         # Matrices of a mesh so far, by which its ranks take turns in having one more than others. Each mesh has a count
-        # of its own: its ranks may have different matrices on other meshes, as pipeline stages do.
+        # of its own: its ranks may have different matrices on other meshes, as pipeline stages that share encoders do.
         turns = Counter[Any]()
         for group in self.param_groups:
             for bundle in _cut_bundles(group):

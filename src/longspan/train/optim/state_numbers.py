@@ -6,7 +6,10 @@ from longspan.plan.memory.settings import known_state_numbers
 
 
 def optimizer_state_numbers(section: OptimizerSection, *, lora: bool = False, dtype: str = "float32") -> float:
-    """Return how many numbers of state the optimizer keeps for each weight, counted on a small matrix if need be."""
+    """Return how many numbers of state the optimizer keeps for each weight, counted on a small matrix if need be.
+
+    With `lora` the weights are those of an adapter, in float32; otherwise they are in `dtype`.
+    """
     if section.class_ == "sgd" and any(argument.startswith("momentum") for argument in section.arguments):
         return 1.0
     known_numbers = known_state_numbers(section.class_, section.moments, DTYPE_BYTES["float32" if lora else dtype])

@@ -257,12 +257,12 @@ def check_model_fits(
         if free is None or needed <= free:
             return
         figures = ", ".join(f"{name} {gib_text(size)}" for name, size in parts.items() if size)
-        gpus = plural(math.ceil(needed / max(1, free)) * len(home.ranks), "such GPU")
+        gpus_text = plural(math.ceil(needed / max(1, free)) * len(home.ranks), "such GPU")
         where = f"rank {world.rank}, one of {ranks} on its host,"
         advice = "use GPUs, hosts with more memory, or a smaller model (are all sizes in its configuration?)"
         if gpu:
             where = f"the GPU of rank {world.rank}"
-            advice = f"use at least {gpus}, parameters of fewer bytes (model.dtype), or a smaller model"
+            advice = f"use at least {gpus_text}, parameters of fewer bytes (model.dtype), or a smaller model"
         raise ConfigError(
             f"the model does not fit: a rank needs at least {gib_text(needed)} before any activation ({figures}), and "
             f"{where} has {gib_text(free)} free; {advice}"

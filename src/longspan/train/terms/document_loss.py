@@ -114,7 +114,7 @@ def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums:
 
 
 class DocumentPasses:
-    """The sets of one step; given to its passes as `loss_fn` once `compute_coefficients_ahead` has run.
+    """The sets of one step; its passes call it as their `loss_fn` once `compute_coefficients_ahead` has run.
 
     A set whose documents are in one micro-batch of a plan in lockstep gets its loss there; the others from a forward
     pass before. An error of the caller's function is kept in `error`, and the passes go on: losses are 0 from then on.

@@ -138,7 +138,8 @@ class ModalityPass:
         """
         module = self.encoder.module
         with preserve_modes(module), ExitStack() as stack:
-            # A frozen encoder, and parts of one that is in training mode, keep their modes in a training step.
+            # In an evaluation all modules are in evaluation mode. In a training step an encoder that is trained, and
+            # is in evaluation mode, is put in training mode; others, and parts of others, keep their modes.
             if not self.training or (self.trains and not module.training):
                 module.train(self.training)
             if self.trains:
