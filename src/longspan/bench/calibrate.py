@@ -175,12 +175,8 @@ def _fit_steps(samples: Sequence[CalibrationSample], rates: Machine) -> _Fit:
 
 def _fit_host(samples: Sequence[CalibrationSample]) -> _Fit:
     seconds_of_one, fitted_seconds = _fit_line(samples, "layers", "groups", "documents", "steps")
-    figures = dict[str, float]()
-    if seconds_of_one:
-        figures = {
-            f"{name}_seconds": seconds_of_one.get(f"{name}s", 0.0) for name in ("layer", "group", "document")
-        }
-    return _Fit(figures, fitted_seconds)
+    names = ("layer", "group", "document") if seconds_of_one else ()
+    return _Fit({f"{name}_seconds": seconds_of_one.get(f"{name}s", 0.0) for name in names}, fitted_seconds)
 
 
 def _fit_links(samples: Sequence[CalibrationSample]) -> _Fit:
@@ -417,7 +413,8 @@ class _CalibrationBench:
         lengths = self.sizes.lengths
         pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
         if self.device == "cuda":
-            pieces.append((LONG_OVER_LONGEST * lengths[-1],) * 2)
+            longest = LONG_OVER_LONGEST * lengths[-1]
+            pieces.append((longest, longest))
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         size = self.shape.query_width // heads
         for length, rows in pieces:
