@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from longspan.attention import attend
@@ -30,7 +29,7 @@ from longspan.comm import SequenceShard, World, bind
 from longspan.comm.channel import Channel
 from longspan.comm.device import device_name
 from longspan.errors import ConfigError, plural
-from longspan.layout import Layout
+from longspan.layout import Floats, Layout
 from longspan.model import load_model, prepare
 from longspan.model.presets import preset_config
 from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
@@ -44,7 +43,6 @@ from longspan.run.profile import wait_for_gpu
 from longspan.train import run_step
 from longspan.versions import versions
 
-Floats = NDArray[np.float64]
 Part = Literal["attention", "memory", "step", "host", "link"]
 
 

@@ -581,8 +581,8 @@ def record_text(record: dict[str, Any]) -> str:
         f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token (4 of frozen ones) and causal "
         "attention, without recomputation; padding does not count."
     )
-    title = f"# {_title_text(record)}"
-    return "\n\n".join([title, origin_text(record), markdown_table(_NAMES, rows), *lines, about]) + "\n"
+    sections = [f"# {_title_text(record)}", origin_text(record), markdown_table(_NAMES, rows), *lines, about]
+    return "\n\n".join(sections) + "\n"
 
 
 def _title_text(record: dict[str, Any]) -> str:
@@ -597,12 +597,14 @@ def _title_text(record: dict[str, Any]) -> str:
             f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
             f"({record['source']})"
         )
-    computed = f" computed in {record['compute']}" if record["compute"] else ""
+    dtype = keys["model"]["dtype"]
+    if record["compute"]:
+        dtype += f" computed in {record['compute']}"
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}) over {record['ranks']} "
         f"ranks ({record['backend']}): {documents}; {context['mode']}, {context['cp_comm_type']}, at most "
         f"{context['max_tokens_per_slot'] or 'any'} rows a slot, "
-        f"recomputation {keys['train']['activation_checkpointing']}, {keys['model']['dtype']}{computed}"
+        f"recomputation {keys['train']['activation_checkpointing']}, {dtype}"
     )
 
 

@@ -55,12 +55,12 @@ def copy_moves_to_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     )
     pairs = tuple(zip(pair_indices[::2], pair_indices[1::2], strict=True))  # source and target of each
     return DeviceMoves(
-        sends=moves.sends,
-        receives=moves.receives,
-        leaves=leaves,
-        stays=stays,
-        places=places,
-        summed_rows=summed_rows,
+        moves.sends,
+        moves.receives,
+        leaves,
+        stays,
+        places,
+        summed_rows,
         folds=pairs[: len(moves.folds)],
         further_addends=pairs[len(moves.folds) :],
         widened=moves.widened,

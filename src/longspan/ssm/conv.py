@@ -189,7 +189,7 @@ class _CausalConv(torch.autograd.Function):
         arrived = list[Tensor]()
         for x_part, part_chains, handle in zip(rows, chains, handles, strict=True):
             halo = cached_halo(part_chains, width)
-            y = x_part
+            y = x_part  # without rows; kernels take at least one
             if len(x_part):
                 y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.before)
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
