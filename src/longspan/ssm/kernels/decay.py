@@ -111,8 +111,8 @@ class DecayBackward:
     """A backward pass; see `ScanBackward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
-        """Begin the backward pass: what the outputs of each chunk's rows add to the gradient at the state before it
-        does not wait for others.
+        """Compute what the outputs of each chunk's rows add to the gradient at the state that enters the chunk: this
+        needs nothing of other runs.
         """
         self._inputs = inputs
         self._runs = runs

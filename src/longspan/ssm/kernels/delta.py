@@ -88,7 +88,7 @@ class Pieces:
     def entering_states(self, entering_runs: Tensor, b: Tensor, m: Tensor) -> Tensor:
         """Return the state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces.
 
-        Each further piece of a run gets what the map of the piece before makes of the state that enters that.
+        Each further piece of a run gets what the map of the piece before it makes of the state that enters that piece.
         """
         if not self.has_cuts:
             return entering_runs
