@@ -163,13 +163,13 @@ MUTATIONS = {
         "for ancestors in group.ancestors():\n                prefix",
         "for ancestors in [*group.ancestors()][:1]:\n                prefix",
     ),
-    "a window counts from the branch": ("attention.masks", "base = bases[q.document]", "base = 0 * bases[q.document]"),
+    "a window counts from the branch": ("attention.masks", "base = bases[branch_rows.document]", "base = 0"),
     "of repeated keys one copy counts": ("attention.blocks", "for index in copies])", "for index in copies[:1]])"),
 }
 SENT = (
     "attention.members",
-    "stop = np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes])",
-    "stop = np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes] - 1)",
+    "np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes])",
+    "np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes] - 1)",
 )
 
 

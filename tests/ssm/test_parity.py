@@ -151,7 +151,7 @@ OF_MODULES = {  # what stands in a module of ssm once, and what takes its place
     "state_pass": {
         "map_states(gathered.transitions(runs_before[:count]), state[:count], states)": "states",
         "_put_local_runs(entering, state, local_number_of_run[runs[:count]])": "pass",
-        ".mT, gradient, gradients[:continuing])": ".mT, 0 * gradient, gradients[:continuing])",
+        ".mT, final, entering[:continuing])": ".mT, 0 * final, entering[:continuing])",
     },
     "kernels.scan": {
         "(self._dout, leaving))": "(self._dout, 0 * leaving))",

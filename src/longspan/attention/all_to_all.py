@@ -1,16 +1,16 @@
 """Heads for rows (`a2a`, Ulysses): neighbours exchange, so that each holds all their rows for some of the heads.
 
-Between is a ring of such neighbourhoods: of one block under `a2a`, of `p2p` blocks under `a2a+p2p`. Rows are laid in
-document order: a neighbourhood's rows of a document are few runs. With fewer key/value heads than neighbours the same
-head goes to several, and their gradients are summed.
+Such neighbourhoods form a ring, in which each is one member: it has one member under `a2a`, and as many as the p2p size
+under `a2a+p2p`. Rows are laid in document order: a neighbourhood's rows of a document are few runs. With fewer
+key/value heads than neighbours the same head goes to several, and their gradients are summed.
 
 Large tensors go in slices of the heads: the next slice travels while one is computed. Slices that share a key/value
 head send it with the first, and the sum of its gradients with the last. Around a ring of several blocks the slices take
 turns, a block each; slices that share a key/value head share a ring.
 
 The exchanged q, k, v, out and log-sum-exp are saved for backward, as many numbers as the local ones. Where the local
-ones are saved in their place, backward sends them along with dout: of out no more than its products with dout, a number
-of each row and head, if the kernel takes those.
+ones are saved instead, backward sends them along with dout; in place of out it sends its products with dout, a number
+for each row and head, if the kernel takes those.
 """
 
 from collections.abc import Iterator, Sequence

@@ -59,7 +59,7 @@ def tiles_between(
     """
     if chunk is not None:  # in what follows a chunk is a document
         longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
-        q, k = _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
+        q, k = (_chunk_segments(segments, chunk, longest) for segments in (q, k))
     if window is not None:
         return _window_tilings(q, k, window)
     return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _whole_tiles(q, k))
@@ -250,8 +250,8 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
     `after_key` to the left. This is ≥ 0, because a row more than window − 1 positions after the last key sees none.
     """
     q_run, k_run, _ = pair_runs(q.document, k.document)
-    q_start, q_stop = (q.start[q_run], q.stop[q_run])
-    k_start, k_stop = (k.start[k_run], k.stop[k_run])
+    q_start, q_stop = q.start[q_run], q.stop[q_run]
+    k_start, k_stop = k.start[k_run], k.stop[k_run]
     first_position = np.maximum(q_start, k_start)
     end_position = np.minimum(q_stop, k_stop + window - 1)
     k_first = np.maximum(k_start, first_position - window + 1)

@@ -144,7 +144,9 @@ class Members:
         return to_device(inverse, self.device), to_device(places, self.device)
 
     def document_order(self, starts: tuple[int, ...]) -> Tensor:
-        """Which gathered row each row in document order is: (S,). Member m's rows begin at `starts[m]`."""
+        """Return the index (S,) that lays gathered rows in document order. Member m's rows begin at `starts[m]`, among
+        the gathered rows; the index is kept for all layers.
+        """
         assert self.inner == 1, "only members of the group itself gather"
         if starts not in self._gathered_orders:
             order = np.empty(sum(self.counts), dtype=np.int64)

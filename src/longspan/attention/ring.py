@@ -35,7 +35,9 @@ KeyBlock = tuple[tuple[Launch, ...], Tensor, Tensor]
 
 
 class Queries(NamedTuple):
-    """Query heads in backward, and the sum of what their gradient gets from the blocks, empty at first."""
+    """Some query heads in backward: their dout, what forward saved of them, their call, and the sum `dq` of their
+    gradient, to which each block adds.
+    """
 
     dout: Tensor
     saved: Saved

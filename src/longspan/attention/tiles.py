@@ -91,7 +91,7 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        return tuple(Tile(*bounds, self.left, self.right) for bounds in self.bounds.tolist())
+        return tuple(Tile(*bounds, left=self.left, right=self.right) for bounds in self.bounds.tolist())
 
     def q_rows(self) -> slice | Integers:
         """The query rows of all tiles in order; a slice where they follow each other."""

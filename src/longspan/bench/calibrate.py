@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from longspan.attention import attend
@@ -30,7 +29,7 @@ from longspan.comm import SequenceShard, World, bind
 from longspan.comm.channel import Channel
 from longspan.comm.device import device_name
 from longspan.errors import ConfigError, plural
-from longspan.layout import Layout
+from longspan.layout import Floats, Layout
 from longspan.model import load_model, prepare
 from longspan.model.presets import preset_config
 from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
@@ -44,7 +43,6 @@ from longspan.run.profile import wait_for_gpu
 from longspan.train import run_step
 from longspan.versions import versions
 
-Floats = NDArray[np.float64]
 Part = Literal["attention", "memory", "step", "host", "link"]
 
 
@@ -175,12 +173,8 @@ def _fit_steps(samples: Sequence[CalibrationSample], rates: Machine) -> _Fit:
 
 def _fit_host(samples: Sequence[CalibrationSample]) -> _Fit:
     seconds_of_one, fitted_seconds = _fit_line(samples, "layers", "groups", "documents", "steps")
-    figures = dict[str, float]()
-    if seconds_of_one:
-        figures = {
-            f"{name}_seconds": seconds_of_one.get(f"{name}s", 0.0) for name in ("layer", "group", "document")
-        }
-    return _Fit(figures, fitted_seconds)
+    names = ("layer", "group", "document") if seconds_of_one else ()
+    return _Fit({f"{name}_seconds": seconds_of_one.get(f"{name}s", 0.0) for name in names}, fitted_seconds)
 
 
 def _fit_links(samples: Sequence[CalibrationSample]) -> _Fit:
@@ -417,7 +411,8 @@ class _CalibrationBench:
         lengths = self.sizes.lengths
         pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
         if self.device == "cuda":
-            pieces.append((LONG_OVER_LONGEST * lengths[-1],) * 2)
+            longest = LONG_OVER_LONGEST * lengths[-1]
+            pieces.append((longest, longest))
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         size = self.shape.query_width // heads
         for length, rows in pieces:

@@ -248,7 +248,10 @@ class StepSettings:
 def make_settings(
     flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]
 ) -> StepSettings:
-    """Make the settings of the flags. Raises a LongspanError for impossible ones, before a process starts."""
+    """Make the settings of the flags: read documents and the model's configuration, and choose what is open.
+
+    Raises a LongspanError for impossible ones, and for documents that do not fit, before a process starts.
+    """
     gpu = backend != "gloo"
     planners = _choose_planners(flags, config)
     flags.check_flags()
@@ -279,15 +282,9 @@ def make_settings(
         longest=max(documents.lengths),
         gpu=gpu,
     )
-    config, _ = choose_partition(config, facts)
-    # planners of one degree share that at which packed documents are fastest
-    if not config.context.context_parallel_size:
-        packed = config.with_keys("context", planner="fixed")
-        degree = rank_ways(packed, facts).best.way.choice.degree
-        config = config.with_keys("context", context_parallel_size=degree)
     settings = StepSettings(
         flags=flags,
-        config=config,
+        config=_choose_partition_and_degree(config, facts),
         planners=planners,
         ranks=ranks,
         backend=backend,
@@ -303,6 +300,19 @@ def make_settings(
         for planner in planners:
             batch.plan(planner)  # only for its errors, before a process starts
     return settings
+
+
+def _choose_partition_and_degree(config: RunConfig, facts: Facts) -> RunConfig:
+    """Return the configuration with its partition and its degree chosen, where they are open.
+
+    Planners of one degree share that at which packed documents are fastest.
+    """
+    config, _ = choose_partition(config, facts)
+    if config.context.context_parallel_size:
+        return config
+    packed = config.with_keys("context", planner="fixed")
+    degree = rank_ways(packed, facts).best.way.choice.degree
+    return config.with_keys("context", context_parallel_size=degree)
 
 
 def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
@@ -343,7 +353,8 @@ def _set_limits(
 ) -> RunConfig:
     """Return the configuration with a cap of rows and a degree where flags give none. Documents listed by length are
     few and get no cap (0). Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256
-    on CPUs; more where the longest needs more on all slots. Sequences that are timed one by one get all slots.
+    on CPUs; more where the longest needs more on all slots. Sequences that are timed one by one get all slots; any
+    other degree stays open (0).
     """
     context = config.context
     if context.max_tokens_per_slot == NOT_GIVEN:
@@ -490,8 +501,10 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
 
 
 def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Measure seconds of whole steps (the median, of the slowest rank) and peak memory. Steps come one after another,
-    as in training: the end of one and the beginning of the next overlap where they can.
+    """Measure whole steps, and return the figures of a row, which are the same on every rank; entered by all ranks.
+
+    Seconds are the median of the slowest rank, peak memory and retries of the allocator those of the worst. Steps come
+    one after another, as in training: the end of one and the beginning of the next overlap where they can.
     """
     cuda = world.device.type == "cuda"
     for _ in range(settings.flags.warmup):
@@ -508,9 +521,9 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
     wait_for_gpu(world)
     times = [end - end_before for end_before, end in pairwise(ends)]
     retries_of_step = (allocator_retries(world.device) - retries_before) / len(ends)
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    own_peak = torch.cuda.max_memory_allocated() if cuda else 0
     figures_of_ranks = world.control.gather_objects(
-        (statistics.median(times), peak, peak_reserved_bytes(world.device), retries_of_step)
+        (statistics.median(times), own_peak, peak_reserved_bytes(world.device), retries_of_step)
     )
     seconds, peak, reserved, retries = (max(figures) for figures in zip(*figures_of_ranks, strict=True))
     tokens = sum(settings.lengths)
@@ -546,30 +559,14 @@ _NAMES = (
 
 def record_text(record: dict[str, Any]) -> str:
     """Write the page of a record, which is printed and stands beside its file."""
-    shape = record["shape"]
-    documents = "one sequence at a time"
-    keys = record["configuration"]
-    context = keys["context"]
-    dtype = keys["model"]["dtype"]
-    if not record["sequences"]:
-        documents = (
-            f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
-        )
-        documents += f"({record['source']})"
-    title = (
-        f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}) over {record['ranks']} "
-        f"ranks ({record['backend']}): {documents}; {context['mode']}, {context['cp_comm_type']}, at most "
-        f"{context['max_tokens_per_slot'] or 'any'} rows a slot, "
-        f"recomputation {keys['train']['activation_checkpointing']}, "
-        f"{dtype}{' computed in ' + record['compute'] if record['compute'] else ''}"
-    )
     lines = list[str]()
-    planned_bytes = ""
+    planned_memory = ""
     if memory := record.get("memory"):
         gathered = once_a_step_text(memory["gathered_once"], memory["summed_once"])
-        host = f"; {bytes_text(memory['host']['total'])} on the host" * bool(memory["host"]["total"])
+        host_bytes = memory["host"]["total"]
+        host = f"; {bytes_text(host_bytes)} on the host" if host_bytes else ""
         lines.append(f"memory: {measures_text(memory['measures'])}{gathered}{host}.")
-        planned_bytes = bytes_text(memory["device"]["total"] - memory["device"]["communicators"])
+        planned_memory = bytes_text(memory["device"]["total"] - memory["device"]["communicators"])
     for row in record["rows"]:
         if "missing" in row:
             lines.append(f"- {row['name']}: not available: {row['missing']}")
@@ -577,14 +574,38 @@ def record_text(record: dict[str, Any]) -> str:
             lines.append(
                 f"{row['name']}: {allocator_retries_text(retries, row['peak_bytes'], row['reserved_bytes'])}."
             )
-    rows = [_record_row(row, planned_bytes) for row in record["rows"] if "missing" not in row]
+    rows = [_record_row(row, planned_memory) for row in record["rows"] if "missing" not in row]
     about = (
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
         f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
         f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token (4 of frozen ones) and causal "
         "attention, without recomputation; padding does not count."
     )
-    return "\n\n".join([f"# {title}", origin_text(record), markdown_table(_NAMES, rows), *lines, about]) + "\n"
+    sections = [f"# {_title_text(record)}", origin_text(record), markdown_table(_NAMES, rows), *lines, about]
+    return "\n\n".join(sections) + "\n"
+
+
+def _title_text(record: dict[str, Any]) -> str:
+    """Say which steps were timed: of what model, on how many ranks, over which documents, under which keys."""
+    shape = record["shape"]
+    keys = record["configuration"]
+    context = keys["context"]
+    if record["sequences"]:
+        documents = "one sequence at a time"
+    else:
+        documents = (
+            f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
+            f"({record['source']})"
+        )
+    dtype = keys["model"]["dtype"]
+    if record["compute"]:
+        dtype += f" computed in {record['compute']}"
+    return (
+        f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}) over {record['ranks']} "
+        f"ranks ({record['backend']}): {documents}; {context['mode']}, {context['cp_comm_type']}, at most "
+        f"{context['max_tokens_per_slot'] or 'any'} rows a slot, "
+        f"recomputation {keys['train']['activation_checkpointing']}, {dtype}"
+    )
 
 
 def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:

@@ -46,16 +46,21 @@ class DeviceMoves:
 
 def copy_moves_to_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     """Return the moves with their indices on a device, where all of them go in one copy."""
-    zeros = sum(moves.receives) + len(moves.stays)
-    places = np.where(moves.places < 0, zeros, moves.places)
-    rows = (moves.leaves, moves.stays, places, moves.summed_rows)
+    zero_row = sum(moves.receives) + len(moves.stays)  # the pool's last
+    pool_places = np.where(moves.places < 0, zero_row, moves.places)
+    rows = (moves.leaves, moves.stays, pool_places, moves.summed_rows)
     arrays = [*rows, *chain.from_iterable([*moves.folds, *moves.further_addends])]
     leaves, stays, places, summed_rows, *pair_indices = to_device(np.concatenate(arrays), device).split(
         [len(array) for array in arrays]
     )
     pairs = tuple(zip(pair_indices[::2], pair_indices[1::2], strict=True))  # source and target of each
     return DeviceMoves(
-        *(moves.sends, moves.receives, leaves, stays, places, summed_rows),
+        moves.sends,
+        moves.receives,
+        leaves,
+        stays,
+        places,
+        summed_rows,
         folds=pairs[: len(moves.folds)],
         further_addends=pairs[len(moves.folds) :],
         widened=moves.widened,
@@ -63,8 +68,8 @@ def copy_moves_to_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
 
 
 def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
-    """Return this member's rows of the target, from x (rows of the source here, …); entered by all that send or
-    receive.
+    """Return this member's rows of the target, from x (rows of the source here, …), which is not changed; entered by
+    all that send or receive.
 
     What leaves is packed by one indexing kernel, one message for each pair of members. Rows that stay are copied
     meanwhile. Several smaller messages, packed and unpacked while others travel, take longer on H200s over NVLink.

@@ -22,7 +22,10 @@ PIECES = 4096  # into which all rows are cut at least, so that members can share
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks of each member's rows, in its order; block b is rows `start[b]` to `start[b] + size[b]`."""
+    """Which blocks of rows each member has; block b is rows `start[b]` to `start[b] + size[b]`.
+
+    `members[m]` are the numbers of member m's blocks in the order of its rows, a number as often as it has the rows.
+    """
 
     members: tuple[Integers, ...]
     start: Integers
@@ -117,7 +120,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     arriving = _arriving_blocks(target, distinct_blocks, me, groups)
     leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
     places, summed_rows, further_addends = _find_addends(arriving, target, me, groups)
-    begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
+    begin = np.empty(len(source.size), dtype=np.int64)  # where in x each block of this member begins; others: unset
     begin[distinct_blocks[me]] = source.block_starts(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
         folds=_list_folds(source, me, begin) if summed and repeats[me] else (),
@@ -209,63 +212,72 @@ def _find_addends(
     """Return the fields `places`, `summed_rows` and `further_addends` of RowMoves.
 
     The first addend of a block is copied, further ones are added, in the order of groups. `arriving` are the blocks
-    that each member brings, one after another in the pool.
+    that each member brings.
     """
-    first = np.full(len(target.size), -1, dtype=np.int64)
-    count = np.zeros(len(target.size), dtype=np.int64)
-    # Columns of a block, where it begins in the pool, and how many addends came before it.
-    columns = [np.empty((3, 0), dtype=np.int64)]
-    pool_rows = np.array([int(target.size[blocks].sum()) for blocks in arriving], dtype=np.int64)
-    pool_rows[me] = 0
-    pool_begins = np.cumsum(pool_rows) - pool_rows
-    pool_begins[me] = pool_rows.sum()  # rows that arrive come first, member after member, then those that stay
-    for member in (member for group in groups for member in group):
-        blocks = arriving[member]
-        sizes = target.size[blocks]
-        begins = pool_begins[member] + np.cumsum(sizes) - sizes
-        came_before = count[blocks]
-        first[blocks[came_before == 0]] = begins[came_before == 0]
-        columns.append(np.stack([blocks, begins, came_before])[:, came_before > 0])
-        count[blocks] += 1
+    blocks, begins, numbers = _list_addends(arriving, target.size, me, groups)
+
+    def pool_begins(number: int) -> Integers:
+        """Where in the pool each block's addend of this number begins; −1 where the block has none."""
+        begin = np.full(len(target.size), -1, dtype=np.int64)
+        begin[blocks[numbers == number]] = begins[numbers == number]
+        return begin
+
+    first = pool_begins(0)
     needed = target.members[me]
     places = _block_rows(first, needed, target.size)
     places[np.repeat(first[needed] < 0, target.size[needed])] = -1
-    has_several = count[needed] > 1
-    summed = needed[has_several]
-    sizes = target.size[summed]
-    begins = target.block_starts(me)[has_several]
-    summed_rows = expand_runs(begins, begins + sizes)
+    has_several = pool_begins(1)[needed] >= 0
+    summed_blocks = needed[has_several]
+    sizes = target.size[summed_blocks]
+    row_begins = target.block_starts(me)[has_several]
+    summed_rows = expand_runs(row_begins, row_begins + sizes)
     # A target is an index into `summed_rows`, which lists the rows of these blocks one block after another.
     ends = np.cumsum(sizes)
-    addends = np.concatenate(columns, axis=1)
-    rounds = list[Placement]()
-    for number in range(1, int(addends[2].max(initial=0)) + 1):
-        begin = np.full(len(target.size), -1, dtype=np.int64)
-        blocks, begins, _ = addends[:, addends[2] == number]
-        begin[blocks] = begins
-        has_addend = begin[summed] >= 0
+    further_addends = list[Placement]()
+    for number in range(1, int(numbers.max(initial=0)) + 1):
+        begin = pool_begins(number)
+        has_addend = begin[summed_blocks] >= 0
         rows = expand_runs((ends - sizes)[has_addend], ends[has_addend])
-        rounds.append(Placement(_block_rows(begin, summed[has_addend], target.size), rows))
-    return places, summed_rows, tuple(rounds)
+        further_addends.append(Placement(_block_rows(begin, summed_blocks[has_addend], target.size), rows))
+    return places, summed_rows, tuple(further_addends)
+
+
+def _list_addends(arriving: Sequence[Integers], size: Integers, me: int, groups: Groups) -> Integers:
+    """List all blocks of the pool in the order of groups, (3, n): the number of each block, where in the pool it
+    begins, and how many times the block is listed before. `size` is that of every block.
+    """
+    pool_rows = np.array([int(size[blocks].sum()) for blocks in arriving], dtype=np.int64)
+    pool_rows[me] = 0
+    pool_begins = np.cumsum(pool_rows) - pool_rows
+    pool_begins[me] = pool_rows.sum()  # rows that arrive come first, member after member, then those that stay
+    count = np.zeros(len(size), dtype=np.int64)
+    columns = [np.empty((3, 0), dtype=np.int64)]
+    for member in (member for group in groups for member in group):
+        blocks = arriving[member]
+        sizes = size[blocks]
+        begins = pool_begins[member] + np.cumsum(sizes) - sizes
+        columns.append(np.stack([blocks, begins, count[blocks]]))
+        count[blocks] += 1
+    return np.concatenate(columns, axis=1)
 
 
 def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
-    """Return the `folds` of RowMoves: a round for the second occurrences of rows here, one for the third, and so on, so
+    """Return the `folds` of RowMoves: one for the second occurrences of rows here, one for the third, and so on, so
     that targets of one fold are distinct. `begin` is where the first occurrence of each block begins among this
     member's rows.
     """
     blocks = source.members[me]
-    places = source.block_starts(me)
-    order = np.argsort(blocks, kind="stable")
+    row_begins = source.block_starts(me)
+    order = np.argsort(blocks, kind="stable")  # occurrences of one block follow each other
     firsts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
     number = np.arange(len(order)) - np.repeat(firsts, np.diff(np.append(firsts, len(order))))
-    rounds = [order[number == k] for k in range(1, int(number.max(initial=0)) + 1)]
+    occurrences = [order[number == k] for k in range(1, int(number.max(initial=0)) + 1)]
     return tuple(
         Placement(
-            expand_runs(places[repeats], places[repeats] + source.size[blocks[repeats]]),
+            expand_runs(row_begins[repeats], row_begins[repeats] + source.size[blocks[repeats]]),
             _block_rows(begin, blocks[repeats], source.size),
         )
-        for repeats in rounds
+        for repeats in occurrences
     )
 
 

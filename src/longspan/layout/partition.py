@@ -220,7 +220,7 @@ class _LengthPartition(Partition):
 
     @cached_property
     def _recent_segments(self) -> Callable[[int], Segments]:
-        """Those of the RECENT members that were last asked for are kept."""
+        """`_make_segments`, which keeps the segments of the RECENT members that were last asked for."""
         return lru_cache(RECENT)(self._make_segments)
 
     def segments(self, member: int) -> Segments:

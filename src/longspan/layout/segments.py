@@ -196,10 +196,9 @@ class Spans:
 
     def run_ends(self, segments: Segments) -> Integers:
         """Where the run that has each segment's last row ends, or the segment's stop if none has it: (n,)."""
-        inside = self.find_rows(segments)  # `inside.document`: indices of runs
+        inside = self.find_rows(segments)  # parts of runs; `inside.document` are indices of runs
         ends = segments.stop.copy()
-        # in which each part of a run lies
-        segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1
+        segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1  # that each part lies in
         has_last_row = inside.stop == segments.stop[segment]
         ends[segment[has_last_row]] = self.stop[inside.document[has_last_row]]
         return ends

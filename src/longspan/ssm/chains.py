@@ -57,9 +57,7 @@ class Chains:
 
     @cached_property
     def runs(self) -> Runs:
-        """Every run of every member, sorted by document and position. Its place is its index less that of its
-        document's first.
-        """
+        """Every run of every member, sorted by document and position."""
         segments = [self.part.segments(member) for member in range(self.degree)]
         columns = [
             (np.full(len(s), member), s.document, s.start, s.stop, s.offset) for member, s in enumerate(segments)
@@ -71,10 +69,10 @@ class Chains:
         place = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
         is_last = np.append(is_first[1:], np.ones(min(1, len(is_first)), dtype=bool))
         before = np.where(is_first, -1, np.arange(len(order)) - 1)
-        if self.part.group.parents is not None:
+        if self.part.group.parents is not None:  # a document's first run comes after its parent's last one
             first_runs = np.flatnonzero(is_first)
             last_runs = np.flatnonzero(is_last)
-            for index, parent in enumerate(self.part.group.parents):
+            for index, parent in enumerate(self.part.group.parents):  # parents come first
                 if parent >= 0:
                     before[first_runs[index]] = last_runs[parent]
                     place[first_runs[index] : last_runs[index] + 1] += place[last_runs[parent]] + 1
@@ -99,15 +97,17 @@ class Chains:
 
     @cached_property
     def local_chains(self) -> Integers:
-        """The chains of two runs or more in which this member has one: (chains, most runs) of indices of runs.
+        """The chains of two runs or more in which this member has a run: a table (chains, most runs) of indices of
+        runs, with a column for each place.
 
-        A chain leads to each run that is the last of one. −1 stands past its end. Longer chains come first, so that
-        those with a run at a place are the first few.
+        There is a chain for each run that is the last of one; chains of documents with one prefix begin with the same
+        runs. −1 stands past a chain's end. Longer chains come first: those with a run at a place are the first few.
         """
         runs = self.runs
         last = np.flatnonzero(runs.last & (runs.place > 0))
         last = last[np.argsort(-runs.place[last], kind="stable")]
         table = np.full((len(last), int(runs.place.max(initial=0)) + 1), -1)
+        # all chains at once, from their last runs back to their first
         chain = np.arange(len(last))
         run = last
         while len(chain):
@@ -153,9 +153,9 @@ class Chains:
 class Passing:
     """Which runs send a state (or its gradient), and which also a transition, and where each lies in the gathered rows.
 
-    A member sends the states of its runs that leave, one after another, and behind them the transitions.
-
-    `leaving` and `carrying` number the senders among this member's runs; `any` says whether any member sends anything.
+    `leaves` and `carries` say of each run of all members whether it sends a state, and whether a transition. A member
+    sends the states of its runs, one after another, and behind them the transitions. `leaving` and `carrying` number
+    the senders among this member's runs; `any` says whether any member sends anything.
     """
 
     def __init__(self, chains: Chains, leaves: Flags, carries: Flags) -> None:
@@ -188,9 +188,9 @@ class Passing:
         states = np.full(len(runs.member), -1)
         transitions = np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
-            numbers = runs.member_runs(member)
-            leaving = numbers[self._leaves[numbers]]
-            carrying = numbers[self._carries[numbers]]
+            member_runs = runs.member_runs(member)
+            leaving = member_runs[self._leaves[member_runs]]
+            carrying = member_runs[self._carries[member_runs]]
             states[leaving] = start + np.arange(len(leaving)) * state_rows
             transitions[carrying] = start + len(leaving) * state_rows + np.arange(len(carrying)) * transition_rows
         self._places[key] = states, transitions

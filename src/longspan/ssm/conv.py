@@ -36,14 +36,16 @@ class Halo:
 
     `rows` are the local rows that leave, `sends[m]` of them to member m, one member after another; `receives[m]` rows
     arrive from m. A row that this member needs and holds itself goes the same way. `before` says where arrived rows lie
-    before each run; `first` are the first rows of runs, which read the arrived ones and are written again. Every member
-    works out the needs of all, in one order, so that no member has to ask.
+    before each run; `first` are the first rows of runs, which read the arrived ones and are written again. `travels`:
+    some member of the group sends a row. Every member works out the needs of all, in one order, so that no member has
+    to ask.
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
         self._runs = chains.runs
         self._group = chains.part.group
-        self._starts = chains.runs.start  # positions, behind the rows of documents that a run's continues
+        # the first position of each run, counted from the first row of all that its document continues
+        self._starts = chains.runs.start
         if self._group.parents is not None:
             self._starts = self._starts + np.asarray(self._group.bases)[chains.runs.document]
         self._width = width
@@ -52,21 +54,16 @@ class Halo:
         me = chains.member
         runs = self._runs
         owners = [runs.member[run] for run, _ in needs]
-        leaving = [np.flatnonzero(owner == me) for owner in owners]
-        self.sends: list[int] = [len(index) for index in leaving]
+        needs_here = [np.flatnonzero(owner == me) for owner in owners]  # of each member, what this one sends
+        self.sends: list[int] = [len(index) for index in needs_here]
         self.receives: list[int] = np.bincount(owners[me], minlength=chains.degree).tolist()
         rows = [
-            runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)
+            runs.offset[run[index]] + position[index] - runs.start[run[index]]
+            for (run, position), index in zip(needs, needs_here, strict=True)
         ]
         self.rows: Tensor = to_device(np.concatenate(rows), chains.device)
-        self.travels: bool = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
-        # Which arriving row lies in each column before a run, (runs, width), −1 for none; rows arrive ordered by owner.
-        # A run near its document's start has fewer rows before it: these take its last columns.
-        number = np.empty(len(owners[me]), dtype=np.int64)
-        number[np.argsort(owners[me], kind="stable")] = np.arange(len(number))
-        arrived = np.full((len(chains.local_indices), width), -1, dtype=np.int64)
-        sizes = np.minimum(self._starts[chains.local_indices], width)
-        arrived[np.arange(width) >= width - sizes[:, None]] = number
+        self.travels: bool = width > 0 and bool((runs.place > 0).any())
+        arrived = self._list_arrivals(owners[me], chains.local_indices)
         self.before: RowsBefore = self._lay_out_runs(chains.lengths, arrived)
         readers = np.flatnonzero((arrived >= 0).any(1))
         start = (np.cumsum(chains.lengths) - chains.lengths)[readers]
@@ -76,6 +73,19 @@ class Halo:
         places = (to_device(x, chains.device) for x in (start, count, read_rows))
         self.first: FirstRows = FirstRows(first_rows, self._lay_out_runs(count, read_rows), *places)
 
+    def _list_arrivals(self, owners: Integers, local_runs: Integers) -> Integers:
+        """Return which arriving row lies in each column before a run of this member: (runs, width), −1 for none.
+
+        `owners` are the members that send the rows before runs, run after run; rows arrive ordered by owner. A run near
+        its document's start has fewer rows before it: these take its last columns.
+        """
+        number = np.empty(len(owners), dtype=np.int64)
+        number[np.argsort(owners, kind="stable")] = np.arange(len(owners))
+        arrived = np.full((len(local_runs), self._width), -1, dtype=np.int64)
+        sizes = np.minimum(self._starts[local_runs], self._width)
+        arrived[np.arange(self._width) >= self._width - sizes[:, None]] = number
+        return arrived
+
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
         """Return the rows before each run of a member, run after run: the index of the run that has the row, and its
         position in its document. One sorted search finds that run: `document · stride + position` is in the order of
@@ -83,14 +93,14 @@ class Halo:
         """
         runs = self._runs
         local = self._runs.member_runs(member)
-        start = self._starts[local]
-        first_position = np.maximum(start - self._width, 0)
-        position = expand_runs(first_position, start)
-        document = np.repeat(runs.document[local], start - first_position)
-        if self._group.parents is not None:
+        stop = self._starts[local]
+        start = np.maximum(stop - self._width, 0)
+        position = expand_runs(start, stop)
+        document = np.repeat(runs.document[local], stop - start)
+        if self._group.parents is not None:  # from the documents that a run's continues to the one that has the row
             bases = np.asarray(self._group.bases)
             parents = np.asarray(self._group.parents)
-            while (is_before := position < bases[document]).any():  # in a document that this one continues
+            while (is_before := position < bases[document]).any():
                 document = np.where(is_before, parents[document], document)
             position = position - bases[document]
         stride = int(runs.stop.max(initial=0)) + 1
@@ -179,7 +189,7 @@ class _CausalConv(torch.autograd.Function):
         arrived = list[Tensor]()
         for x_part, part_chains, handle in zip(rows, chains, handles, strict=True):
             halo = cached_halo(part_chains, width)
-            y = x_part
+            y = x_part  # without rows; kernels take at least one
             if len(x_part):
                 y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.before)
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
@@ -237,8 +247,8 @@ class _ConvPart(NamedTuple):
         return kernel.arrived_gradients(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
 
     def gradients(self, kernel: ConvolutionKernel) -> ConvolutionGradients:
-        """Return the gradients of x, weight and bias by this part, without what the rows that were sent get from
-        others.
+        """Return this part's gradients of x, weight and bias. That of x is partial: rows that were sent to other
+        members get the rest from them. A part without rows gives None for weight and bias.
         """
         if not len(self.x):
             return self.x, None, None  # no rows, and kernels take at least one; exchanges are entered all the same

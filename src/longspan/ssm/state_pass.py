@@ -30,8 +30,8 @@ from longspan.ssm.kernels.local_runs import index_on_device, pick_rows, put_rows
 class ForwardFold:
     """Sends the summaries of one part's runs to the members, and folds the states that enter this member's runs.
 
-    `transitions` (m, H, K, K) or (m, H, 1, 1) are those that this member sent; backward sends them again. Nothing is
-    sent where no run of the group passes a state on.
+    Entered by all members; sending starts as it is made. `transitions` (m, H, K, K) or (m, H, 1, 1) are those that this
+    member sent; backward sends them again. Nothing is sent where no run of the group passes a state on.
     """
 
     def __init__(self, chains: Chains, inputs: Inputs, scan: ScanForward) -> None:
@@ -96,9 +96,9 @@ class BackwardFold:
     def leaving_gradients(self) -> Tensor:
         """Fold the gradient (R, H, K, V) at the final state of each run of this member.
 
-        Chains are followed from their ends. The gradient at the state that enters a run is that of the run's outputs,
-        plus the gradient at its own final state through the transposed transition. A chain's last run has none at its
-        final state.
+        Chains are followed place by place from their ends. The gradient at the state that enters a run, which is the
+        final state of the run before, is that of the run's outputs, plus the gradient at its own final state through
+        the transposed transition. A chain's last run has none at its final state.
         """
         passing = self._chains.backward_passing
         leaving = torch.zeros_like(self._states)
@@ -109,43 +109,47 @@ class BackwardFold:
         if self._chains.part.group.parents is not None:
             return self._sum_over_branches(table, gathered)
         local_number_of_run = self._chains.local_number_of_run
-        gradient = leaving[:0]
+        final = leaving[:0]  # gradients at the final states of the runs at a place
         first_place = self._chains.local_places.start
         for place in range(table.shape[1] - 1, first_place, -1):  # down to the run after this member's first
             runs = table[:, place]
             count = int((runs >= 0).sum())
-            continuing = len(gradient)  # chains with a run after this one, which come first
-            gradients = gathered.states(runs[:count])
+            continuing = len(final)  # chains with a run after this one, which come first
+            entering = gathered.states(runs[:count])  # of the outputs alone
             if continuing:
-                later = map_states(gathered.transitions(runs[:continuing]).mT, gradient, gradients[:continuing])
-                gradients = later if continuing == count else torch.cat([later, gradients[continuing:]])
-            gradient = gradients
-            _put_local_runs(leaving, gradient, local_number_of_run[table[:count, place - 1]])
+                whole = map_states(gathered.transitions(runs[:continuing]).mT, final, entering[:continuing])
+                entering = whole if continuing == count else torch.cat([whole, entering[continuing:]])
+            final = entering  # of the runs at the place before
+            _put_local_runs(leaving, final, local_number_of_run[table[:count, place - 1]])
         return leaving
 
     def _sum_over_branches(self, table: Integers, gathered: "_GatheredSummaries") -> Tensor:
-        """`leaving_gradients` where the final state of a run enters several: their gradients are summed."""
+        """Return `leaving_gradients` where the final state of a run enters several runs: their gradients are summed.
+
+        `table` are the chains, of which several may have a run in common.
+        """
         runs = self._chains.runs
         device = self._states.device
-        final = self._states.new_zeros((len(runs.member), *self._states.shape[1:]))
+        final = self._states.new_zeros((len(runs.member), *self._states.shape[1:]))  # of all members' runs
         for place in range(table.shape[1] - 1, 0, -1):
-            entered = np.unique(table[:, place])
-            entered = entered[entered >= 0]
-            gradients = gathered.states(entered).clone()
-            goes_on = np.flatnonzero(~runs.last[entered])
+            runs_here = np.unique(table[:, place])
+            runs_here = runs_here[runs_here >= 0]
+            entering = gathered.states(runs_here).clone()  # of the outputs alone
+            goes_on = np.flatnonzero(~runs.last[runs_here])
             if len(goes_on):
                 index = index_on_device(goes_on, device)
-                later = final.index_select(0, index_on_device(entered[goes_on], device))
-                transitions = gathered.transitions(entered[goes_on]).mT
-                gradients[index] = map_states(transitions, later, gradients[index])
-            final.index_add_(0, index_on_device(runs.before[entered], device), gradients)
+                later = final.index_select(0, index_on_device(runs_here[goes_on], device))
+                transitions = gathered.transitions(runs_here[goes_on]).mT
+                entering[index] = map_states(transitions, later, entering[index])
+            final.index_add_(0, index_on_device(runs.before[runs_here], device), entering)
         return final.index_select(0, index_on_device(self._chains.local_indices, device))
 
 
 class _GatheredSummaries:
-    """States and transitions of a group's runs on their way, as rows of H numbers.
+    """States and transitions of a group's runs on their way, as rows of H numbers; sending starts as it is made.
 
-    A state (H, K, V) is K · V such rows, a transition (H, K, K) is K · K, a transition (H, 1, 1) one.
+    A state (H, K, V) is K · V such rows, a transition (H, K, K) is K · K, a transition (H, 1, 1) one. `_shapes` and
+    `_sizes`, which count rows, are those of a state and of a transition.
     """
 
     def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, label: str) -> None:
@@ -191,13 +195,13 @@ class _GatheredSummaries:
         return windows.index_select(0, index_on_device(first_rows, self._rows.device)).view(shape)
 
 
-def _put_local_runs(into: Tensor, values: Tensor, local_number_of_run: Integers) -> None:
-    """Write the values of the runs that are this member's into `into` (R, …), in place; `local_number_of_run` are their
-    numbers here (−1: not here, left out).
+def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
+    """Write the values (n, …) of those of n runs that are this member's into `into` (R, …), in place; `local_numbers`
+    (n,) are their numbers among this member's R runs, −1 for another member's.
     """
-    local = (local_number_of_run >= 0).nonzero()[0]
+    local = (local_numbers >= 0).nonzero()[0]
     if len(local):
-        put_rows(into, local_number_of_run[local], pick_rows(values, local))
+        put_rows(into, local_numbers[local], pick_rows(values, local))
 
 
 @break_graphs_around

@@ -101,7 +101,7 @@ KERNELS: tuple[Kernel, ...] = tuple(_ROW_OF_NAME[name] for name in KERNEL_NAMES)
 def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
     """Choose the kernel of this name, or without a name the first that suits the call.
 
-    So does a name whose kernel is for some calls alone, if the call lacks a feature that it requires: one name may be
+    Where the named kernel requires a feature that the call lacks, the first that suits is chosen too: one name may be
     given for all layers. Raises AttentionError where the named kernel is unknown or cannot compute the call, and where
     no kernel can.
     """

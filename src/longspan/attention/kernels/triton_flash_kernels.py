@@ -69,7 +69,7 @@ def _find_visible_keys(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Return where the keys begin and end that any of ROWS rows sees; the first of these is aligned to `first_aligned`.
+    """Return where the keys begin and end that any of ROWS rows sees, if the first row is aligned to `first_aligned`.
 
     The beginning is rounded down to a whole number of blocks of KEYS.
     """
@@ -96,7 +96,7 @@ def pack_bits(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Set the bit of each key that ROWS rows of a tile have chosen, in zeros.
+    """Set the bit of each key that ROWS rows of a tile have chosen; `bits` are zeros before.
 
     `indices` (rows, columns) are the chosen positions; `places`, `place_starts` and `bit_starts` are those of `KeyBits`
     in `tiles.py`. A position at which the tile has no key sets no bit.

@@ -63,7 +63,8 @@ class ConvolutionKernel:
     `forward(x, convolution, runs, before)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
     `write_first_outputs(y, x, arrived, convolution, first)` writes into it the first rows of runs that rows arrive for.
     `arrived_gradients(dout, x, arrived, convolution, first)` gives the gradients of arrived rows,
-    `backward(dout, x, arrived, convolution, runs, before)` all others, of parameters that require none perhaps None.
+    `backward(dout, x, arrived, convolution, runs, before)` those of x, weight and bias. A parameter that requires no
+    gradient may get None.
     """
 
     name: str
@@ -84,13 +85,14 @@ def _torch_backward(
     rows got theirs before.
     """
     weight, bias, silu = convolution
+    x_leaf = x.detach().requires_grad_()
+    weight_leaf = weight.detach().requires_grad_(weight.requires_grad)
+    bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
     with torch.enable_grad():
-        leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
-        bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
-        out = _convolve_runs(leaves[0], arrived, Convolution(leaves[1], bias_leaf, silu), before)
-    inputs = [y if y is not None and y.requires_grad else None for y in (*leaves, bias_leaf)]
-    gradients = iter(torch.autograd.grad(out, [y for y in inputs if y is not None], dout))
-    dx, dweight, dbias = (None if y is None else next(gradients) for y in inputs)
+        out = _convolve_runs(x_leaf, arrived, Convolution(weight_leaf, bias_leaf, silu), before)
+    leaves = [y if y is not None and y.requires_grad else None for y in (x_leaf, weight_leaf, bias_leaf)]
+    gradients = iter(torch.autograd.grad(out, [y for y in leaves if y is not None], dout))
+    dx, dweight, dbias = (None if y is None else next(gradients) for y in leaves)
     assert dx is not None
     return dx, dweight, dbias
 

@@ -70,7 +70,7 @@ class _Decays:
         self._chunk_of_row = runs.chunk_of_row
 
     def decay_to_end(self) -> Tensor:
-        """Return by what factor that which each row added has decayed at its chunk's end: (T, H, 1)."""
+        """Return the factor (T, H, 1) by which what each row adds to the state has decayed at its chunk's end."""
         return torch.exp2(self.whole.index_select(0, self._chunk_of_row) - self.g.squeeze(0)).unsqueeze(-1)
 
 
@@ -86,7 +86,7 @@ class DecayForward:
         self.activations: tuple[Tensor] = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return B and M of runs. M is one number a head: 2 to the sum of its chunks' log-decays."""
+        """Return B of the runs `leaving` and M of the runs `carrying`: one number a head, the run's whole decay."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = scan_chunks(self._additions, self._decays.whole, zero, self._runs)
@@ -111,8 +111,8 @@ class DecayBackward:
     """A backward pass; see `ScanBackward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
-        """Begin the backward pass: what the outputs of each chunk's rows add to the gradient at the state before it
-        does not wait for others.
+        """Compute what the outputs of each chunk's rows add to the gradient at the state that enters the chunk: this
+        needs nothing of other runs.
         """
         self._inputs = inputs
         self._runs = runs
@@ -120,9 +120,9 @@ class DecayBackward:
         self._saved = saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
-        # by which the state that entered the chunk has decayed at each row: (T, H, 1)
-        from_start = torch.exp2(self._decays.g.squeeze(0)).unsqueeze(-1)
-        self._added_gradients = additions_by_chunk(inputs.q, self._do, scale * from_start, runs)
+        # (T, H, 1): the factor by which the state that entered the chunk has decayed at each row
+        decay_from_start = torch.exp2(self._decays.g.squeeze(0)).unsqueeze(-1)
+        self._added_gradients = additions_by_chunk(inputs.q, self._do, scale * decay_from_start, runs)
         self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
     def initial_state_gradients(self, runs: Integers) -> Tensor:

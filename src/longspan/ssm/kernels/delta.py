@@ -67,7 +67,8 @@ class Pieces:
         return bool((self._counts > 1).any())
 
     def compose_run_maps(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
-        """Return B (n, H, K, V) and M (n, H, K, K) of some shared runs, composed from those of their pieces.
+        """Return B (n, H, K, V) and M (n, H, K, K) of some shared runs, composed from `states` and `transitions`, the B
+        and M of the pieces that have maps.
 
         The map of a run is that of its pieces one after another: B ← M_p B + B_p, M ← M_p M. Runs without a further
         piece stay as they are; if none has, B and M may be views of those of pieces.
@@ -87,7 +88,7 @@ class Pieces:
     def entering_states(self, entering_runs: Tensor, b: Tensor, m: Tensor) -> Tensor:
         """Return the state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces.
 
-        Each further piece of a run gets what the map of the piece before makes of the state that enters that.
+        Each further piece of a run gets what the map of the piece before it makes of the state that enters that piece.
         """
         if not self.has_cuts:
             return entering_runs
@@ -120,8 +121,11 @@ class Pieces:
     def _follow_pieces(
         self, run_values: Tensor, first: Integers, added: Tensor, transitions: Tensor, *, step: int
     ) -> Tensor:
-        """Return a value for each piece: those of runs at their pieces `first`, and through the map of each piece that
-        of the next: M S + B, or Mᵀ G + B where the next is the piece before (`step` −1).
+        """Return a value for each piece, from those of runs: a run's own for its piece in `first`, and from there on
+        what the map of each piece makes of that piece's value for the next one in the direction of `step`.
+
+        With `step` 1 the map is M S + B, for states from a run's first piece on; with −1 it is Mᵀ G + B, for gradients
+        from its last piece back. `added` are the B, and M the `transitions`, of the pieces that have maps.
         """
         piece_values = run_values.new_empty((len(self.runs.lengths), *run_values.shape[1:]))
         put_rows(piece_values, first, run_values)
@@ -161,8 +165,10 @@ _NARROW = 128  # key numbers up to which a program of four warps keeps a state i
 
 def compute_run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """Compute B (R, H, K, V) and M (R, H, K, K) of each run, where S_out = M S_in + B, in float32."""
-    heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
-    states, transitions = (_new_state(rows, count, heads, size, n) for n in (width, size))
+    heads, size = rows["w"].shape[2:]
+    width = rows["u"].shape[-1]
+    count = len(runs.lengths)
+    states, transitions = (_new_state(rows, count, heads, size, columns) for columns in (width, size))
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
     arguments = [rows["k"], rows["w"], rows["u"], _decay_rows(rows), states, transitions, runs.ends]
     if count:  # without runs, as on a single rank, no kernel is compiled
@@ -268,7 +274,9 @@ class DeltaGradients:
         if self._initial_state_gradients is None:
             map_runs, map_rows = self._pieces.pieces_with_maps
             rows = {name: x[:, map_rows] for name, x in self._rows.items()}
-            heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(map_runs.lengths)
+            heads, size = rows["w"].shape[2:]
+            width = rows["dv"].shape[-1]
+            count = len(map_runs.lengths)
             gradients = _new_state(rows, count, heads, size, width)
             inputs = [rows["q"], rows["k"], rows["w"], _decay_rows(rows), rows["do"], rows["dv"]]
             shared = {"Q_SHARED": heads // rows["q"].shape[2], **_kernel_sizes(rows, width)}

@@ -83,27 +83,29 @@ def scan(
         wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
         return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
 
-    k, v, g = map(cut_rows, (k, v, g))
-    decay = g.cumsum(2)
-    chunk_decay = g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
-    # last − decay
-    later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(chunk_decay)], 2).flip(2).cumsum(2).flip(2)
-    new_values = v  # u
+    # All chunks of all runs at once; comments give the letters of the formulas at the head of the file.
+    chunk_k, chunk_v, chunk_g = map(cut_rows, (k, v, g))
+    decay = chunk_g.cumsum(2)  # G
+    whole_decay = chunk_g.sum(2, keepdim=True)  # G_last: (N, H, 1, K or 1)
+    # G_last − G, each a sum of its own
+    later_decay = torch.cat([chunk_g[:, :, 1:], torch.zeros_like(whole_decay)], 2).flip(2).cumsum(2).flip(2)
+    new_values = chunk_v  # u
     state_share = None  # w
-    fades = None if q is None and beta is None else _pair_decays(g)
-    if beta is not None and fades is not None:
+    pair_decays = None if q is None and beta is None else _pair_decays(chunk_g)  # P
+    if beta is not None and pair_decays is not None:
         weight = cut_rows(beta.unsqueeze(-1))
-        system = _products_under_decay(weight * k, k, fades).tril(-1) + torch.eye(
+        system = _products_under_decay(weight * chunk_k, chunk_k, pair_decays).tril(-1) + torch.eye(
             chunk, dtype=k.dtype, device=k.device
-        )
-        right_side = torch.cat([weight * v, weight * k * decay.exp()], -1)
+        )  # T⁻¹
+        right_side = torch.cat([weight * chunk_v, weight * chunk_k * decay.exp()], -1)
         solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
         new_values, state_share = solution.split([v.shape[-1], k.shape[-1]], -1)
-    inner = None if q is None or fades is None else _products_under_decay(cut_rows(q), k, fades)
+    inner = None if q is None or pair_decays is None else _products_under_decay(cut_rows(q), chunk_k, pair_decays)
     decayed_q = None if q is None else cut_rows(q) * decay.exp()
-    decayed_k = (k * later_decay.exp()).mT  # (N, H, K, C)
-    fading = chunk_decay.exp().mT  # (N, H, K or 1, 1)
+    decayed_k = (chunk_k * later_decay.exp()).mT  # (N, H, K, C)
+    fading = whole_decay.exp().mT  # (N, H, K or 1, 1)
 
+    # Chunks in order: the first ones of all runs, then the second ones of the runs that have two, and so on.
     state = initial.index_select(0, chunks.order)
     outs = list[Tensor]()
     chunks_done = 0
@@ -122,7 +124,7 @@ def scan(
         chunks_done += size
     final = state.index_select(0, chunks.inverse)
     if q is None:
-        return v[:0, 0, :, :], final
+        return chunk_v[:0, 0, :, :], final
     laid_out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
     return laid_out.index_select(0, chunks.back), final
 
@@ -160,29 +162,29 @@ class TorchForward:
         Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, at twice the cost or more,
         so the second half is left out where no run needs M. Without a delta term M is the product of a run's decays.
         """
-        _, k, v, g, beta = self._inputs
-        heads = k.shape[1]
-        size = k.shape[2]
-        width = v.shape[2]
+        inputs = self._inputs
+        device = inputs.k.device
+        heads, size, width = inputs.state_shape
         summed_runs = np.union1d(leaving, carrying)
         starts = self._runs.starts[summed_runs]
         lengths = self._runs.lengths[summed_runs]
-        rows = to_device(expand_runs(starts, starts + lengths), k.device)
-        k, v, g = (x.index_select(0, rows) for x in (k, v, g))
-        beta = None if beta is None else beta.index_select(0, rows)
+        rows = to_device(expand_runs(starts, starts + lengths), device)
+        k, columns, g = (x.index_select(0, rows) for x in (inputs.k, inputs.v, inputs.g))
+        beta = None if inputs.beta is None else inputs.beta.index_select(0, rows)
         leaving_at, carrying_at = (
-            to_device(np.searchsorted(summed_runs, runs), k.device) for runs in (leaving, carrying)
+            to_device(np.searchsorted(summed_runs, runs), device) for runs in (leaving, carrying)
         )
         initial = k.new_zeros((len(summed_runs), heads, size, width))
         transitions = k.new_zeros((0, heads, size, size))
         if beta is None:
-            runs = to_device(np.repeat(np.arange(len(summed_runs)), lengths), k.device)
-            transitions = g.new_zeros((len(summed_runs), heads, 1)).index_add_(0, runs, g).exp().unsqueeze(-1)
+            run_of_row = to_device(np.repeat(np.arange(len(summed_runs)), lengths), device)
+            decays = g.new_zeros((len(summed_runs), heads, 1)).index_add_(0, run_of_row, g)
+            transitions = decays.exp().unsqueeze(-1)
         elif len(carrying):
-            unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(summed_runs), heads, size, size)
+            unit = torch.eye(size, dtype=k.dtype, device=device).expand(len(summed_runs), heads, size, size)
             initial = torch.cat([initial, unit], -1)
-            v = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
-        state = scan(None, k, v, g, beta, initial, lengths)[1]
+            columns = torch.cat([columns, columns.new_zeros((len(columns), heads, size))], -1)
+        state = scan(None, k, columns, g, beta, initial, lengths)[1]
         if beta is not None and len(carrying):
             transitions = state[..., width:]
         return state[..., :width].index_select(0, leaving_at), transitions.index_select(0, carrying_at)

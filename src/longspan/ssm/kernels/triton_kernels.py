@@ -8,7 +8,6 @@ while the chunk before it is computed.
 """
 
 # pyright: basic, reportMissingImports=false
-# pyright: basic, reportMissingImports=false
 import triton
 import triton.language as tl
 
