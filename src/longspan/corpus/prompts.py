@@ -64,13 +64,15 @@ def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer, positions: int
 
 
 def _key_of_prompt(row: Row) -> str:
-    """Return the key of a row's prompt. Raises RowError, with the row's place, for keys that do not go together."""
+    """Return the key of a row's prompt. Raises RowError, with the row's place, for keys that do not go together, and
+    for a temperature that is none.
+    """
     values = row.values
     keys = [key for key in _KEYS if values.get(key) is not None]
     temperature = values.get("temperature")
     unknown = values.keys() - {*_KEYS, "tools", "temperature"}
-    is_number = temperature is None or (isinstance(temperature, int | float) and temperature >= 0)
-    if len(keys) != 1 or unknown or not is_number or (values.get("tools") and keys == ["text"]):
+    temperature_fits = temperature is None or (isinstance(temperature, int | float) and temperature >= 0)
+    if len(keys) != 1 or unknown or not temperature_fits or (values.get("tools") and keys == ["text"]):
         raise RowError(
             f"{row.where}: it has {', '.join(map(repr, values))}; give one of {', '.join(_KEYS)}, and besides tools "
             "of a conversation, or a temperature of at least 0"

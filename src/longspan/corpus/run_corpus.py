@@ -84,8 +84,8 @@ class _CorpusOfRun:
 
         Nothing is built if settings, files and key (which covers the tokenizer) are as recorded and no file is damaged.
         A resumed run whose documents are lost or damaged builds them again under the same key, so that rows become the
-        same tokens. Without a `tokenizer` that of the run's folder is read, or one is trained if it has none or the
-        corpus changed. Raises DataError where a resumed run's corpus is lost or changed.
+        same tokens. Without a `tokenizer` that of the run's folder is read, if it is there and the recorded corpus did
+        not change; else one is trained. Raises DataError where a resumed run's corpus is lost or changed.
         """
         recorded = self._old_record
         if resumed and recorded is None:

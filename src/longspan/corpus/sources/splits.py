@@ -130,9 +130,9 @@ def check_one_configuration(root: Path, names: Collection[str], path: str, key: 
 
 
 def _sibling_folders(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the files of folders beside each other, by folder, of the first such that have a file of one name.
+    """Return the files of each folder, for the first folders beside each other that hold files of one name.
 
-    {} if there are none, or if only numbers and names of splits tell the folders apart.
+    Folders that only numbers and names of splits tell apart do not count. {} if there are no others.
     """
     alike = defaultdict[tuple[str, str], set[str]](set)  # folders, by what stands before and behind them in names
     for name in names:

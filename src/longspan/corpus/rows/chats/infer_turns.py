@@ -344,9 +344,9 @@ def _locate_mark_alone(conversation: Conversation, field: Field, mark: str) -> l
     at = rendered.rfind(mark)
     if at < 0:
         return []
-    text_after = rendered[at + len(mark) :]
-    closing = _LONGEST_CLOSING if field.added else 0  # characters that close the mark: a quote, say
-    text_after = next((text_after[i:] for i in range(closing + 1) if text.endswith(text_after[i:])), None)
+    behind_mark = rendered[at + len(mark) :]
+    closing = _LONGEST_CLOSING if field.added else 0  # characters that may close the mark, such as a quote
+    text_after = next((behind_mark[i:] for i in range(closing + 1) if text.endswith(behind_mark[i:])), None)
     if text_after is None:
         raise RowError(
             "its chat template writes what follows a turn differently when the turn has one word more, so that it "
