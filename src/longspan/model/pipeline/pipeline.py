@@ -172,7 +172,7 @@ class PipelineModel(nn.Module):
                 with leave_out_idle_hooks(self, trains=backward):
                     _run_watched_schedule(step, world)
             except BaseException:
-                # torch's interleaved ones would find their stages gathered in the next step
+                # In the next step, torch's interleaved schedules would take their stages for gathered.
                 self._schedules.clear()
                 raise
             finally:

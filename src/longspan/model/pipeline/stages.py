@@ -305,6 +305,7 @@ def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
     name = type(model).__name__
     base = decoder_model(model)
     called = [call.part for call in calls]
+    # Without the embedding: the trace begins with hidden states in its place.
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     order = [*before, *(f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))), *parts.after]
     if miscalled := [part for part in order if called.count(part) != 1]:

@@ -144,9 +144,9 @@ def _try_row_loss(model: PreTrainedModel) -> None:
     depths = mtp_depths(model)
     probe = Probe()
     ids = torch.zeros(len(depths), 2, dtype=torch.long, device="meta")
-    deeper: dict[str, Any] = {"future_ids": ids} if depths else {}
+    mtp_inputs: dict[str, Any] = {"future_ids": ids} if depths else {}
     try:
-        output = run_on_meta(model, probe, gradients=True, row_loss=compute_logits, **deeper)
+        output = run_on_meta(model, probe, gradients=True, row_loss=compute_logits, **mtp_inputs)
     except ModelError:
         raise
     except Exception as error:
