@@ -289,8 +289,8 @@ class PlannerConfig:
         except LongDocumentError as error:
             rows = f"{name_of_key(self.prefix, 'max_tokens_per_slot')} {self.options.max_tokens_per_slot or 0}"
             degree = f"{self.degree_key} {self.degree or AUTO}"
-            keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
-            raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
+            fault = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
+            raise ConfigError(f"{fault} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
         except LongspanError as error:
             keys = {argument: name_of_key(self.prefix, key) for argument, key in KEYS.items()}
             raise ConfigError(replace_argument_names(str(error), keys)) from error

@@ -77,14 +77,15 @@ class StateCost:
         if mixer is None:
             return None
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
-        # numbers of what a run does to a state
+        # numbers of a transition, which is what a run does to a state
         transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)
+        messages = int(mixer.state > 0) + int(mixer.width > 1)  # in either pass
         return cls(
             scan_seconds=layers * (scan + mixer.channels * channel_seconds),
             summary_seconds=layers * mixer.summary_flops / (summary_tflops * 1e12),
             state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
             transition_bytes=float(layers * 2 * transition * _STATE_SIZE),
-            step_seconds=layers * 2 * (bool(mixer.state) + (mixer.width > 1)) * step_latency,
+            step_seconds=layers * 2 * messages * step_latency,
         )
 
     def constants(self) -> dict[str, Any]:

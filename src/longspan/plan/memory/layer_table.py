@@ -126,7 +126,9 @@ class LayerPart:
     lasting: float = 0.0
 
     def __add__(self, other: "LayerPart") -> "LayerPart":
-        """Return both parts together: they run one after another, so that the larger work counts."""
+        """Return both parts together: what they save adds up, and as they run one after another, the larger work
+        counts.
+        """
         attention = self.attention + other.attention
         exchanged = self.exchanged + other.exchanged
         work = max(self.work, other.work)

@@ -167,22 +167,26 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
         for weights_move in _weight_places_to_try(needs, fixed)
         for states_move in ([settings.state_numbers > 0] if weights_move and settings.trains_all else states)
     ]
-    return [
-        replace(
-            settings,
-            segment_layers=segments,
-            mlp_tile_tokens=tile_rows,
-            offload_optimizer_states=states_move,
-            offload_weights=weights_move,
-            gathered_once=gathered_once,
-            summed_once=summed_once,
+    to_try = list[MemorySettings]()
+    for segments, tile_rows, (states_move, weights_move), (gathered_once, summed_once) in product(
+        _segment_sizes_to_try(fixed), tiles, on_host, _sharding_to_try(needs, fixed)
+    ):
+        if weights_move and gathered_once:  # weights that wait on the host are not kept whole
+            continue
+        if tiles_open and tile_rows == SMALL_TILE_ROWS and not segments:  # these come with segments only
+            continue
+        to_try.append(
+            replace(
+                settings,
+                segment_layers=segments,
+                mlp_tile_tokens=tile_rows,
+                offload_optimizer_states=states_move,
+                offload_weights=weights_move,
+                gathered_once=gathered_once,
+                summed_once=summed_once,
+            )
         )
-        for segments, tile_rows, (states_move, weights_move), (gathered_once, summed_once) in product(
-            _segment_sizes_to_try(fixed), tiles, on_host, _sharding_to_try(needs, fixed)
-        )
-        if not (weights_move and gathered_once)
-        and (segments or not tiles_open or tile_rows != SMALL_TILE_ROWS)  # small tiles come with segments
-    ]
+    return to_try
 
 
 def _sharding_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[bool, bool]]:
@@ -212,16 +216,15 @@ def _leanest_choices(
     another choice may need about 1 % less.
     """
     # the last measure of all, and the last of those that are not on the host
-    leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
-    words: list[CheckpointPolicy] = [word for word in fixed.measures if word in leanest]
+    leanest_words = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
+    words: list[CheckpointPolicy] = [word for word in fixed.measures if word in leanest_words]
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
     settings = _settings_to_try(needs, replace(fixed, **once))
     tile_rows = {one.segment_layers: one.mlp_tile_tokens for one in settings}  # the last ones, which are the fewest
+    leanest_settings = [one for one in settings if one.mlp_tile_tokens == tile_rows[one.segment_layers]]
     return [
         (changed, slow, fast)
-        for changed in (
-            needs.with_settings(one) for one in settings if one.mlp_tile_tokens == tile_rows[one.segment_layers]
-        )
+        for changed in map(needs.with_settings, leanest_settings)
         for fast, slow in combinations_with_replacement(words, 2)
     ]
 
