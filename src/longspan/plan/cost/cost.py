@@ -79,7 +79,7 @@ class StateCost:
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
         # numbers of a transition, which is what a run does to a state
         transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)
-        messages = int(mixer.state > 0) + int(mixer.width > 1)  # in either pass
+        messages = [mixer.state > 0, mixer.width > 1].count(True)  # in either pass
         return cls(
             scan_seconds=layers * (scan + mixer.channels * channel_seconds),
             summary_seconds=layers * mixer.summary_flops / (summary_tflops * 1e12),
@@ -497,8 +497,7 @@ class Cost:
             if fields.get("states"):
                 fields["states"] = StateCost(**fields["states"])
             readers: dict[str, Any] = {"forward": cls.from_json, "network": Network.from_json}
-            parts = {name: read(fields[name]) for name, read in readers.items() if fields.get(name)}
-            return cls(**fields | parts)
+            return cls(**fields | {name: read(fields[name]) for name, read in readers.items() if fields.get(name)})
         except (TypeError, KeyError, AttributeError) as error:
             names = ", ".join(field.name for field in dataclasses.fields(cls))
             raise PlanError(

@@ -165,7 +165,7 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
         steepnesses: Sequence[float],
         slacks: Sequence[float],
         limits: Sequence[tuple[float, float]],
-        earlier: Sequence[_Trial] = (),
+        *earlier: _Trial,
     ) -> _Trial:
         """Place all items under each combination, and return the fastest trial, `earlier` ones included; of equal ones
         the first.
@@ -183,9 +183,9 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
         return fastest_trial(counts, STEEPNESS, slacks, limits)[:2]
     best = fastest_trial(counts, STEEPNESS[1::2], slacks, limits[-1:])
     count, _, slack = best[2]
-    best = fastest_trial([count], STEEPNESS[::2], [slack], limits[-1:], [best])
+    best = fastest_trial([count], STEEPNESS[::2], [slack], limits[-1:], best)
     count, steepness, slack = best[2]
-    return fastest_trial([count], [steepness], [slack], limits[:-1], [best])[:2]
+    return fastest_trial([count], [steepness], [slack], limits[:-1], best)[:2]
 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:

@@ -229,7 +229,7 @@ class LayerTable:
         """
         read = self.read
         tp = self.tp
-        widths = attention_widths(self.read)
+        widths = attention_widths(read)
         query = widths.query / tp
         key = widths.key / min(tp, key_value_heads(read))
         heads = read.count("num_attention_heads") / tp
@@ -344,7 +344,7 @@ class LayerTable:
         """
         read = self.read
         trained = self.settings.trains_all
-        own_gate = self.read.family.own_expert_gate
+        own_gate = read.family.own_expert_gate
         weights = feed_forward_weights(read, "experts")
         latent = read.count("moe_latent_size")
         visits = experts_per_token(read)
@@ -381,8 +381,8 @@ class LayerTable:
         if not shared_width:
             return part
         weighted = self.bytes_of_rows(1 + self.hidden_size) if vectors_left else 0.0
-        router_input = self.bytes_of_rows(self.hidden_size) * trained
-        return part + (self.mlp_part(shared_width) + LayerPart(weighted - router_input))
+        counted_input = self.bytes_of_rows(self.hidden_size) * trained
+        return part + (self.mlp_part(shared_width) + LayerPart(weighted - counted_input))
 
     def mixer_part(self, mixer: MixerShape) -> LayerPart:
         """Return the part of a state-space layer, whose heads are divided over tensor-parallel ranks. A short

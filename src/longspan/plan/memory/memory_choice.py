@@ -157,6 +157,7 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
     settings = place.settings
     tiles_open = fixed.mlp_tile_tokens is None
     tiles = [fixed.mlp_tile_tokens or 0]
+    small_tiles = [SMALL_TILE_ROWS] if tiles_open else []  # which come with segments only
     if tiles_open and max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface:
         tiles = [0, TILE_ROWS, SMALL_TILE_ROWS]
     states = [False, True] if settings.gpu and settings.state_numbers > 0 else [False]
@@ -167,26 +168,22 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
         for weights_move in _weight_places_to_try(needs, fixed)
         for states_move in ([settings.state_numbers > 0] if weights_move and settings.trains_all else states)
     ]
-    to_try = list[MemorySettings]()
-    for segments, tile_rows, (states_move, weights_move), (gathered_once, summed_once) in product(
-        _segment_sizes_to_try(fixed), tiles, on_host, _sharding_to_try(needs, fixed)
-    ):
-        if weights_move and gathered_once:  # weights that wait on the host are not kept whole
-            continue
-        if tiles_open and tile_rows == SMALL_TILE_ROWS and not segments:  # these come with segments only
-            continue
-        to_try.append(
-            replace(
-                settings,
-                segment_layers=segments,
-                mlp_tile_tokens=tile_rows,
-                offload_optimizer_states=states_move,
-                offload_weights=weights_move,
-                gathered_once=gathered_once,
-                summed_once=summed_once,
-            )
+    return [
+        replace(
+            settings,
+            segment_layers=segments,
+            mlp_tile_tokens=tile_rows,
+            offload_optimizer_states=states_move,
+            offload_weights=weights_move,
+            gathered_once=gathered_once,
+            summed_once=summed_once,
         )
-    return to_try
+        for segments, tile_rows, (states_move, weights_move), (gathered_once, summed_once) in product(
+            _segment_sizes_to_try(fixed), tiles, on_host, _sharding_to_try(needs, fixed)
+        )
+        if not (weights_move and gathered_once)  # weights that wait on the host are not kept whole
+        if segments or tile_rows not in small_tiles
+    ]
 
 
 def _sharding_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[bool, bool]]:
@@ -199,13 +196,11 @@ def _sharding_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[bool,
         choices = [(True, False), (False, False)]
         if place.micro_batches != 1:  # of one micro-batch gradients are summed once in any case
             choices.insert(0, (True, True))
-    with_fixed = list[tuple[bool, bool]]()
-    for gathered, summed in choices:
-        gathered_once = gathered if fixed.gathered_once is None else fixed.gathered_once
-        summed_once = summed if fixed.summed_once is None else fixed.summed_once
-        if gathered_once or not summed_once:
-            with_fixed.append((gathered_once, summed_once))
-    return [*dict.fromkeys(with_fixed)]
+    if fixed.gathered_once is not None:
+        choices = [(fixed.gathered_once, summed) for _, summed in choices]
+    if fixed.summed_once is not None:
+        choices = [(gathered, fixed.summed_once) for gathered, _ in choices]
+    return [*dict.fromkeys((gathered, summed) for gathered, summed in choices if gathered or not summed)]
 
 
 def _leanest_choices(
