@@ -678,9 +678,7 @@ def read_machine(file: str, key: str) -> Machine:
         return replace(Machine.from_json(read_json(path)), source=file)
     except (OSError, ValueError, TypeError, LongspanError) as error:
         fault = f"holds no machine: {error.strerror if isinstance(error, OSError) else error}"
-        if isinstance(error, IsADirectoryError):
-            fault = "is a folder"
         raise ConfigError(
-            f"{key} {file} {fault}; give the file that `longspan bench calibrate --out FILE.json` writes for this "
-            "machine"
+            f"{key} {file} {'is a folder' if isinstance(error, IsADirectoryError) else fault}; give the file that "
+            "`longspan bench calibrate --out FILE.json` writes for this machine"
         ) from error
