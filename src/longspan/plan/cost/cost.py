@@ -143,9 +143,9 @@ class StateCost:
 
 
 def attention_imbalance(partition: str, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
-    """Return the attention of the busiest slot in a ring of `around` members, over the mean of its slots. A document
-    that spans c slots end to end gives its last slot 2 − 1 / c times the mean, c being that of a typical row's
-    document.
+    """Return the attention of the busiest slot in a ring of `around` members, over the mean of its slots: 1 under
+    zigzag. Under contiguous a document that spans c slots, end to end, gives the last of them 2 − 1 / c times the mean;
+    c is taken of a typical row's document.
     """
     if partition == "zigzag":
         return 1.0
@@ -301,7 +301,10 @@ class Cost:
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
-        """Return this cost for groups of a communication type, or of the type that most layers of a list have."""
+        """Return this cost for groups of a communication type, or of the type that most layers of a list have.
+        `a2a_size` slots exchange heads under a2a+p2p (0: the best number), of `heads` query heads (None: as many as so
+        far).
+        """
         heads = self.heads if heads is None else heads
         return dataclasses.replace(
             self, cp_comm_type=most_common_type(cp_comm_type), a2a_size=a2a_size, heads=heads

@@ -108,9 +108,9 @@ def plan_dynamic(
 
 
 def _count_search_steps(effort: EffortName, problem: Problem) -> int:
-    """Return how many random changes a search tries: the fewer the more items, as each takes longer. Many slots with
-    few documents each take up to 7 % longer with 12 of them than with 40 (bench/plans/planner.py --tokens-per-slot
-    8192).
+    """Return how many random changes a search tries: the more items, the fewer, as each change takes longer. A step of
+    many slots with few documents each takes up to 7 % longer after 12 changes than after 40 (bench/plans/planner.py
+    --tokens-per-slot 8192).
     """
     scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
     size = len(problem.tokens) + problem.request.slots

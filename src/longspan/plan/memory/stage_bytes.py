@@ -339,7 +339,9 @@ class StageBytes:
         return replace(resident, communicators=resident.communicators + sizes.pop("reserved"), **sizes)
 
     def moments(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
-        """Yield what is held besides `resident_bytes` at the moments of `bytes_at_moments`, in their order."""
+        """Yield what is held besides `resident_bytes`: first at the update, then at the moments of a micro-batch of
+        each of these loads.
+        """
         settings = self.settings
         # Sixteen copies of a bundle in bfloat16: of three bundles under way, and the products of one.
         gathered = 32 * BUNDLE_NUMBERS if settings.muon else 0
