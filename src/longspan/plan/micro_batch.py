@@ -168,11 +168,16 @@ def most_common_type(types: str | Sequence[str]) -> str:
     return types if isinstance(types, str) else max(types, key=types.count)
 
 
+def first_size(sizes: int | Sequence[int]) -> int:
+    """Return the a2a size of the sizes of a2a+p2p: of a pair (a2a, p2p), or given alone."""
+    return sizes if isinstance(sizes, int) else sizes[0]
+
+
 def fit_level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
     """Fit the configured sizes (a2a, p2p), or only the a2a size, to a group of this degree: the a2a size becomes the
     largest number that divides the configured one and the degree.
     """
-    inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
+    inner = math.gcd(first_size(sizes), degree)
     return inner, degree // inner
 
 

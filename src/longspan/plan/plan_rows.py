@@ -81,11 +81,9 @@ def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "th
         for batch in row["micro_batches"]:
             groups = list[Group]()
             for kind, first_or_slots, *numbers in batch:
-                slots: tuple[int, ...]
-                documents: tuple[int, ...]
                 if isinstance(first_or_slots, list):
-                    slots = list_as_tuple(first_or_slots)
-                    documents = tuple(numbers)
+                    slots: tuple[int, ...] = list_as_tuple(first_or_slots)
+                    documents: tuple[int, ...] = tuple(numbers)
                 else:
                     slots = tuple(range(first_or_slots, first_or_slots + numbers[0]))
                     documents = tuple(numbers[1:])

@@ -100,7 +100,9 @@ class PlannerConfig:
 
     @classmethod
     def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlannerConfig":
-        """Choose how training steps are planned."""
+        """Choose how training steps are planned, by the keys of [context]. `cost` is that of one device (None: that of
+        a Qwen3-8B), `heads` are the model's query heads (None: unknown).
+        """
         choice = cls._from_section(config.context, config, cost or cost_without_model(config), heads)
         options = replace(choice.options, mode="free" if config.context.mode == "free" else "lockstep")
         return replace(choice, options=options, depths=config.mtp.num_layers)
@@ -114,7 +116,9 @@ class PlannerConfig:
         cost: Cost | None = None,
         heads: int | None = None,
     ) -> "PlannerConfig":
-        """Choose how evaluations are planned, of a named set or held-out documents, priced for forward passes only."""
+        """Choose how evaluations are planned, of the set `entry` (None: held-out documents), priced for forward passes
+        only; `cost` and `heads` are as in `training`.
+        """
         entry = entry or held_out_set(config)
         cost = (cost or cost_without_model(config)).forward_only()
         choice = cls._from_section(entry, config, cost, heads)
@@ -289,8 +293,8 @@ class PlannerConfig:
         except LongDocumentError as error:
             rows = f"{name_of_key(self.prefix, 'max_tokens_per_slot')} {self.options.max_tokens_per_slot or 0}"
             degree = f"{self.degree_key} {self.degree or AUTO}"
-            keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
-            raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
+            fault = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
+            raise ConfigError(f"{fault} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
         except LongspanError as error:
             keys = {argument: name_of_key(self.prefix, key) for argument, key in KEYS.items()}
             raise ConfigError(replace_argument_names(str(error), keys)) from error

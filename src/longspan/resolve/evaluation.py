@@ -36,8 +36,10 @@ def options_by_comm_type(options: PlanOptions, home: Layout, cp: int) -> list[Pl
     elif options.partition == "contiguous":
         types = ["a2a"] if a2a_possible else types
     else:
-        types += ["a2a"] if a2a_possible else []
-        types += ["a2a+p2p"] if heads_known else []
+        if a2a_possible:
+            types.append("a2a")
+        if heads_known:
+            types.append("a2a+p2p")
     return [replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=None) for kind in types]
 
 

@@ -4,7 +4,7 @@ Who resolves a configuration has these from a world (`longspan train`), or from 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
@@ -54,10 +54,6 @@ class Facts:
     """Whether state-space layers have their kernels here."""
     evaluated: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     """The lengths of each evaluation set, by its name ("": held-out documents)."""
-
-    def with_home(self, home: Layout) -> "Facts":
-        """Return these facts for ranks that are factored otherwise."""
-        return replace(self, home=home)
 
     @cached_property
     def heads(self) -> int | None:

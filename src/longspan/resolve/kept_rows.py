@@ -93,7 +93,7 @@ def ran_short_of_memory(error: BaseException) -> bool:
 
 
 def halve_kept_rows(config: RunConfig) -> None:
-    """Halve the kept rows, in their file; for the first rank. A run whose rows were not kept raises OSError."""
+    """Halve the kept rows, in their file. Only the first rank calls this. Raises OSError if no rows are kept."""
     file = Path(config.run.dir) / FILE
     multiple = plan_row_multiple(config.parallel)
     values = read_json(file)

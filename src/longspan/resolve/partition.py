@@ -51,6 +51,7 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
     steps = [facts.lengths(step) for step in range(min(PARTITION_STEPS, max(1, facts.steps)))]
 
     def predict_seconds(options: PlanOptions) -> float:
+        """Return the predicted seconds of the steps together. Raises ConfigError for a type that the heads forbid."""
         if not options.allows(widest, home.tp):  # a later document may be long enough to need the widest group
             raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
         candidate = replace(way.choice, options=options)

@@ -434,7 +434,7 @@ def _list_open_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> Iter
         if context.planner not in (AUTO, *planners):
             planners.append(context.planner)
     for home_config, home in _homes_with_expert_degrees(config, facts, given):
-        way = Way(home_config, facts.with_home(home))
+        way = Way(home_config, replace(facts, home=home))
         for planner in planners:
             for choice in expand_auto_choice(replace(way.choice, planner=planner), home, facts.lengths_differ):
                 yield way.with_context(

@@ -397,7 +397,7 @@ def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
     for count in (run.gpus.count << doublings for doublings in range(1, 11)):
         with suppress(LongspanError):  # degrees that do not suit this number
             larger = replace(run, gpus=replace(run.gpus, count=count))
-            wider = facts.with_home(larger.home)
+            wider = replace(facts, home=larger.home)
             if leanest_fit(run.config, wider).seconds is not None:
                 config = resolve_by_best_way(run.config, rank_ways(run.config, wider, open_planner)).config
                 return replace(larger, config=choose_position_scaling(config, facts.model, facts.longest_document))

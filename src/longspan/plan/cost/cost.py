@@ -77,14 +77,15 @@ class StateCost:
         if mixer is None:
             return None
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
-        # numbers of what a run does to a state
+        # numbers of a transition, which is what a run does to a state
         transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)
+        messages = [mixer.state > 0, mixer.width > 1].count(True)  # in either pass
         return cls(
             scan_seconds=layers * (scan + mixer.channels * channel_seconds),
             summary_seconds=layers * mixer.summary_flops / (summary_tflops * 1e12),
             state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
             transition_bytes=float(layers * 2 * transition * _STATE_SIZE),
-            step_seconds=layers * 2 * (bool(mixer.state) + (mixer.width > 1)) * step_latency,
+            step_seconds=layers * 2 * messages * step_latency,
         )
 
     def constants(self) -> dict[str, Any]:
@@ -142,9 +143,9 @@ class StateCost:
 
 
 def attention_imbalance(partition: str, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
-    """Return the attention of the busiest slot in a ring of `around` members, over the mean of its slots. A document
-    that spans c slots end to end gives its last slot 2 − 1 / c times the mean, c being that of a typical row's
-    document.
+    """Return the attention of the busiest slot in a ring of `around` members, over the mean of its slots: 1 under
+    zigzag. Under contiguous a document that spans c slots, end to end, gives the last of them 2 − 1 / c times the mean;
+    c is taken of a typical row's document.
     """
     if partition == "zigzag":
         return 1.0
@@ -300,7 +301,10 @@ class Cost:
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
-        """Return this cost for groups of a communication type, or of the type that most layers of a list have."""
+        """Return this cost for groups of a communication type, or of the type that most layers of a list have.
+        `a2a_size` slots exchange heads under a2a+p2p (0: the best number), of `heads` query heads (None: as many as so
+        far).
+        """
         heads = self.heads if heads is None else heads
         return dataclasses.replace(
             self, cp_comm_type=most_common_type(cp_comm_type), a2a_size=a2a_size, heads=heads
@@ -496,8 +500,7 @@ class Cost:
             if fields.get("states"):
                 fields["states"] = StateCost(**fields["states"])
             readers: dict[str, Any] = {"forward": cls.from_json, "network": Network.from_json}
-            parts = {name: read(fields[name]) for name, read in readers.items() if fields.get(name)}
-            return cls(**fields | parts)
+            return cls(**fields | {name: read(fields[name]) for name, read in readers.items() if fields.get(name)})
         except (TypeError, KeyError, AttributeError) as error:
             names = ", ".join(field.name for field in dataclasses.fields(cls))
             raise PlanError(

@@ -439,7 +439,8 @@ class Machine:
                 )
                 if settings.free:
                     closing += cost.micro_batch_seconds
-        row_seconds, exchange_latency = self._expert_exchange_seconds(shape, settings, recomputed, forward=forward)
+        exchanges = 2.0 if forward else 4.0 + 2.0 * recomputed
+        row_seconds, exchange_latency = self._expert_exchange_seconds(shape, settings, exchanges)
         update = self.micro_batch_seconds
         if not settings.frozen:
             weights = (dense + experts / expert_ranks) / max(1, width)  # of a rank's shard
@@ -462,15 +463,14 @@ class Machine:
         )
 
     def _expert_exchange_seconds(
-        self, shape: ModelShape, settings: CostSettings, recomputed: float, *, forward: bool
+        self, shape: ModelShape, settings: CostSettings, exchanges: float
     ) -> tuple[float, float]:
-        """Return the seconds of a row, and the latency of a micro-batch, of exchanges of rows between slots that share
-        experts, by the formula of `_add_sharding_seconds`; (0, 0) where none share experts.
+        """Return the seconds of a row, and the latency of a micro-batch, of so many exchanges of rows between slots
+        that share experts, by the formula of `_add_sharding_seconds`; (0, 0) where none share experts.
         """
         ep = settings.ep
         if ep <= 1 or not shape.expert_layers:
             return 0.0, 0.0
-        exchanges = 2.0 if forward else 4.0 + 2.0 * recomputed
         near = min(ep, self.node_size)
         row_bytes = exchanges * shape.routed_numbers * settings.bytes_per_number / ep
         inside = self.inside.exchange
@@ -554,13 +554,13 @@ class Machine:
         degree = group.degree
         sizes = group.hierarchical_context_parallel_sizes
         # the members that exchange heads under a2a+p2p; a prime degree has no two levels: its a2a+p2p is a ring
-        divisors = [i for i in range(2, degree) if degree % i == 0] or [1]
-        a2a_sizes = [sizes[0]] if sizes else divisors
+        divisors = [size for size in range(2, degree) if degree % size == 0]
+        a2a_sizes = [sizes[0]] if sizes else divisors or [1]
         nodes = [slot // (node_size or self.node_size) for slot in group.slots]
         together = min(nodes.count(node) for node in nodes)
         prices: dict[str, TypePrice] = {}
-        two_levels = [("a2a+p2p", size) for size in a2a_sizes]
-        for kind, exchanging in (("a2a", degree), ("p2p", 1), ("all_gather", 1), *two_levels):
+        types = [("a2a", degree), ("p2p", 1), ("all_gather", 1), *(("a2a+p2p", size) for size in a2a_sizes)]
+        for kind, exchanging in types:
             price = price_type(cost, kind, exchanging, group, call, together)
             if kind not in prices or price.seconds < prices[kind].seconds:
                 prices[kind] = price
@@ -678,9 +678,7 @@ def read_machine(file: str, key: str) -> Machine:
         return replace(Machine.from_json(read_json(path)), source=file)
     except (OSError, ValueError, TypeError, LongspanError) as error:
         fault = f"holds no machine: {error.strerror if isinstance(error, OSError) else error}"
-        if isinstance(error, IsADirectoryError):
-            fault = "is a folder"
         raise ConfigError(
-            f"{key} {file} {fault}; give the file that `longspan bench calibrate --out FILE.json` writes for this "
-            "machine"
+            f"{key} {file} {'is a folder' if isinstance(error, IsADirectoryError) else fault}; give the file that "
+            "`longspan bench calibrate --out FILE.json` writes for this machine"
         ) from error

@@ -96,13 +96,12 @@ def price_type(cost: Cost, kind: str, inner: int, group: Group, call: AttentionC
         dtype=np.float64,
     )
     even = call.window or call.chunk or not call.causal  # members of a ring see about as much as each other
-    busiest = 1.0 if even else attention_imbalance(group.partition, rows, causal_squares, ring_members)
     price = PricedRows(
         tokens=rows,
         squares=pairs,
         degree=members,
         together=neighbours,
-        busiest=busiest,
+        busiest=1.0 if even else attention_imbalance(group.partition, rows, causal_squares, ring_members),
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
         window=call.window or math.inf,
         sent=1.0 if kind == "all_gather" else fetched_share(group.path_lengths, around, call.window, call.chunk),

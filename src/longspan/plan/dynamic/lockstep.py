@@ -165,7 +165,7 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
         steepnesses: Sequence[float],
         slacks: Sequence[float],
         limits: Sequence[tuple[float, float]],
-        earlier: Sequence[_Trial] = (),
+        *earlier: _Trial,
     ) -> _Trial:
         """Place all items under each combination, and return the fastest trial, `earlier` ones included; of equal ones
         the first.
@@ -183,9 +183,9 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
         return fastest_trial(counts, STEEPNESS, slacks, limits)[:2]
     best = fastest_trial(counts, STEEPNESS[1::2], slacks, limits[-1:])
     count, _, slack = best[2]
-    best = fastest_trial([count], STEEPNESS[::2], [slack], limits[-1:], [best])
+    best = fastest_trial([count], STEEPNESS[::2], [slack], limits[-1:], best)
     count, steepness, slack = best[2]
-    return fastest_trial([count], [steepness], [slack], limits[:-1], [best])[:2]
+    return fastest_trial([count], [steepness], [slack], limits[:-1], best)[:2]
 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
@@ -222,15 +222,15 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
     mean = best.problem.mean_slot_seconds
     change = int(5 * random.random())
     micro_batch = int(len(durations) * random.random())
-    if change == 0:
+    if change == 0:  # all as they came out
         durations = best.durations / mean * draw(AS_THEY_CAME)
-    elif change == 1:
+    elif change == 1:  # one longer or shorter
         durations[micro_batch] *= draw(ONE_DURATION)
-    elif change == 2:
+    elif change == 2:  # a part of one to another
         moved = draw(MOVED_SHARE) * durations[micro_batch]
         durations[micro_batch] -= moved
         durations[int(len(durations) * random.random())] += moved
-    elif change == 3:
+    elif change == 3:  # one as long as one of its long documents takes at another degree
         long = [document for document in best.long if document.micro_batch == micro_batch]
         if long:  # at a degree that differs by at most a quarter and 2
             problem = best.problem
@@ -243,7 +243,7 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
             inside = degree <= problem.widest_in_node
             seconds = float(problem.request.cost.group_seconds(tokens, squares, degree, inside))
             durations[micro_batch] = JUST_FITS * seconds / mean
-    else:
+    else:  # other documents become long ones
         share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
         durations *= draw(ALL_DURATIONS)
     return Settings(np.maximum(durations, LEAST_DURATION), share, reach)
@@ -337,10 +337,10 @@ class DegreeTable:
 
 
 def _longest_by_class(lengths: Integers) -> Integers:
-    """Return the longest of each class of sorted, distinct lengths that differ by less than 1 / 64: of a class equally
-    many bits and the same first seven. Up to CLASSES lengths are each their own.
+    """Return the longest of each class of `lengths`, which are sorted and distinct. Lengths of one class have as many
+    bits and the same first seven, so that they differ by less than 1 / 64. Up to CLASSES lengths are a class each.
     """
-    if not len(lengths):  # no document may be long: a class without items, since the table has at least one
+    if not len(lengths):  # no document may be long: a class that no item is in, since the table has at least one
         return np.ones(1, dtype=np.int64)
     if len(lengths) <= CLASSES:
         return lengths

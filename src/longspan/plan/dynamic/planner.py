@@ -86,30 +86,31 @@ def plan_dynamic(
     # The fastest of several ways to plan: one is left out if those before it come close to the goal.
     plans = list[tuple[float, list[MicroBatch]]]()  # micro-batches, after the predicted seconds of their step
 
-    def price_step(micro_batches: list[MicroBatch]) -> tuple[float, list[MicroBatch]]:
-        return request.step_seconds(micro_batches), micro_batches
+    def add_plan(micro_batches: list[MicroBatch]) -> None:
+        plans.append((request.step_seconds(micro_batches), micro_batches))
 
     if request.mode == "free":
-        plans.append(price_step(plan_free(problem)))
+        add_plan(plan_free(problem))
     if not plans or plans[0][0] > CLOSE * goal:
-        plans.append(price_step(plan_lockstep(problem, _count_search_steps(effort, problem))))
+        add_plan(plan_lockstep(problem, _count_search_steps(effort, problem)))
         if min(plans, key=itemgetter(0))[0] > CLOSE * goal:
             if few := plan_few_items(problem):
-                plans.append(price_step(few))
+                add_plan(few)
             # without powers of two as degrees a step on links of 25 GB/s takes up to 10 % longer
             if powers := _problem_of_powers_of_two(problem):
-                plans.append(price_step(plan_lockstep(powers, _count_search_steps(effort, powers))))
+                add_plan(plan_lockstep(powers, _count_search_steps(effort, powers)))
     best = min(plans, key=itemgetter(0))[0]
     # Plans of one degree are compared where that is cheap, or where all others stay far from the goal.
     if (request.slots <= COMPARED_SLOTS and len(request.lengths) <= COMPARED_DOCUMENTS) or best > DISTANT * goal:
-        plans += map(price_step, _fixed_plans(problem, best))
+        for micro_batches in _fixed_plans(problem, best):
+            add_plan(micro_batches)
     return request.make_plan(min(plans, key=itemgetter(0))[1], "dynamic", max_cp=problem.max_cp)
 
 
 def _count_search_steps(effort: EffortName, problem: Problem) -> int:
-    """Return how many random changes a search tries: the fewer the more items, as each takes longer. Many slots with
-    few documents each take up to 7 % longer with 12 of them than with 40 (bench/plans/planner.py --tokens-per-slot
-    8192).
+    """Return how many random changes a search tries: the more items, the fewer, as each change takes longer. A step of
+    many slots with few documents each takes up to 7 % longer after 12 changes than after 40 (bench/plans/planner.py
+    --tokens-per-slot 8192).
     """
     scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
     size = len(problem.tokens) + problem.request.slots
@@ -219,8 +220,7 @@ def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
 
 def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
     """Return the items of each place below `count`; `places` has the place of each item."""
-    pairs = [*zip(items, places, strict=True)]
-    return [[item for item, item_place in pairs if item_place == place] for place in range(count)]
+    return [[item for item, other in zip(items, places, strict=True) if other == place] for place in range(count)]
 
 
 class GroupPrices:

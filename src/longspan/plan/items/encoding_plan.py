@@ -142,8 +142,8 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     for index, micro_batch in enumerate(plan.micro_batches):
         encoded_ids = _encoded_rows(rows, planning.home, micro_batch)
         needed_in_wave = [ids[wave_of_row[ids] == index] for ids in needed_ids.values()]
-        have = Partition.from_rows([encoded_ids[rank] for rank in home.ranks])
-        waves.append(Wave(micro_batch, have, Partition.from_rows(needed_in_wave)))
+        encoded_in_wave = [encoded_ids[rank] for rank in home.ranks]
+        waves.append(Wave(micro_batch, Partition.from_rows(encoded_in_wave), Partition.from_rows(needed_in_wave)))
     return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, tuple(ahead), needed_by.split_over_tp)
 
 

@@ -129,7 +129,9 @@ class LayerPart:
     lasting: float = 0.0
 
     def __add__(self, other: "LayerPart") -> "LayerPart":
-        """Return both parts together: they run one after another, so that the larger work counts."""
+        """Return both parts together: what they save adds up, and as they run one after another, the larger work
+        counts.
+        """
         attention = self.attention + other.attention
         exchanged = self.exchanged + other.exchanged
         work = max(self.work, other.work)
@@ -230,7 +232,7 @@ class LayerTable:
         """
         read = self.read
         tp = self.tp
-        widths = attention_widths(self.read)
+        widths = attention_widths(read)
         query = widths.query / tp
         key = widths.key / min(tp, key_value_heads(read))
         heads = read.count("num_attention_heads") / tp
@@ -345,7 +347,7 @@ class LayerTable:
         """
         read = self.read
         trained = self.settings.trains_all
-        own_gate = self.read.family.own_expert_gate
+        own_gate = read.family.own_expert_gate
         weights = feed_forward_weights(read, "experts")
         latent = read.count("moe_latent_size")
         visits = experts_per_token(read)
@@ -382,8 +384,8 @@ class LayerTable:
         if not shared_width:
             return part
         weighted = self.bytes_of_rows(1 + self.hidden_size) if vectors_left else 0.0
-        router_input = self.bytes_of_rows(self.hidden_size) * trained
-        return part + (self.mlp_part(shared_width) + LayerPart(weighted - router_input))
+        counted_input = self.bytes_of_rows(self.hidden_size) * trained
+        return part + (self.mlp_part(shared_width) + LayerPart(weighted - counted_input))
 
     def mixer_part(self, mixer: MixerShape) -> LayerPart:
         """Return the part of a state-space layer, whose heads are divided over tensor-parallel ranks. A short

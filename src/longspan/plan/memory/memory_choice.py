@@ -157,6 +157,7 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
     settings = place.settings
     tiles_open = fixed.mlp_tile_tokens is None
     tiles = [fixed.mlp_tile_tokens or 0]
+    small_tiles = [SMALL_TILE_ROWS] if tiles_open else []  # which come with segments only
     if tiles_open and max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface:
         tiles = [0, TILE_ROWS, SMALL_TILE_ROWS]
     states = [False, True] if settings.gpu and settings.state_numbers > 0 else [False]
@@ -180,8 +181,8 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
         for segments, tile_rows, (states_move, weights_move), (gathered_once, summed_once) in product(
             _segment_sizes_to_try(fixed), tiles, on_host, _sharding_to_try(needs, fixed)
         )
-        if not (weights_move and gathered_once)
-        and (segments or not tiles_open or tile_rows != SMALL_TILE_ROWS)  # small tiles come with segments
+        if not (weights_move and gathered_once)  # weights that wait on the host are not kept whole
+        if segments or tile_rows not in small_tiles
     ]
 
 
@@ -195,13 +196,11 @@ def _sharding_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[bool,
         choices = [(True, False), (False, False)]
         if place.micro_batches != 1:  # of one micro-batch gradients are summed once in any case
             choices.insert(0, (True, True))
-    with_fixed = list[tuple[bool, bool]]()
-    for gathered, summed in choices:
-        gathered_once = gathered if fixed.gathered_once is None else fixed.gathered_once
-        summed_once = summed if fixed.summed_once is None else fixed.summed_once
-        if gathered_once or not summed_once:
-            with_fixed.append((gathered_once, summed_once))
-    return [*dict.fromkeys(with_fixed)]
+    if fixed.gathered_once is not None:
+        choices = [(fixed.gathered_once, summed) for _, summed in choices]
+    if fixed.summed_once is not None:
+        choices = [(gathered, fixed.summed_once) for gathered, _ in choices]
+    return [*dict.fromkeys((gathered, summed) for gathered, summed in choices if gathered or not summed)]
 
 
 def _leanest_choices(
@@ -212,16 +211,15 @@ def _leanest_choices(
     another choice may need about 1 % less.
     """
     # the last measure of all, and the last of those that are not on the host
-    leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
-    words: list[CheckpointPolicy] = [word for word in fixed.measures if word in leanest]
+    leanest_words = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
+    words: list[CheckpointPolicy] = [word for word in fixed.measures if word in leanest_words]
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
     settings = _settings_to_try(needs, replace(fixed, **once))
     tile_rows = {one.segment_layers: one.mlp_tile_tokens for one in settings}  # the last ones, which are the fewest
+    leanest_settings = [one for one in settings if one.mlp_tile_tokens == tile_rows[one.segment_layers]]
     return [
         (changed, slow, fast)
-        for changed in (
-            needs.with_settings(one) for one in settings if one.mlp_tile_tokens == tile_rows[one.segment_layers]
-        )
+        for changed in map(needs.with_settings, leanest_settings)
         for fast, slow in combinations_with_replacement(words, 2)
     ]
 

@@ -424,7 +424,7 @@ class MemoryPrices:
         """
         place = self.place
         load = self.load
-        settings = self.place.settings
+        settings = place.settings
         is_shared = load.exchanged_rows or load.ring_rows or load.gathered_rows
         degree = place.home.slots if is_shared else 1
         layers = len(place.numbers.kinds)

@@ -273,7 +273,7 @@ def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -
         layers = tuple(layer for chunk in chunks for layer in parts[chunk])
         embeds = 0 in chunks
         predicts = count - 1 in chunks
-        heads = int(embeds) + int(predicts)  # the embedding counts as a head, which has as many parameters
+        heads = [embeds, predicts].count(True)  # the embedding counts as a head, which has as many parameters
         if numbers.tied:
             heads = min(1, heads)
         root = sum([numbers.head] * heads, Numbers())

@@ -134,8 +134,7 @@ class StageBytes:
             return self.state_bytes
         numbers = self.stage.all
         weights_and_gradients = self.weight_bytes(numbers, on_host=True) + self.gradient_bytes(numbers)
-        copied = self.state_bytes + int(weights_and_gradients * self.trained_on_host)
-        return min(copied, 2 * STATE_BUCKET_BYTES)
+        return min(self.state_bytes + int(weights_and_gradients * self.trained_on_host), 2 * STATE_BUCKET_BYTES)
 
     @cached_property
     def reason_for_weights_on_device(self) -> str:
@@ -290,7 +289,7 @@ class StageBytes:
         """
         shape = self.numbers.tower_shape
         settings = self.settings
-        rows = self.settings.encoder_rows
+        rows = settings.encoder_rows
         if shape is None:
             return 0.0, 0.0, 0.0
         # a row is made of merge² patches, or all images have one size
@@ -340,7 +339,9 @@ class StageBytes:
         return replace(resident, communicators=resident.communicators + sizes.pop("reserved"), **sizes)
 
     def moments(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
-        """Yield what is held besides `resident_bytes` at the moments of `bytes_at_moments`, in their order."""
+        """Yield what is held besides `resident_bytes`: first at the update, then at the moments of a micro-batch of
+        each of these loads.
+        """
         settings = self.settings
         # Sixteen copies of a bundle in bfloat16: of three bundles under way, and the products of one.
         gathered = 32 * BUNDLE_NUMBERS if settings.muon else 0
@@ -463,7 +464,7 @@ class StageBytes:
         Each depth of prediction keeps such a sum as well.
         """
         settings = self.settings
-        number = self.settings.compute_bytes
+        number = settings.compute_bytes
         vocabulary = self.numbers.vocabulary / self.home.tp
         bytes_of_logit = 2 * number + (0 if settings.gpu else max(4, number))
         most_rows = settings.loss_chunk_rows or max(

@@ -307,8 +307,9 @@ def plan_padded(
     batches: list[MicroBatch] = []
     for start in range(0, count, at_once):
         documents = range(start, min(start + at_once, count))
-        members = list[Group]()
-        for g in range(min(groups, len(documents))):
-            members.append(request.make_group(range(g * cp, (g + 1) * cp), documents[g::groups], pad_to=pad))
+        members = (
+            request.make_group(range(g * cp, (g + 1) * cp), documents[g::groups], pad_to=pad)
+            for g in range(min(groups, len(documents)))
+        )
         batches.append(MicroBatch(tuple(members)))
     return request.make_plan(batches, "padded")

@@ -20,7 +20,7 @@ from longspan.plan.check import (
     check_work_fits_int64,
     heads_allow_degree,
 )
-from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, fit_level_sizes
+from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, first_size, fit_level_sizes
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanKeywords, PlanOptions
 from longspan.plan.step_times import GroupTable, timeline
@@ -58,7 +58,7 @@ class Request(PlanOptions):
         sizes = options.hierarchical_context_parallel_sizes
         a2a_size = 1
         if "a2a+p2p" in options.types:  # a size below 1 counts as 1 here, and is refused when the degree is known
-            a2a_size = 0 if sizes is None else max(1, _first_size(sizes))  # 0: each group gets its fastest size
+            a2a_size = 0 if sizes is None else max(1, first_size(sizes))  # 0: each group gets its fastest size
         cost = replace(options.cost, node_size=options.node_size, stages=home.pp)
         cost = cost.under(options.types, a2a_size, heads=heads).for_partition(options.partition)
         return replace(request, cost=cost)
@@ -308,11 +308,6 @@ def _check_parent_numbers(parents: Sequence[int], count: int) -> None:
         )
 
 
-def _first_size(sizes: int | Sequence[int]) -> int:
-    """Return the a2a size, of a pair (a2a, p2p) or given alone."""
-    return sizes if isinstance(sizes, int) else sizes[0]
-
-
 def longest_item(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
     """Return the rows of the longest document, or of the largest family of documents that share prefixes, which one
     group takes. Raises what `Request.from_arguments` raises.
@@ -327,7 +322,7 @@ def check_degree_suits_heads(request: Request, degree: int) -> None:
     """
     sizes = request.hierarchical_context_parallel_sizes
     heads = (request.heads or 0) // request.tp
-    a2a_size = _first_size(sizes) if sizes else 1
+    a2a_size = first_size(sizes) if sizes else 1
     for kind, members, name in (("a2a", degree, "cp"), ("a2a+p2p", a2a_size, "a first size of")):
         if kind not in request.types or heads_allow_degree(members, request.heads, ("a2a",), request.tp):
             continue

@@ -86,8 +86,7 @@ def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """Return the layers of a depth of multi-token prediction: those that are named, or one like the last."""
     types = depth_types(read, layer_types(read))
     # Configurations that name them have MLPs and experts as layers of their own: no layer's number matters.
-    named_layers = tuple(_layer_kind(read, 0, kind, separate=True) for kind in types)
-    return named_layers or layer_kinds(read)[-1:]
+    return tuple(_layer_kind(read, 0, kind, separate=True) for kind in types) or layer_kinds(read)[-1:]
 
 
 def sliding_window(read: ConfigReader) -> int:
@@ -195,7 +194,7 @@ def attention_weights(read: ConfigReader) -> Weights:
         weights = 2 * hidden * (query + 2 * key) + query * hidden + 3 * hidden * width + hidden * hidden
         weights += rank * (hidden + 2 * width)
         if read.value("use_shared_attention_adapter"):
-            weights += 3 * (2 + 2) * rank * hidden
+            weights += 12 * rank * hidden
         return Weights(weights, hidden * hidden)
     gate = query if read.family.gated_queries else 0
     return Weights(hidden * (2 * query + gate + 2 * key), query * hidden)
@@ -225,9 +224,8 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
     )
     if not shared_width:  # it follows from the number of experts that every token visits: Llama 4 always has one
-        is_llama4 = read.count("intermediate_size_mlp") > 0
-        shared_experts = 1 if is_llama4 else read.count("n_shared_experts", "num_shared_experts")
-        shared_width = expert_width * shared_experts
+        is_llama4 = read.count("intermediate_size_mlp")
+        shared_width = expert_width * (1 if is_llama4 else read.count("n_shared_experts", "num_shared_experts"))
     weights = products * ((narrow_width or hidden) * visited * expert_width + hidden * shared_width)
     experts = read.experts_attribute_and_count()[1]
     expert_weights = products * (narrow_width or hidden) * expert_width
@@ -435,9 +433,6 @@ def _read_mamba2(read: ConfigReader, hidden: int) -> MixerShape:
 
 def _count_mamba2_heads(read: ConfigReader) -> int:
     """Return the heads of a Mamba 2 layer; 0 for Mamba 1 and for a model without either."""
-    if heads := read.count("mamba_n_heads", "mamba_num_heads"):
-        return heads
-    if read.count("state_size") and (heads := read.count("num_heads")):
-        return heads
+    heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     # The first Zamba, whose layers are Mamba 1, has n_mamba_heads too, but no groups.
-    return read.count("n_mamba_heads") if read.count("mamba_ngroups") else 0
+    return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))

@@ -172,10 +172,9 @@ def _check_layers_are_priced(read: ConfigReader, mixer: MixerShape | None) -> No
     # All rows of all layers choose their keys; where only some layers do, these are not priced.
     is_indexed = bool(types) and {*types} <= {*INDEXED} and bool(read.count("index_topk"))
     unpriced: list[str] = []
-    if has_latent_attention(read) and not is_indexed:
-        is_kimi = mixer is not None and read.count("v_head_dim") > 0  # whose latent attention is priced
-        if not is_kimi:
-            unpriced.append("latent attention")
+    # Kimi's latent attention, in a model with a mixer, is priced too.
+    if has_latent_attention(read) and not is_indexed and not (mixer and read.count("v_head_dim")):
+        unpriced.append("latent attention")
     if mixer is None and read.value(*_STATES) is not None:
         unpriced.append(f"state-space layers{f' of {read.model_type}' if read.model_type else ''}, Mamba 1")
     priced = {*ATTENTION, "mlp", "moe"}
@@ -198,9 +197,9 @@ def _check_needed_counts(read: ConfigReader, kinds: Sequence[LayerKind]) -> None
         needed.append("num_hidden_layers")
     if not kinds or any(kind.attention for kind in kinds):
         needed.append("num_attention_heads")
-    widths = list[str]()
+    widths = ()
     if not kinds or any(kind.feeds for kind in kinds):
-        widths = ["intermediate_size", "moe_intermediate_size"]
+        widths = ("intermediate_size", "moe_intermediate_size")
     read.check_counts(*needed, "vocab_size", one_of=widths)
 
 

@@ -122,8 +122,9 @@ def packed_weights_of_layer(
     if kind.attention:
         parts += _linear_parts(_ATTENTION, attention_weights(read), hidden, tp)
     if kind.mixes and mixer:
-        linears = Weights(mixer.weights - mixer.channels * mixer.width, mixer.last)  # without the convolution
-        parts += _linear_parts(_MIXER, linears, hidden, tp)
+        # without those of the convolution
+        weights = Weights(mixer.weights - mixer.channels * mixer.width, mixer.last)
+        parts += _linear_parts(_MIXER, weights, hidden, tp)
     if kind.feeds == "dense":
         parts += _linear_parts(_MLP, feed_forward_weights(read, "dense"), hidden, tp)
     experts = list[_Part]()
@@ -193,5 +194,4 @@ def packed_weights_of_model(config: Any, frozen: FrozenWeights) -> PackedWeights
     kinds = layer_kinds(read)
     mixer = read_mixer_shape(read)
     weights_of_kinds = {kind: packed_weights_of_layer(read, kind, mixer, rows) for kind in dict.fromkeys(kinds)}
-    weights_of_layers = [weights_of_kinds[kind] for kind in kinds]
-    return PackedWeights(*(sum(numbers) for numbers in zip(*weights_of_layers, strict=True)))
+    return PackedWeights(*map(sum, zip(*(weights_of_kinds[kind] for kind in kinds), strict=True)))
