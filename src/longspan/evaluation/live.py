@@ -106,6 +106,7 @@ def _plan_and_check(
     if lengths is None:
         lengths = [len(documents[d]) for d in range(len(documents))]
     step_documents = StepDocuments(model, documents, tuple(map(int, lengths)))
+    # The plan is priced for forward passes, and its rows come in multiples that the model takes.
     options = choice.options
     model_multiple = call_rules(language_model).row_multiple
     multiple = options.row_multiple if options.row_multiple % model_multiple == 0 else model_multiple

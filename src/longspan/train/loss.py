@@ -114,6 +114,7 @@ class CrossEntropy:
         weights = to_device(batch.values[WEIGHTS][rows], device)
 
         def weighted_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the weighted cross entropy of some targets and its derivatives; a LossOfRows."""
             slopes = -weights[part]
             return (slopes * log_probs).sum(dtype=torch.float64), slopes
 

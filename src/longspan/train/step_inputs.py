@@ -38,7 +38,7 @@ class StepDocuments:
         asked for.
         """
         self.documents: Any = documents
-        self._scores = score_columns(getattr(model, "language_model", model)) > 0
+        self._makes_scores = score_columns(getattr(model, "language_model", model)) > 0
         self.lengths: tuple[int, ...] = tuple(lengths)
         self._parents: dict[int, int] = {}  # of documents that continue another, once they are counted
         given_items = getattr(documents, "items", None)
@@ -83,8 +83,10 @@ class StepDocuments:
                     f"document {document} is a {type(value).__name__} of {', '.join(map(str, value))}; give its token "
                     "ids, or longspan.Document(ids, labels=…) where not every token is a target"
                 )
-            if getattr(value, "makes_scores", False) != self._scores:
-                text = "makes scores of rows" if self._scores else "predicts tokens, and has no head of scores"
+            if getattr(value, "makes_scores", False) != self._makes_scores:
+                text = (
+                    "makes scores of rows" if self._makes_scores else "predicts tokens, and has no head of scores"
+                )
                 raise DataError(
                     f"document {document} is a {type(value).__name__}, and the model {text}; a head of scores takes "
                     "longspan.train.ScoredDocument(ids, …), a language model a Document or token ids"

@@ -59,7 +59,8 @@ class Factors(NamedTuple):
         """Return the factors of update `step`. Bias corrections are in `rate` and `root_scale`, so that the kernel
         computes no powers of β.
         """
-        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        beta1, beta2 = group["betas"]
+        lr = float(group["lr"])
         return cls(
             decay=1 - lr * group["weight_decay"],
             mean_weight=1 - beta1,

@@ -458,7 +458,10 @@ class _OffloadedUpdate:
         )
         try:
             if isinstance(inner, OnePassAdamW):
-                parts = {p: ParameterPart(x.parameter, x.start, self._keys[x.parameter]) for p, x in pairs}
+                parts = {
+                    stand_in: ParameterPart(part.parameter, part.start, self._keys[part.parameter])
+                    for stand_in, part in pairs
+                }
                 with inner.use_stand_ins(parts, self._scale):
                     inner.step()
             else:

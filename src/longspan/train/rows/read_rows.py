@@ -217,13 +217,13 @@ def read_micro_batches(
     plan = inputs.plan
     world = inputs.world
     documents = inputs.documents.documents
-    reads = getattr(model, "reads_tokens", True)  # of a PipelineModel
+    reads = getattr(model, "reads_tokens", True)  # False of a PipelineModel whose stages are all in the middle
     batches = list[LocalBatch]()
     vocabulary = vocabulary_size(model)
     names = NamesOfValues()
     rules = call_rules(model)
     items = inputs.documents.items
-    positions = getattr(documents, "positions", None)
+    positions_of = getattr(documents, "positions", None)
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
@@ -231,8 +231,8 @@ def read_micro_batches(
         if rules.prefix or rules.in_spans:
             shard = bind_spans(shard, rules, documents, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
-        if positions is not None:
-            batch = batch._replace(positions=read_own_positions(positions, shard))
+        if positions_of is not None:
+            batch = batch._replace(positions=read_own_positions(positions_of, shard))
         batches.append(batch)
     return batches
 

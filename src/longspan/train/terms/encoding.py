@@ -191,8 +191,8 @@ class ModalityPass:
         return ", ".join(map(self.items.item_text, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
-        """Return the error of an output that is not as many rows of the width as the wave's items take;
-        None if it is.
+        """Return the error of an encoder's output that has not the rows that the wave's items take, or another width;
+        None if it is right.
         """
         names = self._items_text(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
