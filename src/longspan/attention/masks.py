@@ -59,7 +59,7 @@ def tiles_between(
     """
     if chunk is not None:  # in what follows a chunk is a document
         longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
-        q, k = (_chunk_segments(segments, chunk, longest) for segments in (q, k))
+        q, k = _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
     if window is not None:
         return _window_tilings(q, k, window)
     return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _whole_tiles(q, k))
