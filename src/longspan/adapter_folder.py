@@ -8,8 +8,8 @@ ADAPTER_CONFIGURATION = "adapter_config.json"  # of peft
 
 
 def adapter_folder_advice(folder: Path) -> str:
-    """Say what to use in place of a folder that holds only an adapter of peft: the run that trained it, where the folder
-    is inside a run's, else its base model. "" for any other folder.
+    """Say what to use in place of a folder that holds only an adapter of peft: the run that trained it, where the
+    folder is inside a run's, else its base model. "" for any other folder.
     """
     file = folder / ADAPTER_CONFIGURATION
     if not file.is_file() or (folder / "config.json").exists():
