@@ -123,7 +123,7 @@ def _fact_lines(
     free = ", free" if config.context.mode == "free" else ""
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
     reasons = [reason.removeprefix("evaluation ") for reason in run.reasons.degrees]
-    # if the degree of held-out documents was chosen, its reason is a line of its own, below
+    # a reason that begins so is of held-out documents, whose degree was chosen: it has a line of its own, below
     degree_is_chosen = any(reason.startswith("at cp ") for reason in reasons)
     held_out_plans = PlannerConfig.unpriced(held_out_set(config), config)
     evaluated = f"; evaluation {held_out_plans.text}" if run.held_out and not degree_is_chosen else ""

@@ -39,6 +39,7 @@ class Gpus:
     @property
     def count_and_name(self) -> str:
         """Their number and name, as in "4 H100s" or "2 GPUs of 85,899,345,920 bytes"."""
+        # behind " of " a name has the bytes that --gpu-bytes gave, which stay behind the plural
         kind, of, size = self.name.partition(" of ")
         return f"{plural(self.count, kind)}{of}{size}"
 
