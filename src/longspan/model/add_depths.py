@@ -34,7 +34,7 @@ from longspan.plan.shape.layers import depth_types
 
 @torch.no_grad()
 def _fill_depth_weights(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
-    """Fill depths from a source now, or leave it to `prepare` together with the model's own, if `prepare` fills that.
+    """Fill depths from a source now; or leave it to `prepare`, if that fills the model's own weights.
 
     Depths of a model of names and shapes only stay without values.
     """
