@@ -281,8 +281,8 @@ MUTATIONS = {
     ),
     "tokens of a micro-batch count from the branch": (
         "train.terms.micro_batch_loss",
-        "at = starts_of_rows + targets.path_positions",
-        "at = starts_of_rows + targets.positions",
+        "places = starts_of_rows + targets.path_positions",
+        "places = starts_of_rows + targets.positions",
     ),
 }
 

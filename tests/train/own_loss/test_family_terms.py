@@ -154,7 +154,7 @@ def test_more_terms_equal_those_of_separate_documents(ranks: int) -> None:
 MUTATIONS = {
     "routers": ("model.experts.router", "row_gradients *= counts[:, None]", "pass"),
     "routers of gpt-oss": ("train.terms.step_terms", "inputs.plan.separate_tokens", "inputs.plan.tokens"),
-    "depths": ("train.rows.read_rows", 'length + getattr(value, "ahead", 0)', "length"),
+    "depths": ("train.rows.read_rows", 'length + getattr(source, "ahead", 0)', "length"),
     "longrope": ("model.seams.rope", "group.longest_paths", "group.lengths"),
 }
 
