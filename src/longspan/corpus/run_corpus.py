@@ -113,13 +113,14 @@ class _CorpusOfRun:
 
         Files of images are looked at if no source file changed.
         """
+        changes = self._changed_settings(recorded, tokenizer)
         file_changes = list[str]()
         if self._old_sources is not None:
             file_changes = file_differences(self._old_sources, self._sources)
         documents = self._folder / recorded.documents
         if documents.is_dir() and not file_changes and (images := ImageTable.open_in_folder(documents)):
             file_changes = list(islice(images.describe_changes(), 3))  # messages name no more
-        return self._changed_settings(recorded, tokenizer) + file_changes
+        return changes + file_changes
 
     def _train_tokenizer(self) -> TextTokenizer:
         """Train a tokenizer on the source files, and write it into the run's folder."""
