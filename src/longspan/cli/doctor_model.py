@@ -151,8 +151,8 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 def _prove_cases(
     config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float, frozen: str = ""
 ) -> Proof:
-    """Run the cases on these processes: torchrun's, or local ones that are started for each home. The
-    first rank prints a line for each case, or for one in SHOWN_IN_FILES where stderr is no terminal.
+    """Run the cases on these processes: torchrun's, or local ones that are started for each home. The first rank prints
+    a line for each case, or for one in SHOWN_IN_FILES where stderr is no terminal.
     """
     show = 1 if sys.stderr.isatty() else SHOWN_IN_FILES
     if not prints_results():

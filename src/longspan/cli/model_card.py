@@ -84,8 +84,8 @@ tokenizer = AutoTokenizer.from_pretrained("{title}")
 def _card_figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:
     """Yield figures of a run, by name, up to this `step` of its `steps`, as far as its files have them.
 
-    They end at the first file that cannot be read, or lacks something; of summary.json only the reason of the end is
-    then left out.
+    They end at the first file that cannot be read, or lacks something. Where summary.json is not there, only the reason
+    of the end is left out.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]

@@ -65,7 +65,7 @@ def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer, positions: int
 
 def _key_of_prompt(row: Row) -> str:
     """Return the key of a row's prompt. Raises RowError, with the row's place, for keys that do not go together, and
-    for a temperature that is none.
+    for a temperature that is no number of at least 0.
     """
     values = row.values
     keys = [key for key in _KEYS if values.get(key) is not None]

@@ -515,9 +515,8 @@ def _refusal_line(answer: Answer) -> str:
     if larger:
         keys = _run_keys(larger.config, larger.given_keys)
         words = (f"--{key} {json.dumps(value)}" for key, value in keys.items())
-        flags = re.sub(
-            '[],"[]', "", " ".join(words)
-        )  # the command line takes strings and lists without JSON's marks
+        # the command line takes strings and lists without JSON's marks
+        flags = re.sub('[],"[]', "", " ".join(words))
         line += f"it fits {larger.gpus.count_and_name}, with {flags}"
     else:
         line += f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; "

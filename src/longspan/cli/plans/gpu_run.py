@@ -31,8 +31,7 @@ from longspan.train.optim.state_numbers import optimizer_state_numbers
 @dataclass(frozen=True)
 class GpuRun:
     """A run of a configuration on GPUs. `model` is what sizes are read from: a folder, or the values of a
-    configuration. `given_keys` are the keys that a question gives, `given` says which choices they
-    decide.
+    configuration. `given_keys` are the keys that a question gives, `given` says which choices they decide.
     """
 
     config: RunConfig

@@ -145,8 +145,8 @@ class _PartMedia:
         """Return a bare part in place of one of an image or a video, and any other part as it is.
 
         The image or video that the part brings is added to `images` or `videos`. A part that brings none names the next
-        entry of the row's own list. Parts of each kind are counted. Raises
-        RowError, which calls the part `name`, for keys that its type has not, several media, and an image out of order.
+        entry of the row's own list. Parts of each kind are counted. Raises RowError, which calls the part `name`, for
+        keys that its type has not, several media, and an image out of order.
         """
         if not isinstance(part, dict):
             return part
