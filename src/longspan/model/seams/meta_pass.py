@@ -128,9 +128,9 @@ class MetaRecord:
 def record_calls_and_draws(model: PreTrainedModel, class_draws: tuple[str, ...] = ()) -> MetaRecord:
     """Record a model's calls of attention and its random draws, by a pass on the meta device in training mode.
 
-    A model that draws is passed in evaluation mode too: its calls are of that pass. `class_draws` are what a small copy
-    of the model was seen to draw, for one that draws nothing here. Dropout of adapters is left out. ModelError names
-    decoder layers that are not exact, or a model that does not run on the meta device.
+    A model that draws is run in evaluation mode too, and the calls are those of that pass. `class_draws`, what a small
+    copy of the model was seen to draw, count for a model that draws nothing here. Dropout of adapters is left out.
+    ModelError names decoder layers that are not exact, or a model that does not run on the meta device.
     """
     keys = model.config.get_text_config().to_dict()
     rates = {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
