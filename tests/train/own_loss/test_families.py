@@ -266,8 +266,8 @@ def test_more_steps_equal_the_separate_documents(ranks: int) -> None:
 MUTATIONS = {
     "positions are not continued": (
         "comm.shard",
-        "position = position + np.asarray(group.bases",
-        "position = position + 0 * np.asarray(group.bases",
+        "position = place + np.asarray(group.bases",
+        "position = place + 0 * np.asarray(group.bases",
     ),
     "a branch begins without its prefix's last token": (
         "data.shared_prefixes",
