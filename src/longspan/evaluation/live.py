@@ -151,10 +151,10 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
     metrics = dict[str, Mean]()
     if not columns:
         metrics["token_accuracy"] = Mean(totals.hits, totals.rows)
-    else:  # of sets, or of rows that have one of several classes
-        has_classes = columns > 1 and plan.targets > 0 and LABEL in inputs.documents[0].token_values(_NOWHERE)
-        if options.loss is not None or has_classes:
-            metrics["accuracy"] = Mean(totals.hits, totals.rows)
+    elif options.loss is not None or (  # of sets, or of rows that have one of several classes
+        columns > 1 and plan.targets > 0 and LABEL in inputs.documents[0].token_values(_NOWHERE)
+    ):
+        metrics["accuracy"] = Mean(totals.hits, totals.rows)
     if options.token_bytes is not None and not columns:
         metrics["bits_per_byte"] = Mean(loss.sum / math.log(2), totals.bytes)
     metrics |= {name: Mean(*pair) for name, pair in zip(options.metrics, totals.metrics.tolist(), strict=True)}
