@@ -265,9 +265,8 @@ class AnsweringThread:
         self.watch = watch
         self._late: Operation | None = None  # the collective that was late when this thread last looked
         self._left_since: float | None = None  # when this rank first saw that another has left with an error
-        self._silent_since = (
-            math.inf
-        )  # when the store first failed to answer since its last answer; inf: it answers
+        # when the store first failed to answer since its last answer; inf: it answers
+        self._silent_since = math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._answer_until_stopped, name="longspan failure reports", daemon=True

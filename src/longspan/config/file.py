@@ -15,7 +15,7 @@ from longspan.config.renamed import OLD_SETS, SETS, key_of_other_name, renamed_h
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.config.values import convert_value
 from longspan.errors import ConfigError
-from longspan.plain_text import nearest_hint
+from longspan.plain_text import nearest_hint, nearest_name
 
 TABLES: dict[str, type[Any]] = {"data.sources": SourceConfig, SETS: EvalConfig}  # tables of an array, not a value
 Value = TypeVar("Value")
@@ -46,8 +46,8 @@ def read_file(path: str | Path) -> RunConfig:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = nearest_hint(path.name, [file.name for file in path.parent.glob("*.toml")])
-        advice = hint if hint.startswith("did you mean") else "give a TOML file"
+        nearest = nearest_name(path.name, [file.name for file in path.parent.glob("*.toml")])
+        advice = "give a TOML file" if nearest is None else f"did you mean {nearest!r}?"
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; {advice}") from error
     except (
         ValueError,

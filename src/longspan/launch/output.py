@@ -44,9 +44,8 @@ def keep_prints_from_failing(folder: Path | None, names: Sequence[str] = ("stdou
     """Replace these streams by ones that never fail: what cannot be written goes to FILE in the folder, if any."""
     for name in names:
         stream: Any = getattr(sys, name)
-        if stream is not None and stream is getattr(
-            sys, f"__{name}__"
-        ):  # else a program has set its own, as pytest does
+        # another stream than the interpreter's is a program's own, as under pytest, and stays
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
             raw = _Output(stream.fileno(), folder and folder / FILE)
             buffer = io.BufferedWriter(raw)
             options = {"encoding": stream.encoding, "errors": stream.errors}
