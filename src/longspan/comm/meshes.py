@@ -117,7 +117,7 @@ class Meshes:
 
         Axes of size 1 are left out, but for those over slots. torch orders the members of a group by rank. Without tp
         and ep slots are sorted so, as any slot may hold any shard. Otherwise a slot's place says what it holds: raises
-        CommError where ranks descend along an axis.
+        CommError where ranks descend along an axis other than that of replicas.
         """
         sizes = ranks.shape[1:]
         if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:

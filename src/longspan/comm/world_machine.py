@@ -24,8 +24,7 @@ def set_world_machine(world: World, read: Callable[[], Machine | None], key: str
     hint = f"{key} names a file that differs between hosts; copy one file to all of them"
     world.control.compare_digests(digest, what="machines", hint=hint)
     measured_ranks = min(machine.world, machine.node_size)
-    here = device_name(world.device), world.ranks_of_host
-    if machine.world and (machine.device, measured_ranks) != here:
+    if machine.world and (machine.device, measured_ranks) != (device_name(world.device), world.ranks_of_host):
         raise ConfigError(
             f"{key} {machine.source} was measured on {machine.device} with {plural(measured_ranks, 'rank')} on a host, "
             f"and this run is on {device_name(world.device)} with {world.ranks_of_host}; measure again: longspan bench "
