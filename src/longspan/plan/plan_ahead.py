@@ -53,7 +53,7 @@ class AsyncPlanner:
         self._made_inline: tuple[int, Plan] | None = None  # the last plan that was made here, and its step
 
     def __enter__(self) -> "AsyncPlanner":
-        """Start the planning process and send it the planner; nothing with `ahead=0`, or if it runs already. Raises
+        """Start the planning process and send it the planner; do nothing with `ahead=0`, or if it runs already. Raises
         PlanError for a planner that cannot be sent, and in a planning process.
         """
         if self.ahead and self._worker is None:

@@ -122,9 +122,8 @@ class DegreeComparison:
         """Return in one line of numbers why the best degree is the best, for the evaluation set of this name."""
         best = self.best
         others = sorted(self.choices, key=lambda choice: choice.planned.predicted_seconds)[1:]
-        named = [
-            choice for choice in self.choices if choice in others[:NAMED]
-        ]  # the fastest ones, in order of degree
+        # the fastest ones, in order of degree
+        named = [choice for choice in self.choices if choice in others[:NAMED]]
         kind = f", {plan_type_text(best.planned)}" if best.cp > 1 else ""
         line = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: "
         line += plural(len(best.planned.lengths), "document")

@@ -77,9 +77,8 @@ def resolve_with_kept_rows(config: RunConfig, facts: Facts) -> Resolved:
     line = f"max_tokens_per_slot: {kept.rows:,} rows"
     if kept.rows < kept.planned:
         line += f" (of {kept.planned:,}, for which a rank had no memory)"
-        halved = resolve(
-            set_rows(config, kept.rows), replace(facts, budget=None)
-        )  # no budget: without a plan of memory
+        # no budget: without a plan of memory
+        halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None))
         cost = Way(halved.config, facts).cost(resolved.memory)
         resolved = replace(halved, memory=resolved.memory, cost=cost)
     return replace(resolved, rows_line=line)

@@ -322,9 +322,8 @@ class Machine:
         )
         layer_weights = shape.weights - shape.hidden * shape.logits + shape.stored_experts - shape.expert_weights
         root_share = 1 - layer_weights / max(1, shape.stored_weights)
-        copies = (
-            1 if settings.frozen or cost.passes == "forward" else 2
-        )  # weights come; gradients go where some are made
+        # weights come; gradients go where some are made
+        copies = 1 if settings.frozen or cost.passes == "forward" else 2
         if cost.passes == "forward":  # without an update
             paged = 0.0
         return replace(

@@ -173,10 +173,10 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
     patches = (vision.count("image_size") // _read_size(vision, "patch_size")) ** 2
     class_rows = int("clip" in vision.model_type)
     layers_read = [layers]
+    rows = model.count("mm_tokens_per_image") or _GEMMA_ROWS  # of pooled patches
     if model.family.images == "pooled":
         projector = width * hidden
         entry = 0
-        rows = model.count("mm_tokens_per_image") or _GEMMA_ROWS
     elif model.family.images == "patches":
         projector = width * hidden
         entry = projector

@@ -141,9 +141,8 @@ class ItemTable:
     def targets(self) -> tuple[int, ...]:
         """How many tokens each document predicts: all but placeholders and the first, which nothing predicts."""
         spans = self._spans
-        masked = np.zeros(
-            len(self.lengths), dtype=np.int64
-        )  # placeholders but for one at position 0, counted below
+        # placeholders but for one at position 0, counted below
+        masked = np.zeros(len(self.lengths), dtype=np.int64)
         np.add.at(masked, spans.document, spans.stop - np.maximum(spans.start, 1))
         return tuple((np.maximum(np.asarray(self.lengths, dtype=np.int64) - 1, 0) - masked).tolist())
 

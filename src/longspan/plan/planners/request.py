@@ -243,9 +243,8 @@ class Request(PlanOptions):
                 way = ways[next(fastest_ways)]
                 kind = way.cp_comm_type if group.degree > 1 else "p2p"  # one slot sends nothing
                 types = kind
-                if not isinstance(
-                    self.cp_comm_type, str
-                ):  # a type for each layer, of which only "auto" is replaced
+                # a type for each layer, of which only "auto" is replaced
+                if not isinstance(self.cp_comm_type, str):
                     types = tuple(kind if named == "auto" else named for named in self.types)
                 sizes = group.hierarchical_context_parallel_sizes
                 if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):

@@ -236,10 +236,11 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
 
 def _dense_mlp_width(read: ConfigReader) -> int:
     """Return the width inside an MLP without experts; 0 if the configuration names none."""
+    # Granite's, Llama 4's, others'
+    names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
+    width = next((width for name in names if (width := read.count(name))), 0)
     if not read.count("conv_L_cache") or read.count("num_experts_per_tok"):
-        # Granite's, Llama 4's, others'
-        names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
-        return next((width for name in names if (width := read.count(name))), 0)
+        return width
     # LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it is as configured.
     configured = read.count("block_ff_dim", "intermediate_size")
     if read.value("block_auto_adjust_ff_dim") is False:

@@ -111,9 +111,9 @@ def find_packed_rows(config: Any, frozen: FrozenWeights) -> PackedRows | None:
 def packed_weights_of_layer(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, rows: PackedRows | None, tp: int = 1
 ) -> PackedWeights:
-    """Count the packed weights of one layer, which are those of all its linears, and of all its experts; none if `rows`
-    is None. `tp` ranks cut the columns of the linears that lead back to the model's width. Raises PlanError for rows
-    that blocks do not divide.
+    """Count the packed weights of one layer: those of its linears and of all its experts, but for those that `rows`
+    leave whole; none if `rows` is None. `tp` ranks cut the columns of the linears that lead back to the model's
+    width. Raises PlanError for rows that blocks do not divide.
     """
     if rows is None:
         return PackedWeights()
