@@ -120,7 +120,7 @@ test-verl: $(VERL)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright  # a tenth faster
 	$(BIN)/lint-imports
 	$(BIN)/python bench/source/house.py --check --entered
 

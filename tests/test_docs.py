@@ -38,6 +38,8 @@ README = (ROOT / "README.md").read_text()
 # learning is tested in the whole suite, here their first steps.
 LONG = ("two_modules.py", "eval_wider.py", "grpo.py")
 LONGER = {"dpo.py": (105, "--steps", "1"), "grpo.py": (105, "--steps", "2")}
+# Homes of "parallelism", depths of "mtp" and the proof of "doctor" are in daily tables of their rooms.
+NIGHTLY = ("parallelism", "mtp", "doctor")
 RunProgram = Callable[..., str]
 
 
@@ -156,7 +158,7 @@ ALONE = {"README", "memory", "own-loop", "gpu", "laptop"}  # below; tests/hf run
 
 
 @pytest.mark.filterwarnings("ignore:.*are no part of the.*itself")  # the depths of mtp.md, which are added then
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.whole] * (name == "mtp")) for name in PAGES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in NIGHTLY)) for n in PAGES])
 def test_a_page_is_one_program(name: str, run_page: RunProgram) -> None:
     printed = run_page(name, *CHANGES.get(name, ()))
     assert PAGES[name](printed), printed

@@ -31,6 +31,7 @@ from tests.run.runs.test_families_run import MUTANTS as OF_FAMILIES
 from tests.ssm.test_parity import MUTANTS as OF_STATES
 from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.optim.test_hidden_updates import MUTATIONS as OF_HIDDEN_UPDATES
+from tests.train.own_loss.test_families import MUTATIONS as OF_SHARED_PREFIXES
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 from tests.train.steps.test_matrix import MUTATIONS as OF_STEPS
 from tests.train.steps.test_shared_stages import MUTANTS as OF_SHARED_STAGES
@@ -52,6 +53,7 @@ CHANGES = [
     *OF_HOST_WEIGHTS.values(),
     *OF_CODES.values(),
     *OF_HIDDEN_UPDATES.values(),
+    *OF_SHARED_PREFIXES.values(),
     *OF_FROZEN_WEIGHTS.values(),
     *OF_DEPTHS_BESIDE_IMAGES.values(),
     *OF_ADAPTED_ENCODERS.values(),

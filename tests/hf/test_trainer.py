@@ -423,9 +423,9 @@ def broken(run: Run) -> Any:
 
 
 CASES = (
-    *(own_loss, halved_loss, flattening),
+    *(own_loss, halved_loss),
     (regularized, CP2 | {"offload_weights": True}),
-    *(of_weights_alone, two_passes, early_optimizer),
+    two_passes,
     (train, AUTO | {"eval_context_parallel_size": "1", "offload_weights": True}),
     (stopped, MEMORY | {"cp_comm_type": "auto"}),
     (own_loader, DYNAMIC | {"device_memory_limit": 1 << 30}),
@@ -476,7 +476,8 @@ def test_equals_one_process() -> None:
 
 @pytest.mark.whole
 def test_more_of_them_equal_one_process() -> None:
-    more = (loss_function, cut_steps, paged_adamw, of_cross_entropy, early_scheduler)
+    more = (loss_function, cut_steps, paged_adamw, of_cross_entropy, of_weights_alone, flattening)
+    more += (early_optimizer, early_scheduler)
     check_each(stock_each(more), ours_each(more, CP2, 2), **EXACT)
 
 

@@ -21,9 +21,9 @@ def predictions() -> Any:
         return predictions  # pyright: ignore[reportUnknownVariableType]
 
 
-@pytest.fixture(scope="module", params=[6, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.fixture(scope="module", params=[9, pytest.param(1, marks=pytest.mark.whole)])
 def share(request: pytest.FixtureRequest) -> int:
-    """Daily every sixth record, with all of its plans of the same documents."""
+    """Daily every ninth record, with all of its plans of the same documents."""
     return request.param
 
 

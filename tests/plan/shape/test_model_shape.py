@@ -1,6 +1,7 @@
 """Sizes, weights, FLOPs and cost of a model, from its configuration alone, and as torch counts them."""
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,9 +54,14 @@ FAMILIES = {  # with the width of their MLPs
     "opt": {"ffn_dim": 100, "word_embed_proj_dim": 64},
     **{family: {"intermediate_size": 100} for family in ("biogpt", "gpt_neox", "phi", "starcoder2", "llama")},
 }
+ALIKE = {"gpt_bigcode", "biogpt", "gpt_neox", "phi"}  # in their rows: gpt2 and starcoder2 stand for them daily
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+def rarely(cases: Iterable[str], alike: set[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.whole if case in alike else ()) for case in cases]
+
+
+@pytest.mark.parametrize("case", rarely(FAMILIES, ALIKE))
 def test_weights_are_those_of_the_family(case: str, tmp_path: Path) -> None:
     family = case.partition(",")[0]
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500}
@@ -111,7 +117,9 @@ def test_sizes(changes: dict[str, Any], weights: int, query: int, key: int) -> N
     assert (shape.weights, shape.query_width, shape.key_width, shape.layers) == (weights, query, key, 2)
 
 
-@pytest.mark.parametrize("family", [x for x in ("axk2", "deepseek_v32", "glm_moe_dsa") if x in CONFIG_MAPPING])
+@pytest.mark.parametrize(
+    "family", rarely(sorted({"axk2", "deepseek_v32", "glm_moe_dsa"} & {*CONFIG_MAPPING}), {"glm_moe_dsa"})
+)
 def test_weights_of_models_whose_rows_choose_their_keys_are_counted_without_indexers(family: str) -> None:
     config: Any = CONFIG_MAPPING[family](num_hidden_layers=4)
     with torch.device("meta"):
@@ -239,6 +247,8 @@ HYBRIDS = {
     "lfm2_moe": "short convolution",
     **dict.fromkeys(("lfm2", "qwen2_moe", "granitemoeshared"), ""),  # the small copy of lfm2 has attention alone
 }
+# Another family of the same kind stands for these daily.
+ALIKE_HYBRIDS = {"qwen3_5_text", "qwen3_5_moe_text", "mamba2", "granitemoehybrid", "zamba2", "granitemoeshared"}
 
 
 def products(model: Any) -> tuple[int, int]:
@@ -267,7 +277,7 @@ def small(family: str) -> PreTrainedConfig:
     return shrink_configuration(CONFIG_MAPPING[family](**{"use_shared_attention_adapter": True} if adapters else {}))
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", rarely(HYBRIDS, ALIKE_HYBRIDS))
 def test_weights_are_those_that_multiply_a_row(family: str) -> None:
     config = small(family)
     model, shape = make_tiny_model(config, torch.float32), ModelShape.of(config)
@@ -299,7 +309,7 @@ def presets() -> dict[str, PreTrainedConfig]:
     return tiny | {"lfm2": CONFIG_MAPPING["lfm2"](**LFM2, bos_token_id=1, eos_token_id=2, pad_token_id=0)}
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", rarely(presets(), {"granite-hybrid-tiny"}))  # daily bamba-tiny stands for it
 def test_a_step_s_flops_are_those_of_projections_attention_and_the_recurrence(name: str) -> None:
     config = presets()[name]
     model, shape, lengths = make_tiny_model(config, torch.float32), ModelShape.of(config), (40, 24, 1)

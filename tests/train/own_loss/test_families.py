@@ -152,7 +152,6 @@ CASES = [
     Case(Layout(1), fixed(1, 100), least=14),  # one generation, and several micro-batches
     *(Case(Layout(1), ONE, family) for family in ("deepseek-v3", "deep gpt-oss")),
     Case(Layout(2), fixed(2, 60), losses=("micro-batches", "groups")),
-    Case(Layout(2, tp=2), ONE, "llama"),
     Case(Layout(2, pp=2), fixed(1, 100), losses=("weights", "tokens")),
     Case(Layout(2), dynamic(55), "qwen3-next-tiny"),
     Case(Layout(4), fixed(4, 60, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=2), "deep gpt-oss"),
@@ -167,7 +166,7 @@ MORE = [
     Case(Layout(2), fixed(2, 70), "bamba-tiny", options=FULL),
     Case(Layout(2), dynamic(55), "deep gpt-oss", options=SELECTIVE),
     Case(Layout(2, tp=2), fixed(1, 200, row_multiple=2), options=(("sequence_parallel", True),)),
-    Case(Layout(2, tp=2), ONE, "qwen3-next-tiny"),
+    *(Case(Layout(2, tp=2), ONE, family) for family in ("llama", "qwen3-next-tiny")),
     Case(Layout(2, pp=2), fixed(1, 100), "bamba-tiny", options=FULL),
     Case(Layout(2), fixed(2, 70, partition="contiguous"), "small lfm2"),
     Case(Layout(2), dynamic(40), **OF_CHAIN),
@@ -298,6 +297,7 @@ def errors_of_mutations(rank: int, wanted: Dense) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.whole
 def test_mutations_are_noticed() -> None:
     (errors,) = run_ranks(errors_of_mutations, 1, dense("qwen3", ("weights", "tokens", "micro-batches")))
     assert errors.pop("nothing") < 1e-12 and min(errors.values()) > 1e-6, errors
