@@ -21,7 +21,7 @@ from longspan.attention.call import Saved
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash, triton_flash, triton_gathered
 from longspan.attention.kernels.table import find_kernel
 from longspan.attention.kernels.triton_flash import BlockSizes
-from longspan.attention.masks import Mask, tiles_between
+from longspan.attention.masks import Mask, tilings_between
 from longspan.attention.members import Members
 from longspan.attention.rows import accumulation_dtype, launch_deltas
 from longspan.attention.tiles import Launch, Tile, Tiling, visible_key_mask
@@ -93,7 +93,7 @@ def _geometry(
     segments = [shares.segments(member) for member in members]
     launches = [
         [
-            tuple(Launch(tiling, device) for tiling in tiles_between(segments[a], segments[b], **mask._asdict()))
+            tuple(Launch(tiling, device) for tiling in tilings_between(segments[a], segments[b], **mask._asdict()))
             for b in members
         ]
         for a in members

@@ -20,7 +20,7 @@ from longspan.attention.masks import (
     make_tilings,
     span_tiles,
     split_left_limits,
-    tiles_between,
+    tilings_between,
 )
 from longspan.attention.members import Members
 from longspan.attention.tiles import Launch, Tile, Tiling
@@ -107,7 +107,7 @@ def shares_of(kind, lengths, degree):
 def check_tiles(lengths, degree, mask, kind="zigzag"):
     segments = shares_of(kind, lengths, degree)
     for q, k in product(segments, [*segments, whole(lengths)]):
-        check_covered(tiles_between(q, k, **mask._asdict()), q, k, wanted(q, k, mask))
+        check_covered(tilings_between(q, k, **mask._asdict()), q, k, wanted(q, k, mask))
 
 
 documents_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=4).map(tuple)
@@ -142,7 +142,7 @@ def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
 @settings(max_examples=20, deadline=None)
 def test_blocks_hold_every_row_once_the_costliest_first(lengths, degree, window, size, of_keys):
     shares = Partition.zigzag(lengths, degree)
-    for tiling in tiles_between(shares.segments(0), shares.segments(degree - 1), causal=True, window=window):
+    for tiling in tilings_between(shares.segments(0), shares.segments(degree - 1), causal=True, window=window):
         held, costs = [], []
         for tile, start in tiling.blocks(size, of_keys=of_keys):
             t = tiling.tiles[tile]
@@ -181,10 +181,10 @@ def test_two_zigzag_members_need_one_launch(causal, degree):
     lengths = [16 * degree, 6 * degree, 2 * degree]
     shares = Partition.zigzag(lengths, degree)
     for q, k in product(range(degree), repeat=2):
-        (tiling,) = tiles_between(shares.segments(q), shares.segments(k), causal=causal)
+        (tiling,) = tilings_between(shares.segments(q), shares.segments(k), causal=causal)
         assert len(tiling.tiles) == len(lengths), (q, k, tiling)
     for q, k in product(shares_of("zigzag", [64], degree), [whole([64])]):  # one document needs no gather
-        for tiling in tiles_between(q, k, causal=causal):
+        for tiling in tilings_between(q, k, causal=causal):
             assert isinstance(tiling.q_rows(), slice) and isinstance(tiling.k_rows(), slice)
 
 
@@ -195,7 +195,9 @@ def test_launches_under_a_window_do_not_grow_with_the_documents(kind, degree, wi
     most = {}
     for documents in (64, 512):
         segments = shares_of(kind, draw.integers(30, 200, documents), degree)
-        most[documents] = max(len(tiles_between(q, k, causal=True, window=window)) for q in segments for k in segments)
+        most[documents] = max(
+            len(tilings_between(q, k, causal=True, window=window)) for q in segments for k in segments
+        )
     assert most[512] <= 6 and most[512] <= most[64] + 1, most
 
 
@@ -203,9 +205,9 @@ def test_launches_under_a_window_do_not_grow_with_the_documents(kind, degree, wi
 def test_chunks_are_documents_of_one_launch(chunk):
     shares = Partition.zigzag([96 * 8, 96 * 4], 4)
     for member in range(4):
-        (tiling,) = tiles_between(shares.segments(member), whole([96 * 8, 96 * 4]), causal=True, chunk=chunk)
+        (tiling,) = tilings_between(shares.segments(member), whole([96 * 8, 96 * 4]), causal=True, chunk=chunk)
         assert (tiling.left, tiling.right) == (None, 0)
-    (tiling,) = tiles_between(whole([96 * 8]), whole([96 * 8]), causal=True, chunk=chunk)
+    (tiling,) = tilings_between(whole([96 * 8]), whole([96 * 8]), causal=True, chunk=chunk)
     assert len(tiling) == 96 * 8 // chunk and tiling.q_rows() == tiling.k_rows() == slice(0, 96 * 8)
 
 

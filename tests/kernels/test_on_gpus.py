@@ -17,7 +17,7 @@ from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.frozen.packed_format import NF4
 from longspan.model.kinds import expert_modules
 from longspan.model.seams.norms import NormFormula
-from longspan.train.log_probs import kernel_distributions, target_log_probs_and_gradient
+from longspan.train.log_probs import distribution_values_by_kernel, target_log_probs_and_gradient
 from tests.model.experts.moe_models import moe_config
 from tests.model.lora.adapted import drawn
 from tests.model.stock import random_model
@@ -108,7 +108,7 @@ def distribution_errors(case: tuple[int, int], device: str, dtype: torch.dtype) 
     wide = logits.double()
     ids = wide.argmax(-1)
     ids[1] = (ids[1] + 1) % vocabulary
-    numbers = kernel_distributions(logits, ids)
+    numbers = distribution_values_by_kernel(logits, ids)
     assert numbers is not None, "the kernel did not run"
     p = wide.softmax(-1)
     entropy, squares = torch.special.entr(p).sum(-1), (p * p).sum(-1).log()
@@ -122,7 +122,7 @@ def distribution_errors(case: tuple[int, int], device: str, dtype: torch.dtype) 
     logits[0] = -torch.inf
     logits[0, 3] = 2.0
     p = logits.double().softmax(-1)
-    numbers = kernel_distributions(logits, torch.full_like(ids, 3))
+    numbers = distribution_values_by_kernel(logits, torch.full_like(ids, 3))
     assert numbers is not None
     assert numbers[1, 0] == 1
     masked = relative_error(numbers[0].double(), torch.special.entr(p).sum(-1))

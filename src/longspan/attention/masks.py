@@ -45,7 +45,7 @@ class TileArrays(NamedTuple):
         return TileArrays(*(column[chosen] for column in self))
 
 
-def tiles_between(
+def tilings_between(
     q: Segments, k: Segments, *, causal: bool, window: int | None = None, chunk: int | None = None
 ) -> tuple[Tiling, ...]:
     """Return the tilings that cover what the rows of `q` see of the rows of `k`.

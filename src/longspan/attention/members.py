@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.masks import Mask, branch_tilings, span_tiles, tiles_between
+from longspan.attention.masks import Mask, branch_tilings, span_tiles, tilings_between
 from longspan.attention.tiles import Launch, RowIdentities
 from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
@@ -210,7 +210,7 @@ class Members:
             return RowIdentities(document, segments.positions, positions())
 
         queries = self.real_segments(self.member)
-        tilings = tiles_between(queries, keys, **self.mask._asdict()) + span_tiles(queries, keys, self.spans)
+        tilings = tilings_between(queries, keys, **self.mask._asdict()) + span_tiles(queries, keys, self.spans)
         group = self.part.group
         if group.parents is not None:
             bases = np.asarray(group.bases, dtype=np.int64)

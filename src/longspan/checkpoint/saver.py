@@ -286,7 +286,11 @@ class CheckpointSaver:
         return save is not None and (save.failure is not None or self._is_over_time_limit(save))
 
     def raise_failure(self) -> None:
-        """Raise CheckpointError on every rank if the save in progress failed, or is over its limit, on any of them."""
+        """Give up the save in progress and raise CheckpointError on all ranks if on any it failed or is over its limit.
+
+        Without a failure nothing changes. After one no save is in progress; threads of it get a moment to end, and if
+        some do not, the next checkpoints are written while training waits.
+        """
         save = self._running
         if save is None:
             return

@@ -47,7 +47,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     processes = 1 if file_ends[-1] <= small_bytes else usable_cores()
     with closing(_Writer(folder, recipe)) as writer:
         for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), processes):
-            writer.write_rows(encoded)
+            writer.append_documents(encoded)
             if time.monotonic() - last_log_time > _NEWS_SECONDS:
                 last_log_time = time.monotonic()
                 seconds = last_log_time - start_time
@@ -113,7 +113,7 @@ class _Writer:
             if file is not None:
                 file.close()
 
-    def write_rows(self, encoded: EncodedDocuments) -> None:
+    def append_documents(self, encoded: EncodedDocuments) -> None:
         """Append the documents of a batch to all files; for KTO each with a mismatched one behind it.
 
         Raises DataError, once they are written, if labels of rows have different sizes.

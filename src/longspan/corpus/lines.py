@@ -136,7 +136,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     engine = encoding.tokenizer.engine
     ends = frozenset(encoding.template.ends)
     text = engine.decode(sample.ids[sample.labels != NO_TARGET].tolist(), skip_special_tokens=False)
-    tokens = any_name_pattern(ends | encoding.tokenizer.special_names)
+    tokens = any_name_pattern(ends | encoding.tokenizer.special_tokens)
     if tokens.search(text.partition(_WORDS[1])[2]):
         return None
     fault = "writes no token behind"

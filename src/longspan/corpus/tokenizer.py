@@ -137,7 +137,7 @@ class TextTokenizer:
         return self
 
     @cached_property
-    def special_names(self) -> frozenset[str]:
+    def special_tokens(self) -> frozenset[str]:
         """The names of the special tokens."""
         return frozenset(
             token.content for token in self.engine.get_added_tokens_decoder().values() if token.special

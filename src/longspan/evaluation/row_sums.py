@@ -101,11 +101,11 @@ class RowSums:
         Losses and classes are 0 after an error of the loss, which is kept in `error`; classes also without one label.
         """
         if self._score_loss is None:
-            at = targets.loss_rows(part, torch.float64)
+            at = targets.loss_tokens(part, torch.float64)
             losses = -target_log_probs_and_gradient(logits, at.target)[0].double() * at[WEIGHTS]
             return TargetTokens(at.document, at.position, at.target, losses, logits, at.values)
         scores = row_scores(logits)[0]
-        at = targets.loss_rows(part, scores.dtype)
+        at = targets.loss_tokens(part, scores.dtype)
         losses = logits.new_zeros(len(logits), dtype=torch.float64)
         classes = torch.zeros_like(at.target)
         if self.error is None:

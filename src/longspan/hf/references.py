@@ -28,7 +28,7 @@ def clear_device_map(args: Any) -> None:
     args.model_init_kwargs = {**keywords, "device_map": None}
 
 
-def take_reference_adapter(model: Any) -> Any:
+def remove_reference_adapter(model: Any) -> Any:
     """Remove TRL's copy of a model's adapter, before `prepare`; return its configuration, or None without a copy.
 
     An only adapter of this name is no copy, but the one that is trained.

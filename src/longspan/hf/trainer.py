@@ -19,7 +19,7 @@ from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.references import ReferenceAdapter, clear_device_map, take_reference_adapter
+from longspan.hf.references import ReferenceAdapter, clear_device_map, remove_reference_adapter
 from longspan.hf.refusals import (
     ONE_PASS_OPTIMIZERS,
     PAGED,
@@ -135,7 +135,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
             return
         inside = unwrap_peft_model(self.model)
         self._facade.head = take_fused_head(inside)
-        reference_config = take_reference_adapter(self.model)
+        reference_config = remove_reference_adapter(self.model)
         resolved = resolve_trainer(self)
         self._config = resolved.config
         self._cost = resolved.cost

@@ -97,11 +97,11 @@ def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
     """
     cost = cost or plan.cost
     timeline = plan.timeline(cost)
-    widths = group_times(plan, cost)
+    group_seconds = group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
         begin = timeline.start[index] + cost.micro_batch_seconds
-        bars += _stack_groups(index, micro_batch, begin, widths[index], cost)
+        bars += _stack_groups(index, micro_batch, begin, group_seconds[index], cost)
     if plan.mode == "free":
         return PlanBars(plan, (Panel(0.0, 0.0, timeline.step_seconds),), tuple(bars))
     starts = timeline.start.min(axis=1).tolist()
@@ -144,16 +144,16 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
 
 
 def _stack_groups(
-    index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost
+    index: int, micro_batch: MicroBatch, begin: np.ndarray, seconds_of_groups: np.ndarray, cost: Cost
 ) -> Iterator[Bar]:
-    """Yield the bars of a micro-batch, of number `index`, widest groups first.
+    """Yield the bars of a micro-batch, of number `index`, groups of most slots first.
 
-    On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `widths`. A group
-    over slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
+    On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `seconds_of_groups`.
+    One over slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
     """
     clock = begin.copy()  # (slots,)
-    for group, width in sorted(
-        zip(micro_batch.groups, widths.tolist(), strict=True), key=lambda pair: -pair[0].degree
+    for group, seconds in sorted(
+        zip(micro_batch.groups, seconds_of_groups.tolist(), strict=True), key=lambda pair: -pair[0].degree
     ):
         slots = np.sort(np.asarray(group.slots, np.int64))
         rows = np.asarray(group.laid_out, float)
@@ -167,9 +167,9 @@ def _stack_groups(
             if group.parents is None:  # a family stays together, its prefixes first
                 documents.sort(key=lambda pair: -pair[1])
             for document, share in documents:
-                yield Bar(index, document, int(run[0]), len(run), start, start + share * width)
-                start += share * width
-        clock[slots] += width
+                yield Bar(index, document, int(run[0]), len(run), start, start + share * seconds)
+                start += share * seconds
+        clock[slots] += seconds
 
 
 def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_scale: float) -> Iterator[Summary]:

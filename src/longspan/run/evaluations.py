@@ -116,7 +116,7 @@ class Evaluations:
         self._record_completions(done)
         return tuple(at_degrees), tuple(set_evaluations), ""
 
-    def list_evaluation_lengths(self) -> Iterator[tuple[int, int, int]]:
+    def evaluation_schedule(self) -> Iterator[tuple[int, int, int]]:
         """Yield for each set its tokens, the steps between its evaluations, and how many come at the end."""
         heads = query_heads(self.run.model.config)
         for entry in self.run.sets:

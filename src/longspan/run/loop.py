@@ -249,7 +249,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         with open_records(run, classes, display.log) as records:
             prompts = read_prompts_of_run(run) if config.evaluation.prompts else ()
             evaluations = Evaluations(run, display, records, stop, prompts)
-            display.set_length(run.config.train.steps, evaluations.list_evaluation_lengths())
+            display.set_schedule(run.config.train.steps, evaluations.evaluation_schedule())
             result = _train_and_evaluate(evaluations, starts)
         write_facts(run, "summary.json", result.summary())
         return result

@@ -28,7 +28,7 @@ class ProgressDisplay:
         self._timed_since: tuple[float, int] | None = None
         self._step_tokens = 0  # of the steps after it
         self._eval_seconds = self._eval_tokens = 0.0
-        self._evaluations: tuple[tuple[int, int, int], ...] = ()  # as in `set_length`
+        self._evaluations: tuple[tuple[int, int, int], ...] = ()  # as in `set_schedule`
 
     def __enter__(self) -> "ProgressDisplay":
         if self._stream is not None:
@@ -40,7 +40,7 @@ class ProgressDisplay:
         if self._stream is not None:
             self._thread.join()
 
-    def set_length(self, steps: int, evaluations: Iterable[tuple[int, int, int]]) -> None:
+    def set_schedule(self, steps: int, evaluations: Iterable[tuple[int, int, int]]) -> None:
         """Set the steps of the run, and of each evaluation set the tokens, the steps between its evaluations (0: there
         is none before the end), and how many come at the end.
         """

@@ -131,7 +131,7 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
     elsewhere, `mean_logits` the mean of the logits, `log_sum_sq_probs` log Σ p². All in float32, in float64 for float64
     logits. Kernels, where there are some, compute all of them in one pass over the logits.
     """
-    if (numbers := kernel_distributions(logits.detach(), ids)) is not None:
+    if (numbers := distribution_values_by_kernel(logits.detach(), ids)) is not None:
         return numbers[[DISTRIBUTION_VALUES.index(name) for name in names]]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     values = logits.new_empty((len(names), len(logits)), dtype=dtype)
@@ -141,7 +141,7 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
     return values
 
 
-def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
+def distribution_values_by_kernel(logits: Tensor, ids: Tensor) -> Tensor | None:
     """Return numbers (4, t) of distributions in one pass over logits (t, V), by a Triton kernel; None without one.
 
     They are the entropy, whether a target of `ids` (t,) is the likeliest token, the mean logit, and log Σ p².

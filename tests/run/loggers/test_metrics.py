@@ -168,7 +168,7 @@ def test_evaluations_are_in_the_time_that_is_left(clock: list[float]) -> None:
     """Steps of 100 tokens take a second after the first; 600 tokens of evaluations are to come, 300 after the first."""
     out = io.StringIO()
     with ProgressDisplay(1, out, log_every=1) as display:
-        display.set_length(20, [(300, 10, 1)])
+        display.set_schedule(20, [(300, 10, 1)])
         for step in range(1, 12):
             clock[0] += 1.0 if step > 1 else 50.0
             display.show_step(ROW | {"step": step, "tokens": 100})

@@ -53,7 +53,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         (LOG_PROBS, "targets.weighted_rows(numbers, self._columns, self._scores)", "numbers"), "all"),
     "weights multiplied beside a loss of one's own": (
         (OWN + "loss_tokens", "total = losses.sum(",
-         'total = (losses * targets.loss_rows(part, leaf.dtype)["weights"]).sum('),
+         'total = (losses * targets.loss_tokens(part, leaf.dtype)["weights"]).sum('),
         "tokens"),
     "the loss called on padding": (
         (LOSS, "        losses = _no_loss\n", ""),

@@ -123,7 +123,7 @@ class Processor:
         """Process a PIL image into the model's inputs; `among` as in `image_text`. Raises DataError if it fails."""
         several = self._depends_on_image_count and among > 1
         size = (picture.height, picture.width)
-        return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
+        return _call_processor(self.name, size, lambda: read_model_inputs(self._process_image(picture, several)))
 
     @cached_property
     def input_names(self) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class Processor:
                 grid = (1, height // processor.patch_size, width // processor.patch_size)
                 if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}):
                     return grid
-        grids = self._process_images(_blank_picture(size))[GRIDS][0]
+        grids = self._process_image(_blank_picture(size))[GRIDS][0]
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
@@ -178,7 +178,7 @@ class Processor:
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
-        inputs = self._process_images(_blank_picture(size), several)
+        inputs = self._process_image(_blank_picture(size), several)
         if "text_replacement_offsets" not in inputs:
             raise DataError(
                 f"{type(self.stock).__name__} does not say what it writes for an image by itself, so its placeholders "
@@ -186,7 +186,7 @@ class Processor:
             )
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
-    def _process_images(self, image: Any, several: bool = False) -> Any:
+    def _process_image(self, image: Any, several: bool = False) -> Any:
         """Return the stock processor's output for an image, behind which a small blank one stands with `several`."""
         images = [image, _blank_picture(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}

@@ -168,7 +168,7 @@ class RowEncoding:
         if engine.decode(ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
             return {}
         ends = ((str(engine.id_to_token(number)), number) for number in reversed(ids[stops].tolist()))
-        return next(({name: number} for name, number in ends if name in self.tokenizer.special_names), {})
+        return next(({name: number} for name, number in ends if name in self.tokenizer.special_tokens), {})
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
         """Return the samples of row number `i`; what is wrong with it, and a sample without a target, is a bad row."""

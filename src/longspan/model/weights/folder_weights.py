@@ -132,7 +132,7 @@ class FolderWeights:
             slices = self._open_slices(stack)
             for name, recipe in self._recipes.items():
                 if recipe.converter is not None:
-                    yield from self._convert_part(name, recipe, slices, parts)
+                    yield from self._converted_parts(name, recipe, slices, parts)
                 elif part := parts.get(name):
                     tensor = slices[self._single_key(name)]
                     if _is_packed(tensor, part):
@@ -224,12 +224,13 @@ class FolderWeights:
                 recipes[first] = recipes.pop(name)
         return dict(recipes)
 
-    def _convert_part(
+    def _converted_parts(
         self, name: str, recipe: _ParameterRecipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the parts of the parameters that one conversion makes; `name` is the first of them.
 
-        A conversion of several runs even if `parts` lacks the first: in float32, and each is cast to its own type.
+        `recipe` has a converter. One that makes several parameters runs even if `parts` lacks the first of them: in
+        float32, and each parameter is cast to the type of its part.
         """
         converter = deepcopy(recipe.converter)  # a copy, as it collects the tensors that it will convert
         part = parts.get(name)

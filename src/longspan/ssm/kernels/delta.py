@@ -119,18 +119,18 @@ class Pieces:
         return self._follow_pieces(leaving, self._starts + self._counts - 1, initial, transitions, step=-1)
 
     def _follow_pieces(
-        self, run_values: Tensor, first: Integers, added: Tensor, transitions: Tensor, *, step: int
+        self, run_values: Tensor, start_pieces: Integers, added: Tensor, transitions: Tensor, *, step: int
     ) -> Tensor:
-        """Return a value for each piece, from those of runs: a run's own for its piece in `first`, and from there on
+        """Return a value for each piece, from those of runs: a run's own for its piece in `start_pieces`, from there on
         what the map of each piece makes of that piece's value for the next one in the direction of `step`.
 
         With `step` 1 the map is M S + B, for states from a run's first piece on; with −1 it is Mᵀ G + B, for gradients
         from its last piece back. `added` are the B, and M the `transitions`, of the pieces that have maps.
         """
         piece_values = run_values.new_empty((len(self.runs.lengths), *run_values.shape[1:]))
-        put_rows(piece_values, first, run_values)
+        put_rows(piece_values, start_pieces, run_values)
         for place in range(1, int(self._counts.max())):
-            pieces = first[self._counts > place] + step * (place - 1)
+            pieces = start_pieces[self._counts > place] + step * (place - 1)
             maps = pieces - self.first
             through = pick_rows(transitions, maps)
             through = through if step > 0 else through.mT

@@ -21,7 +21,7 @@ from longspan.train.log_probs import (
     DISTRIBUTION_VALUES,
     cut_into_chunks,
     distribution_values,
-    kernel_distributions,
+    distribution_values_by_kernel,
     row_scores,
     target_log_probs_and_gradient,
 )
@@ -47,7 +47,7 @@ class Distributions:
                     "keep the tensor"
                 )
             logits, ids = self._logits_and_ids
-            numbers = kernel_distributions(logits.detach(), ids)
+            numbers = distribution_values_by_kernel(logits.detach(), ids)
             if numbers is not None:  # the kernel computes all of them at once
                 self._values.update(zip(DISTRIBUTION_VALUES, numbers, strict=True))
             else:
@@ -180,7 +180,9 @@ class BatchTargets:
                 values.append(chunk_values)
         return torch.cat(values, -1)[:, : len(self.targets.rows)]  # without a padding target
 
-    def loss_rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossTokens:
+    def loss_tokens(
+        self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None
+    ) -> LossTokens:
         """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
         return LossTokens(
@@ -224,7 +226,7 @@ class TokenLoss:
         distributions = Distributions(logits, targets.targets.ids[part])
         try:
             leaf = log_probs.detach().requires_grad_(torch.is_grad_enabled())
-            losses: Any = self.function(leaf, targets.loss_rows(part, leaf.dtype, distributions))
+            losses: Any = self.function(leaf, targets.loss_tokens(part, leaf.dtype, distributions))
             is_tensor = isinstance(losses, Tensor)
             if not is_tensor or losses.shape != leaf.shape[:1] or not losses.is_floating_point():
                 given = f"{losses.dtype} of shape {tuple(losses.shape)}" if is_tensor else type(losses).__name__

@@ -87,7 +87,7 @@ class Preferences:
     def loss_of_set(self, sums: Tensor, documents: tuple[int, ...]) -> Tensor:
         """Return the loss of a pair; for KTO the mean over the answers of all documents."""
         if self.name == "kto":
-            return self._answer_losses(sums)[0].mean()
+            return self._kto_figures(sums)[0].mean()
         return self._pair_figures(sums.reshape(2, -1), [*documents]).losses.sum()
 
     def figures(self, sums: Floats) -> dict[str, float]:
@@ -101,7 +101,7 @@ class Preferences:
         # `chosen` and `rejected` index rewards and log_probs: those of KTO's answers, or those of pairs' documents.
         if self.name == "kto":
             assert self.is_desirable is not None
-            _, rewards, kl = self._answer_losses(table[:, 0])
+            _, rewards, kl = self._kto_figures(table[:, 0])
             log_probs = table[::2, 0]
             others = {"kl": kl}
             chosen = torch.nonzero(self.is_desirable)[:, 0]
@@ -126,7 +126,7 @@ class Preferences:
                 means[f"logits/{name}"] = (table[documents, 1].sum() / tokens).item()
         return means
 
-    def _answer_losses(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _kto_figures(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the losses (n,) of KTO's answers, their rewards (n,) and the divergence, by sums (2 n,) of the
         documents.
         """

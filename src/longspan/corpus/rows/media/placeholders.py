@@ -162,7 +162,7 @@ class RowImages:
         """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
         text = require_string(values.get("text"), "text")
         pattern = media_name_pattern(values)
-        special = any_name_pattern(self.tokenizer.special_names)
+        special = any_name_pattern(self.tokenizer.special_tokens)
         check_media_counts(kinds_in_text(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
