@@ -125,7 +125,9 @@ def _run_rank(
         os.close(stream.number)
     log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
     faulthandler.register(DUMP, file=log, all_threads=False)
-    faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
+    # A rank that dies of a fault in a library leaves its stack. Those of other threads, which run on, may be a fault of
+    # their own to read.
+    faulthandler.enable(file=log, all_threads=False)
     if launcher is not None:
         stop_when_launcher_is_gone(lambda: bool(connection.wait([launcher], 0)), with_message=spec.rank == 0)
     os.environ.clear()  # before anything of torch is used
@@ -217,9 +219,5 @@ def stack_text(folder: Path, index: int) -> str:
     fault in a library, these are the name of the fault and the stack of the thread in which it happened.
     """
     path = folder / f"rank-{index}.txt"
-    text = path.read_text() if path.exists() else ""
-    lines = text.splitlines()
-    before, current, thread = text.partition("Current thread")
-    if current:  # a fault: its name is the first line, and stacks of other threads may follow it
-        lines = [*before.splitlines()[:1], *(current + thread).splitlines()]
+    lines = path.read_text().splitlines() if path.exists() else []
     return "\n".join(lines[:14])
