@@ -102,7 +102,7 @@ class Peak:
         """The planned bytes of the device, by their parts."""
         measures = [word for word, layers in self.by["recomputed"] for _ in range(layers)]
         home = Layout(**self.by["layout"])
-        settings = MemorySettings(**self.by["memory"])
+        settings = MemorySettings(**self.by["memory"], keys_are_repeated=True)  # by transformers 5.17
         config = _config(self.by["config"])
         plan = _plan(self.by, Cost())
         return MemoryNeeds.of(config, home, plan, settings, machine=Machine.known("H200")).under(measures).device

@@ -18,13 +18,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from measured import RECORDS, Measured, Peak, measured_peaks, measured_rows
 
 from longspan.plain_text import gib_text, markdown_table
 from longspan.plan import Machine
-from longspan.plan.memory import layer_table
 from longspan.plan.memory.settings import Bytes
 
 REGRET = 0.03
@@ -95,9 +93,7 @@ def choices(predictions: Sequence[Prediction]) -> list[Choice]:
 
 
 def predict_peaks() -> list[tuple[Peak, Bytes]]:
-    # of the records' transformers, which was 5.17
-    with patch.object(layer_table, "KEYS_ARE_REPEATED", True):
-        return [(peak, peak.moment()) for peak in measured_peaks()]
+    return [(peak, peak.moment()) for peak in measured_peaks()]
 
 
 def peak_error(peak: Peak, moment: Bytes) -> float:

@@ -7,7 +7,6 @@ configuration; tests/plan/memory counts the same on real models by what their op
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from importlib.metadata import version
 from operator import ge
 
 from longspan.plan.cost.machine import Machine, resolve_compiled_parts
@@ -34,8 +33,6 @@ INDEX = 8  # of int64
 # Float32 tensors of values that torch's operations hold in a scan, without a delta rule and with one (counted on a CPU,
 # and of peaks in bench/records/measured.json).
 TORCH_SCANS = {False: 18, True: 26}
-# Layers of a gated delta net in transformers before 5.23 hand keys and queries to their scan once a value head.
-KEYS_ARE_REPEATED = tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
 
 
 @dataclass(frozen=True, order=True)
@@ -417,7 +414,7 @@ class LayerTable:
         )
         saved += self.load.runs * mixer.state / tp * WIDE
         if mixer.delta:
-            if KEYS_ARE_REPEATED:  # as the layer computes them, and as unit vectors
+            if settings.keys_are_repeated:  # as the layer computes them, and as unit vectors
                 saved += 2 * self.bytes_of_rows(2 * heads * mixer.key_size - (channels - inner), number)
             saved += self.bytes_of_rows(heads * CHUNK) if kernels else self.bytes_of_rows(channels - inner, WIDE)
             saved += self.bytes_of_rows(2 * inner) if settings.gpu else 3 * wide + 2 * self.bytes_of_rows(inner)

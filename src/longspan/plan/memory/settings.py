@@ -1,7 +1,9 @@
 """What of a run decides its bytes besides model, home and plan; what layers may keep; bytes by what they are for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
 from typing import Literal, get_args
 
 from longspan.errors import PlanError
@@ -84,6 +86,12 @@ def known_state_numbers(optimizer: str, moments: str, weight_bytes: int) -> floa
     return EIGHT_BIT_MOMENTS / weight_bytes if moments else MOMENTS.get(optimizer)
 
 
+@cache
+def _keys_are_repeated() -> bool:
+    """Whether gated delta layers of transformers (before 5.23) hand their scan a key and a query a value head."""
+    return tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
     """What of a run decides its bytes; the defaults are float32 masters under AdamW, computed in bfloat16 on GPUs.
@@ -100,7 +108,8 @@ class MemorySettings:
     and `summed_once`, which needs that, gradients too, as `free` mode does. Under `offload_weights` weights wait on the
     host, with their gradients and states; adapters stay on the device with theirs. `segment_layers` neighbouring layers
     that recompute keep one input together (0 or 1: each its own). On a `gpu` there are a context and communicators;
-    state-space layers scan by its `scan_kernels`, else in float32. Of images a slot encodes `encoder_rows` rows in a
+    state-space layers scan by its `scan_kernels`, else in float32, and take keys and queries once a value head where
+    `keys_are_repeated`, as by the transformers that is installed. Of images a slot encodes `encoder_rows` rows in a
     step, or, `encoder_recomputed`, in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
     """
 
@@ -127,6 +136,7 @@ class MemorySettings:
     sequence_parallel: bool = False
     gpu: bool = True
     scan_kernels: bool = True
+    keys_are_repeated: bool = field(default_factory=_keys_are_repeated)
     float8: bool = False
     compiled: Compiled = "none"
     encoder_rows: int = 0
