@@ -29,8 +29,9 @@ def pairs_of(seed: int) -> dict[int, list[Case]]:
 def test_every_pair_of_the_table(slots, seed):
     needs(slots)
     cases = pairs_of(seed)[slots]
-    # limits of bfloat16 are those of a rank: gradients differ in their last bits between GPUs
     errors = run_ranks(run_cases, slots, slots, cases)
+    # limits of bfloat16 are those of a rank: gradients differ in their last bits between GPUs
+    assert backend() == "nccl" or errors == [errors[0]] * slots
     wrong = [
         (case, *of_ranks) for case, *of_ranks in zip(cases, *errors, strict=True) if not all(e <= 1 for e in of_ranks)
     ]
