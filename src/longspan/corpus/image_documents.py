@@ -286,7 +286,7 @@ def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, 
             f"{tokens.placeholder} (image_token_id) for them; use the processor and the tokenizer of the model's own "
             "folder"
         )
-    if tokens.unknown or (tokens.fixed_rows is not None and not processor.has_fixed_placeholders):
+    if not tokens.has_grids and (tokens.unknown or not processor.has_fixed_placeholders):
         return  # how many rows the encoder makes is known only once it runs, and compared with placeholders then
     grids = np.stack([table.column(name) for name in ("time", "height", "width")], axis=1)
     unique_grids, grid_of_image = np.unique(grids, axis=0, return_inverse=True)
