@@ -52,8 +52,9 @@ def single_and_full_row_modules(
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the children of a decoder layer that work on single rows, and those that must be given all rows.
 
-    Norms work on single rows; blocks of experts, and attention that is not split, need all. Split blocks, which gather
-    rows themselves, are in neither list. `name` is the layer's in the model. ModelError for any other child.
+    Norms, and linears of whole features, work on single rows; blocks of experts, and attention that is not split, need
+    all. Split blocks, which gather rows themselves, are in neither list. A child around split blocks is looked at like
+    the layer. `name` is the layer's in the model. ModelError for any other child.
     """
     single_row_modules, full_row_modules = list[nn.Module](), list[nn.Module]()
     blocks = split_block_names(styled_modules)
