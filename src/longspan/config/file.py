@@ -49,10 +49,8 @@ def read_file(path: str | Path) -> RunConfig:
         nearest = nearest_name(path.name, [file.name for file in path.parent.glob("*.toml")])
         advice = "give a TOML file" if nearest is None else f"did you mean {nearest!r}?"
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; {advice}") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
+    except (ValueError, RecursionError) as error:
+        # a ValueError also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
     if path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "metrics.jsonl")):
         tables = upgraded_tables(tables)  # of a run that version 0.3 began

@@ -118,8 +118,7 @@ def load_saved_model(
         world, lambda: make_model(config, configuration=configuration, images=encoders), ModelError
     )
     prepared = prepare_run_model(config, world, model, training=False, images=encoders)
-    if (
-        config.lora.rank or not has_adapter_alone
-    ):  # else the base model is evaluated, whose weights are there already
+    # Without its adapter a run's base model is evaluated, whose weights are there already.
+    if config.lora.rank or not has_adapter_alone:
         load_checkpoint(checkpoint, prepared, None, world)
     return prepared, int(state["step"])

@@ -97,9 +97,12 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> str:
     for e in evaluations:
         difference = largest_difference([firsts.setdefault(e.name, e).loss, e.loss])
         values = [e.metrics[name].value if name in e.metrics else None for name in metrics]
-        perplexity = "-" if e.scored else f"{e.perplexity:,.4f}"
-        if not e.scored and not e.loss < 50:  # e ** 50 is above 5e21, whose digits would fill the table
-            perplexity = "over 1e21"
+        if e.scored:
+            perplexity = "-"
+        elif e.loss < 50:
+            perplexity = f"{e.perplexity:,.4f}"
+        else:
+            perplexity = "over 1e21"  # e ** 50 is above 5e21, whose digits would fill the table
         figures = (f"{e.loss:.9f}", f"{difference:.1e}", perplexity)
         counts = (f"{count:,}" for count in (e.documents, e.tokens, e.targets, len(e.plan.micro_batches)))
         words = ("-" if value is None else f"{value:.5f}" for value in values)

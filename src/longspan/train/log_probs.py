@@ -106,9 +106,7 @@ def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
 
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
-_DISTRIBUTION_COLUMNS = (
-    2048  # columns that a program of that kernel has at a time: its lanes keep several sums each
-)
+_DISTRIBUTION_COLUMNS = 2048  # as _COLUMNS; fewer, as each lane keeps several sums
 
 
 def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
