@@ -219,14 +219,15 @@ def _find_addends(
     def pool_begins(number: int) -> Integers:
         """Where in the pool each block's addend of this number begins; −1 where the block has none."""
         begin = np.full(len(target.size), -1, dtype=np.int64)
-        begin[blocks[numbers == number]] = begins[numbers == number]
+        has_number = numbers == number
+        begin[blocks[has_number]] = begins[has_number]
         return begin
 
     first = pool_begins(0)
     needed = target.members[me]
     places = _block_rows(first, needed, target.size)
     places[np.repeat(first[needed] < 0, target.size[needed])] = -1
-    has_several = pool_begins(1)[needed] >= 0
+    has_several = np.bincount(blocks, minlength=len(target.size))[needed] > 1
     summed_blocks = needed[has_several]
     sizes = target.size[summed_blocks]
     row_begins = target.block_starts(me)[has_several]

@@ -122,7 +122,7 @@ class ModelShape:
         attention = [kind.attention for kind in kinds if kind.attention]
         widths = attention_widths(read) if attention else (0, 0)
         indexed = sum(kind in INDEXED for kind in attention)
-        # keys and values: mean
+        # the mean of the widths of keys and of values
         latent_width = (2 * read.count("kv_lora_rank") + read.count("qk_rope_head_dim")) // 2
         # layers whose rows choose keys by themselves; those of type "shared" take the choice of a layer before
         choosing_layers = sum(kind != "shared" for kind in read.value("indexer_types") or [""] * indexed)
