@@ -288,7 +288,13 @@ def test_a_resumed_run_refuses_a_corpus_that_changed(tmp_path: Path) -> None:
     (texts / "new.md").write_text("new")
     with pytest.raises(DataError, match=r"file01.py has other contents; file02.py is gone; new.md is new; restore it"):
         build(tmp_path, texts, resumed=True)
-    (tmp_path / "run" / "corpus" / "corpus.json").unlink()
+    record = tmp_path / "run" / "corpus" / "corpus.json"
+    values = json.loads(record.read_text())
+    for text in (record.read_text()[:40], json.dumps(values | {"asked": 7})):
+        record.write_text(text)
+        with pytest.raises(DataError, match=r"has checkpoints, and \S+/run/corpus/corpus.json is damaged: restore"):
+            build(tmp_path, texts, resumed=True)
+    record.unlink()
     with pytest.raises(DataError, match=r"has checkpoints but no corpus"):
         build(tmp_path, texts, resumed=True)
 
@@ -307,9 +313,10 @@ def test_a_damaged_corpus_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"its documents are not in .* any more; start its run again"):
         Corpus(folder)
     assert build(tmp_path, tmp_path / "texts", resumed=True).lengths.tolist() == again.lengths.tolist()
-    (folder / "corpus.json").write_text(json.dumps({"path": "x"}))
-    with pytest.raises(DataError, match=r"is not a corpus"):
-        Corpus(folder)
+    for text in (json.dumps({"path": "x"}), '{"documents": "'):
+        (folder / "corpus.json").write_text(text)
+        with pytest.raises(DataError, match=r"run/corpus/corpus.json is damaged: "):
+            Corpus(folder)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])

@@ -58,7 +58,7 @@ def test_ten_million_documents_are_opened_in_little_memory(tmp_path: Path) -> No
     with (tmp_path / "tokens.bin").open("wb") as tokens:
         tokens.truncate(2 * length * documents)
     SourceFiles.write(tmp_path, [SourceFile("rows.jsonl", 1, 1, "")])
-    (tmp_path / "corpus.json").write_text(Manifest(1, "<u2", tokens=length * documents).to_json())
+    (tmp_path / "corpus.json").write_text(Manifest(1, "<u2", documents=documents, tokens=length * documents).to_json())
     tracemalloc.start()
     try:
         corpus = Corpus(tmp_path)

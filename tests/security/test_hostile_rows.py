@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,29 @@ def test_damaged_documents_of_a_corpus_are_named(tmp_path: Path, token_cache: Pa
             assert len(corpus[document][[0, 1]]) == 2 and list(corpus.sources)
 
     read()
+    (folder / "codes.bin").write_bytes(b"A" * 4 * (folder / "tokens.bin").stat().st_size)
+    manifest = (folder / "corpus.json").read_bytes()
+    dtype, codes = b'"dtype": "<u2"', b'"codes": ""'
+    assert dtype in manifest and codes in manifest
+    types = ("O", "|O", "<f2", "<i2", ">u2", "V2", "S2", "u2,u2", "none", ["<u2"], None)
+    crafted = [(dtype, b'"dtype": ' + json.dumps(name).encode()) for name in types]
+    crafted += [(codes, b'"codes": ' + json.dumps(name).encode()) for name in ("O", "<f4", "S1", "<u2")]
+    for old, new in crafted:
+        (folder / "corpus.json").write_bytes(manifest.replace(old, new))
+        with pytest.raises(DataError, match=r"is of type .* by corpus.json, and a build writes <u2 or <u4|\|u1 or <i4"):
+            read()
+        (folder / "corpus.json").write_bytes(manifest)
+    floats = (folder / "lengths.npy").read_bytes().replace(b"<i4", b"<f4")
+    for name in ("targets.npy", "texts.npy", "source_of.npy"):
+        (folder / name).write_bytes(floats)
+        with pytest.raises(DataError, match=rf"{name} is damaged: it holds float32"):
+            read()
+        (folder / name).unlink()
     for name, change in {
         "offsets.npy": lambda data: data[:-8] + b"\xff" * 8,
+        "hashes.npy": lambda data: data.replace(b"<i8", b"<f8"),
+        "origins.npy": lambda data: re.sub(rb"\(\d", b"(0", data, count=1),
         "lengths.npy": lambda data: data.replace(b"'shape': (", b"'shape': [", 1),
-        "origins.npy": lambda data: b"",
         "sources.jsonl": lambda data: b"[" * len(data),
         "sources.npy": lambda data: data.replace(b"<i8", b"|O8"),
         "corpus.json": lambda data: b"[[]]",

@@ -17,7 +17,7 @@ from longspan.corpus.document_encoder import EncodedDocuments, FileChunk, Notes
 from longspan.corpus.encoding_processes import encode_batches
 from longspan.corpus.mismatched_answers import MismatchedAnswers
 from longspan.corpus.recipe import Recipe
-from longspan.data.array_files import GrowingArray, GrowingCodes
+from longspan.data.array_files import COLUMN_TYPES, GrowingArray, GrowingCodes
 from longspan.data.image_table import ImageWriter
 from longspan.data.manifest import FILE, SHORTEST, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
@@ -83,18 +83,18 @@ class _Writer:
         """Open the files that documents of this recipe need, without a value in them."""
         self._recipe = recipe
         self._folder = folder
-        columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8", "hashes": "<i8"}
+        columns = ["lengths", "origins", "targets", "offsets", "hashes"]
         if len(recipe.encodings) > 1:
-            columns["source_of"] = "<i2"
+            columns.append("source_of")
         if recipe.records_texts:
-            columns["texts"] = "<i4"
+            columns.append("texts")
         preference = recipe.settings.preference
         self._mismatched = None
         if preference == "kto":
             self._mismatched = MismatchedAnswers(recipe.settings.data.max_document_tokens)
         if recipe.settings.num_labels or preference in ("orpo", "kto"):
-            columns["labels"] = "<f8"
-        self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
+            columns.append("labels")
+        self._columns = {name: GrowingArray(folder / f"{name}.npy", COLUMN_TYPES[name]) for name in columns}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
         self._tokens = (folder / "tokens.bin").open("wb")
         self._codes: GrowingCodes | None = None  # until not every token is its own label

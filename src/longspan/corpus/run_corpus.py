@@ -89,9 +89,9 @@ class _CorpusOfRun:
         """
         recorded = self._old_record
         if resumed and recorded is None:
-            raise DataError(
-                f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"
-            )
+            file = self._folder / FILE
+            state = f"has checkpoints, and {file} is damaged" if file.is_file() else "has checkpoints but no corpus"
+            raise DataError(f"{self._run_dir} {state}: restore {self._folder}, or set run.dir to a new folder")
         changes = [] if recorded is None else self._describe_changes(recorded, tokenizer)
         if resumed and changes:
             raise DataError(_changes_text(self._run_dir, changes))

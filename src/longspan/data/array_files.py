@@ -3,6 +3,7 @@
 Labels are written as codes: one small number for each token.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -13,6 +14,15 @@ from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.layout.partition import NO_TARGET
 
+# Types of a corpus's files, as a build writes them; no other that a file names is mapped, as one may be of pointers.
+TOKEN_TYPES = ("<u2", "<u4")
+CODE_TYPES = ("|u1", "<i4")
+COLUMN_TYPES = {  # of the .npy files with a value for each document; `labels.npy` may have several
+    **dict.fromkeys(("lengths", "origins", "targets", "texts"), "<i4"),
+    **dict.fromkeys(("offsets", "hashes"), "<i8"),
+    "source_of": "<i2",
+    "labels": "<f8",
+}
 _BLOCK = 1 << 20
 Array = npt.NDArray[Any]
 
@@ -133,14 +143,38 @@ class GrowingCodes:
         self._file.close()
 
 
-def map_array(path: Path) -> Array:
-    """Map the values of a .npy file; only those that are used are read. Raises DataError if it is damaged."""
+def map_array(path: Path, dtype: str, count: int | None = None) -> Array:
+    """Map the values of a .npy file; only those that are used are read.
+
+    Raises DataError where it is damaged, of another type than `dtype`, or has not `count` values (None: any number).
+    """
     try:
         array = np.asarray(np.load(path, mmap_mode="r"))
-        if array.ndim != 1 or array.dtype.kind not in "iuf":
-            raise ValueError(f"it holds {array.dtype} of {array.ndim} dims, and not a list of numbers")
+        if array.ndim != 1 or array.dtype != np.dtype(dtype):
+            raise ValueError(f"it holds {array.dtype} of {array.ndim} dims, and not a list of {np.dtype(dtype)}")
+        if count is not None and len(array) != count:
+            raise ValueError(f"it has {len(array)} values, and corpus.json wants {count}")
     except OSError:  # the file cannot be read, which does not make it damaged
         raise
     except Exception as error:  # numpy reads the header as Python, whose errors are of many kinds
         raise DataError(f"{path} is damaged: {error}; remove its folder, and it is built again") from error
+    return array
+
+
+def map_token_values(path: Path, dtype: object, types: Sequence[str], count: int) -> Array:
+    """Map a file with a value for each of `count` tokens. `dtype` is what corpus.json says of it, one of these types.
+
+    Raises DataError for another type, and where the file has not so many values.
+    """
+    remedy = "remove the folder and it is built again"
+    if dtype not in types:
+        raise DataError(
+            f"{path.parent} is damaged: {path.name} is of type {dtype!r} by corpus.json, and a build writes "
+            f"{' or '.join(types)}; {remedy}"
+        )
+    array = np.memmap(path, dtype=str(dtype), mode="r")
+    if len(array) != count:
+        raise DataError(
+            f"{path.parent} is damaged: {path.name} has {len(array)} tokens, corpus.json wants {count}; {remedy}"
+        )
     return array

@@ -15,10 +15,18 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.array_files import NOTHING, decode_labels, map_array
+from longspan.data.array_files import (
+    CODE_TYPES,
+    COLUMN_TYPES,
+    NOTHING,
+    TOKEN_TYPES,
+    decode_labels,
+    map_array,
+    map_token_values,
+)
 from longspan.data.document import NO_TARGET
 from longspan.data.image_table import ImageTable
-from longspan.data.manifest import FILE, PAIRS, Manifest, SourceFile, SourceFiles, read_record
+from longspan.data.manifest import PAIRS, Manifest, SourceFile, SourceFiles, read_manifest, read_record
 from longspan.data.scored_document import label_columns
 from longspan.errors import DataError
 from longspan.layout import Integers
@@ -57,16 +65,17 @@ class Corpus:
             )
         try:
             self.documents_folder: Path = documents_folder  # shared by runs
-            self.manifest: Manifest = Manifest.from_json((documents_folder / FILE).read_text(encoding="utf-8"))
+            self.manifest: Manifest = read_manifest(documents_folder)
             self.sources: SourceFiles = SourceFiles(documents_folder)
-            self._origins = map_array(documents_folder / "origins.npy")
-            self.lengths: npt.NDArray[Any] = map_array(documents_folder / "lengths.npy")
-            paths = (documents_folder / f"{name}.npy" for name in ("source_of", "targets", "texts", "hashes"))
-            arrays = (map_array(path) if path.is_file() else None for path in paths)
+            self._origins = self._map_column("origins")
+            self.lengths: npt.NDArray[Any] = self._map_column("lengths")
+            names = ("source_of", "targets", "texts", "hashes")
+            is_there = {name: (documents_folder / f"{name}.npy").is_file() for name in names}
+            arrays = (self._map_column(name) if is_there[name] else None for name in names)
             source_of, self.targets, self.texts, self.hashes = arrays
             # what a model that scores, or a loss of preferences, reads of each document
             columns = self.manifest.labels
-            table = map_array(documents_folder / "labels.npy").reshape(-1, columns) if columns else None
+            table = self._map_column("labels", columns).reshape(-1, columns) if columns else None
             preference = self.manifest.preference
             self.labels: npt.NDArray[Any] | None = None if preference else table
             self.numbers: npt.NDArray[Any] | None = table[:, 0] if table is not None and preference else None
@@ -75,16 +84,15 @@ class Corpus:
             zero = np.broadcast_to(np.int16(0), len(self.lengths))  # all are of source 0; takes no memory
             self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
             self.images: ImageTable | None = ImageTable.open_in_folder(documents_folder)
-            self._offsets = map_array(documents_folder / "offsets.npy")
-            self._tokens = np.memmap(documents_folder / "tokens.bin", dtype=self.manifest.dtype, mode="r")
+            self._offsets = self._map_column("offsets")
+            tokens = self.manifest.tokens
+            self._tokens = map_token_values(
+                documents_folder / "tokens.bin", self.manifest.dtype, TOKEN_TYPES, tokens
+            )
             codes = self.manifest.codes
-            self._codes = np.memmap(documents_folder / "codes.bin", dtype=codes, mode="r") if codes else None
-            for name, array in (("tokens.bin", self._tokens), ("codes.bin", self._codes)):
-                if array is not None and len(array) != self.manifest.tokens:
-                    raise DataError(
-                        f"{documents_folder} is damaged: {name} has {len(array)} tokens, corpus.json wants "
-                        f"{self.manifest.tokens}; remove the folder and it is built again"
-                    )
+            self._codes = None
+            if codes:
+                self._codes = map_token_values(documents_folder / "codes.bin", codes, CODE_TYPES, tokens)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too
                 raise
@@ -97,6 +105,11 @@ class Corpus:
         self.reference: npt.NDArray[np.float64] | None = None
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
+
+    def _map_column(self, name: str, values: int = 1) -> npt.NDArray[Any]:
+        """Map the file of a column, which has so many values for each document."""
+        file = self.documents_folder / f"{name}.npy"
+        return map_array(file, COLUMN_TYPES[name], self.manifest.documents * values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process maps the folder again."""

@@ -23,6 +23,7 @@ _COLUMNS = {
 }
 _PATHS = "image_paths.jsonl"
 _ENDS = "image_paths.npy"
+_ENDS_TYPE = "<i8"
 _BETWEEN = "\0"  # between the paths of frames, which cannot contain it
 
 
@@ -62,7 +63,7 @@ class ImageWriter:
     def __init__(self, folder: Path) -> None:
         self._columns = {name: GrowingArray(_column_file(folder, name), dtype) for name, dtype in _COLUMNS.items()}
         self._paths = (folder / _PATHS).open("wb")
-        self._ends = GrowingArray(folder / _ENDS, "<i8")
+        self._ends = GrowingArray(folder / _ENDS, _ENDS_TYPE)
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
         """Write the images of further documents, which have numbers from 0; the folder has `documents` earlier ones."""
@@ -92,9 +93,9 @@ class ImageTable:
     """The images of a folder of documents, in the order of documents and of their places; the files are mapped."""
 
     def __init__(self, folder: Path) -> None:
-        self._ends = map_array(folder / _ENDS)
+        self._ends = map_array(folder / _ENDS, _ENDS_TYPE)
         self._columns: dict[str, npt.NDArray[Any]] = {
-            name: map_array(_column_file(folder, name)) for name in _COLUMNS
+            name: map_array(_column_file(folder, name), dtype, len(self._ends)) for name, dtype in _COLUMNS.items()
         }
         # An empty file cannot be mapped.
         self._paths = np.memmap(folder / _PATHS, mode="r") if len(self._ends) else np.zeros(0, np.uint8)

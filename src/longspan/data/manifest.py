@@ -19,6 +19,7 @@ from longspan.files import parse_json, read_json
 FILE = "corpus.json"
 PAIRS = "chosen+rejected"  # the kind of rows that become two documents each, one after the other
 SHORTEST = 2  # tokens of a document: a single token predicts nothing
+_ENDS_TYPE = "<i8"  # of sources.npy
 # Keys whose values are lists in JSON.
 _TUPLES = ("kinds", "skipped", "bad", "columns")
 
@@ -92,6 +93,17 @@ class Manifest:
         return cls(**{**present, "left_out": LeftOut(**present.pop("left_out", {}))})
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a folder of documents. Raises DataError where it is damaged, OSError where it is missing."""
+    file = folder / FILE
+    try:
+        return Manifest.from_json(file.read_text(encoding="utf-8"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{file} is damaged: {error}; restore it, or remove {folder}, which a new run builds again"
+        ) from error
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """One file of a corpus as it was when it was read."""
@@ -111,7 +123,7 @@ class SourceFiles:
 
     def __init__(self, folder: Path) -> None:
         self._lines = np.memmap(folder / "sources.jsonl", mode="r")
-        self._ends = map_array(folder / "sources.npy")
+        self._ends = map_array(folder / "sources.npy", _ENDS_TYPE)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -135,7 +147,7 @@ class SourceFiles:
     @staticmethod
     def write(folder: Path, sources: Iterable[SourceFile]) -> None:
         """Write `sources.jsonl`, and where each of its lines ends (`sources.npy`)."""
-        ends = GrowingArray(folder / "sources.npy", "<i8")
+        ends = GrowingArray(folder / "sources.npy", _ENDS_TYPE)
         end = 0
         with (folder / "sources.jsonl").open("wb") as file:
             for source in sources:
@@ -171,6 +183,7 @@ def read_record(folder: Path) -> Record | None:
     """Read the record in a run's folder of a corpus; None if there is none, or it is damaged."""
     try:
         values: dict[str, Any] = read_json(folder / FILE)
-        return Record(**{**values, "around": tuple(values["around"])})
+        kinds = {"documents": str, "asked": dict, "around": tuple}
+        return Record(**{**values, **{name: kind(values[name]) for name, kind in kinds.items()}})
     except (OSError, KeyError, TypeError, ValueError):
         return None
