@@ -70,7 +70,8 @@ CHANGED: dict[str, object] = {
 
 def test_toml_there_and_back(tmp_path: Path) -> None:
     changed = load_config(None, CHANGED)
-    assert load_config(written(tmp_path, to_toml(changed))) == changed
+    for config in (changed, load_config(None, {"model.path": "x"})):  # which leaves its plans open
+        assert load_config(written(tmp_path, to_toml(config))) == config
     assert changed.optimizer.weight_decay == 1.0 and isinstance(changed.optimizer.weight_decay, float)
     for word, choice in (("true", "full"), ("false", "none"), ('"selective"', "selective")):  # what became a choice
         text = f"[train]\nactivation_checkpointing = {word}\n"

@@ -30,7 +30,6 @@ from longspan.cli.processes import (
     run_on_ranks,
 )
 from longspan.config.defaults import resolve_defaults
-from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN, section_keys
 from longspan.config.plan_section import EvaluationPlan, PlanSection, inherit_keys
 from longspan.config.sections import (
@@ -52,6 +51,7 @@ from longspan.evaluation.request import (
     SavedWeights,
     Subject,
     find_saved_weights,
+    load_saved_config,
     parse_named_paths,
 )
 from longspan.evaluation.result import HELD_OUT, evaluation_table
@@ -187,12 +187,12 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         )
     flag_keys = frozenset(flag[2:] for flag, _, _ in split_flags(argv) if "." in flag)
     refuse_training_keys(flag_keys)
-    first = _configure_subject(argv, find_saved_weights(flags.target), flags, flag_keys)
+    first = _configure_subject(argv, find_saved_weights(flags.target), flags, flag_keys, ranks)
     config = fit_home_to_ranks(first.config, ranks, flag_keys)
     subjects = [replace(first, config=config)]
     if flags.compare:
         weights = find_saved_weights(flags.target if flags.compare == BASE else flags.compare)
-        second = _configure_subject(argv, replace(weights, base=flags.compare == BASE), flags, flag_keys)
+        second = _configure_subject(argv, replace(weights, base=flags.compare == BASE), flags, flag_keys, ranks)
         second_config = replace(_config_with_layout(second.config, config), evaluation=config.evaluation)
         subjects.append(replace(second, config=second_config))
     return EvalRequest(
@@ -232,7 +232,7 @@ def _config_with_layout(config: RunConfig, layout: EvalFlags | RunConfig) -> Run
 
 
 def _configure_subject(
-    argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]
+    argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str], ranks: int
 ) -> Subject:
     """Return weights with the configuration that they are evaluated under: their run's, or for a folder the defaults,
     in which keys that flags give (`flag_keys`) have the values of the flags.
@@ -243,7 +243,7 @@ def _configure_subject(
     if weights.run_dir is None:
         defaults = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
         return Subject(weights, resolve_defaults(_config_with_flags(defaults, flags, weights)))
-    run_config = load_config(weights.run_dir / "config.toml")
+    run_config = load_saved_config(weights, ranks)
     run_flags = parse_eval(argv, run_config)
     config = _config_with_flags(run_config, run_flags, weights)
     # a degree that a flag gives brings its planner, and "auto" its type

@@ -58,8 +58,9 @@ class PlanSection(Section):
         """The planner by the degrees that are given: fixed with one, dynamic with a smallest or largest, else ""."""
         if self.context_parallel_size not in (NOT_GIVEN, 0, AUTO):
             return "fixed"
-        limits = self.min_dynamic_context_parallel_size, self.max_dynamic_context_parallel_size
-        return "dynamic" if limits not in ((NOT_GIVEN, NOT_GIVEN), (1, 0)) else ""
+        has_smallest = self.min_dynamic_context_parallel_size not in (NOT_GIVEN, 1)
+        has_largest = self.max_dynamic_context_parallel_size not in (NOT_GIVEN, 0)
+        return "dynamic" if has_smallest or has_largest else ""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ from longspan.evaluation.request import EvalRequest
 from longspan.evaluation.saved_results import SetResult, SubjectResult
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, query_heads
-from longspan.resolve.kept_rows import set_eval_rows_of_training
 from longspan.resolve.partition import set_default_partition
 from longspan.resolve.resolved import choose_evaluation_degree
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine, set_node_size
@@ -195,13 +194,8 @@ def _fit_subject(
     configuration = scale_positions(configuration, model, longest, origin, log, cut_by="--max-document-tokens")
     if folder := checked.tokenizer.folder:
         sets = {name: fit_documents_to_model(documents, configuration, folder) for name, documents in sets.items()}
-    # Plans of both subjects follow the first one's keys; a run's training has chosen rows where its limit is "auto".
-    first = request.subjects[0]
     heads = query_heads(configuration)
-    context = (
-        first.config.context if first.weights.run_dir is None else set_eval_rows_of_training(first.config).context
-    )
-    usual = set_node_size(set_default_partition(replace(subject.config, context=context)), world.node_size)
+    usual = set_node_size(set_default_partition(subject.config), world.node_size)
     config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
     choice = PlannerConfig.evaluation(config, heads=heads)
     is_cap_fixed = "evaluation.max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised

@@ -29,6 +29,21 @@ class Change(NamedTuple):
     now: Any
 
 
+def take_plans_of_run(config: RunConfig, chosen: RunConfig, *, same_ranks: bool) -> RunConfig:
+    """Return a run's configuration in which open keys of evaluation have the values that the run had `chosen`.
+
+    Rows of a slot hold on any ranks; planner, degree, type, levels and partition only on as many as the run had.
+    """
+    keys = {"max_tokens_per_slot"}
+    if same_ranks:
+        keys |= config.evaluation.plan_keys.keys()
+        if config.context.partition == AUTO:
+            config = config.with_keys("context", partition=chosen.context.partition)
+    open_keys = {key for key in keys if config.evaluation.plan_keys[key] in (AUTO, 0)}
+    values = {key: value for key, value in chosen.evaluation.plan_keys.items() if key in open_keys}
+    return config.with_keys("evaluation", **values)
+
+
 def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> RunConfig:
     """Fit the configuration to a number of ranks: each degree that is not of `flag_keys` becomes one that fits.
 

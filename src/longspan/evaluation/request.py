@@ -1,16 +1,24 @@
 """What `longspan eval` evaluates: weights on disk, and documents by name. No torch here."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from longspan.adapter_folder import adapter_folder_advice
-from longspan.checkpoint.files import find_run_and_checkpoint, step_of
+from longspan.checkpoint.files import (
+    checkpoints_root,
+    complete_checkpoints,
+    find_run_and_checkpoint,
+    read_state,
+    step_of,
+)
+from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError
-from longspan.evaluation.fit_layout import Change
+from longspan.evaluation.fit_layout import Change, take_plans_of_run
 from longspan.hub import find_local_path
 
 
@@ -87,6 +95,22 @@ def find_saved_weights(target: str) -> SavedWeights:
         f"{path} is neither the folder of a run (it has no config.toml) nor a Hugging Face folder (no config.json); "
         f"{adapter_folder_advice(path) or advice}"
     )
+
+
+def load_saved_config(weights: SavedWeights, ranks: int) -> RunConfig:
+    """Load the configuration of a run's weights, with the plans of evaluation that the run has had.
+
+    A run writes what it chose for open keys into each checkpoint. Without a checkpoint that can be read they stay open.
+    """
+    assert weights.run_dir is not None
+    config = load_config(weights.run_dir / "config.toml")
+    with suppress(CheckpointError, ConfigError, OSError, KeyError):
+        root = checkpoints_root(weights.run_dir, config.checkpoint.dir)
+        if checkpoints := [weights.checkpoint] if weights.checkpoint else complete_checkpoints(root):
+            state = read_state(checkpoints[0])
+            chosen = load_config(None, state["config"])
+            config = take_plans_of_run(config, chosen, same_ranks=state["ranks"] == ranks)
+    return config
 
 
 def parse_named_paths(words: Sequence[str]) -> dict[str, str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError
 from longspan.files import read_json, write_atomically
@@ -98,23 +97,6 @@ def halve_kept_rows(config: RunConfig) -> None:
     values = read_json(file)
     rows = max(1, values["rows"] // 2 // multiple) * multiple
     write_atomically(file, json.dumps(values | {"rows": rows}, indent=1))
-
-
-def set_eval_rows_of_training(config: RunConfig) -> RunConfig:
-    """Return the configuration with the kept rows, which the run chose for training, in place of "auto" of evaluation.
-    Raises ConfigError where none are kept.
-    """
-    if config.evaluation.max_tokens_per_slot != AUTO:
-        return config
-    file = Path(config.run.dir) / FILE
-    try:
-        rows = int(read_json(file)["rows"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f'evaluation.max_tokens_per_slot is "{AUTO}", the rows that training has chosen, and {file} does not '
-            f"say them ({error}); give a number of rows"
-        ) from error
-    return set_evaluation_rows(config, rows)
 
 
 def keys_that_decide_rows(config: RunConfig) -> dict[str, Any]:

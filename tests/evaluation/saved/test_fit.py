@@ -1,11 +1,13 @@
 """A layout on other ranks: nearest degrees that fit, what is said of them, and what a flag gave stays."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longspan.checkpoint.files import STATE, create_partial_folder, partial_path, publish_checkpoint
 from longspan.cli.eval import make_request, parse_eval, prepare_request
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
@@ -154,6 +156,27 @@ def test_a_run_that_trains_at_degrees_2_to_4_evaluates_at_8(tmp_path: Path) -> N
     for choice, most in ((PlannerConfig.training(with_keys), 4), (PlannerConfig.evaluation(with_keys), 8)):
         groups = [group for batch in choice.plan(lengths, home).micro_batches for group in batch.groups]
         assert max(group.degree for group in groups) == most
+
+
+def test_open_keys_have_what_the_run_has_chosen(tmp_path: Path) -> None:
+    """Its rows on any ranks, its plans on as many as it had; a flag goes before both."""
+    config = load_config(None, {"model.preset": "qwen3-8b", "optimizer.lr": 1e-5, "run.dir": str(tmp_path)})
+    assert (config.evaluation.planner, config.evaluation.max_tokens_per_slot) == ("auto", "auto")
+    assert subject_of(tmp_path, config).evaluation == config.evaluation  # no checkpoint says what was chosen
+    chosen = config.with_keys("evaluation", planner="fixed", context_parallel_size=2, max_tokens_per_slot=65536)
+    chosen = chosen.with_keys("context", partition="zigzag")
+    for ranks, evaluation in ((8, chosen.evaluation), (4, replace(config.evaluation, max_tokens_per_slot=65536))):
+        path = tmp_path / "checkpoints/step-000002"
+        state = {"config": chosen.tables(), "ranks": ranks, "step": 2}
+        shutil.rmtree(path, ignore_errors=True)
+        create_partial_folder(partial_path(path))
+        publish_checkpoint(partial_path(path), path, {STATE: state}, [])
+        found = subject_of(tmp_path, config)
+        assert found.evaluation == evaluation
+        assert found.context.partition == (chosen if ranks == 8 else config).context.partition
+    for key, value in (("max_tokens_per_slot", 512), ("context_parallel_size", 4)):
+        flagged = subject_of(tmp_path, config, f"--evaluation.{key}", str(value))
+        assert getattr(flagged.evaluation, key) == value
 
 
 def test_rows_that_nobody_named_hold_the_longest_document() -> None:
