@@ -36,10 +36,8 @@ from longspan.config.sections import (
     ContextConfig,
     DataConfig,
     EncoderLayout,
-    LoraSection,
     MachineSection,
     ModelConfig,
-    MtpSection,
     ParallelConfig,
     RunConfig,
 )
@@ -257,10 +255,7 @@ def _configure_subject(
 
 def _config_with_flags(config: RunConfig, flags: EvalFlags, weights: SavedWeights) -> RunConfig:
     """Return a configuration with the layout of `flags` and the keys of [model] that they give, and without evaluation
-    sets.
-
-    For base weights it is also without adapter and depths. Raises ConfigError for base weights of what trains no
-    adapter.
+    sets. Raises ConfigError for base weights of what trains no adapter.
     """
     if weights.base and not config.lora.rank:
         raise ConfigError(
@@ -268,12 +263,7 @@ def _config_with_flags(config: RunConfig, flags: EvalFlags, weights: SavedWeight
             "a run with [lora]"
         )
     model_keys = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name))}
-    return replace(
-        _config_with_layout(config, flags),
-        model=replace(config.model, **model_keys),
-        lora=LoraSection() if weights.base else config.lora,
-        mtp=MtpSection() if weights.base else config.mtp,
-    ).with_sets(())
+    return _config_with_layout(config, flags).with_keys("model", **model_keys).with_sets(())
 
 
 def prepare_request(
@@ -376,7 +366,7 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
     for result in results:
         evaluations = [entry.evaluation for entry in result.sets]
         parallel = result.config.parallel
-        is_run = result.weights.run_dir is not None
+        is_run = result.weights.run_dir is not None and not result.weights.base
         words = [result.weights.title] + ([f"step {evaluations[0].step}"] if is_run else [])
         words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
         yield f"{', '.join(words)} on {plural(ranks, 'rank')}\n{evaluation_table(evaluations)}"

@@ -1,5 +1,6 @@
 """`longspan export`: a checkpoint as a Hugging Face folder that stock transformers loads, in one process on the CPU."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from longspan import __version__
+from longspan.adapter_folder import ADAPTER_CONFIGURATION
 from longspan.checkpoint.files import find_run_and_checkpoint
 from longspan.cli.flags import Word, parse_flags
+from longspan.config.file import load_config
 from longspan.errors import ConfigError, plural
 from longspan.files import as_json
 from longspan.hub import check_push_access, push_folder
@@ -71,7 +74,17 @@ def main(argv: Sequence[str]) -> int:
     text = (
         f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} "
         f"of {written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "
-        f"{plural(written.files, 'file')}; next: longspan eval {written.folder} --data TEXTS"
+        f"{plural(written.files, 'file')}; next: {_next_command(flags, run_dir)}"
     )
     print(as_json(written._asdict() | pushed) if flags.json else "\n".join([text, *pushed.values()]))
     return 0
+
+
+def _next_command(flags: ExportFlags, run_dir: Path) -> str:
+    """Return a command that evaluates what was exported: the folder of a whole language model. An adapter alone, and a
+    model that scores, are evaluated as weights of their run, which has the base model and the kind of rows.
+    """
+    is_adapter = Path(flags.folder, ADAPTER_CONFIGURATION).is_file()
+    if is_adapter or load_config(run_dir / "config.toml").model.num_labels:
+        return shlex.join(["longspan", "eval", flags.checkpoint, "--data", "ROWS"])
+    return shlex.join(["longspan", "eval", flags.folder, "--data", "TEXTS"])

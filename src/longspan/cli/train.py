@@ -138,5 +138,6 @@ def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -
     print(json.dumps(result.summary()) if as_json else result.text())
     compared = " --compare base" if config.lora.rank else ""
     command = "longspan" if shutil.which("longspan") else Path(sys.executable).with_name("longspan")
-    following = "" if result.stopped else f"; next: {command} eval {result.dir}{compared}"
+    rows = "" if result.final else " --data ROWS"  # of a run that holds out no documents
+    following = "" if result.stopped else f"; next: {command} eval {result.dir}{rows}{compared}"
     print(f"{result.degrees_text()}Open {report}{following}", file=out)

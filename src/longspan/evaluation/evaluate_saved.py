@@ -35,6 +35,8 @@ from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
 from longspan.evaluation.reference import read_reference_log_probs
 from longspan.evaluation.request import EvalRequest
 from longspan.evaluation.saved_results import SetResult, SubjectResult
+from longspan.model import disable_adapter
+from longspan.model.execution import model_execution
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.partition import set_default_partition
@@ -233,9 +235,12 @@ class _Evaluator:
             self.starts.end_part("model")
             if gpu:
                 self.log(str(self.starts))
-        with StopSignal() as stop:
+        weights = fit.checked.subject.weights
+        if weights.base and (frozen := model_execution(model).frozen):
+            self.log(f"{weights.title}: the base model over the values that the adapter stands on, {frozen}")
+        with StopSignal() as stop, disable_adapter(model) if weights.base else nullcontext():
             sets = tuple(self._evaluate_sets(fit, model, step, cost, stop))
-        return SubjectResult(fit.checked.subject.weights, fit.config, sets, fit.changes)
+        return SubjectResult(weights, fit.config, sets, fit.changes)
 
     def _evaluate_sets(
         self, fit: _FittedSubject, model: AnyModel, step: int, cost: Cost, stop: StopSignal

@@ -1,8 +1,10 @@
 """Saved weights found and checked, and a prepared model loaded with them."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -16,10 +18,11 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.errors import CheckpointError, DataError, ModelError
 from longspan.evaluation.request import Subject
-from longspan.model import load_model
+from longspan.files import read_json
+from longspan.model import PRESETS, load_model
 from longspan.model.load import check_folder_weights
 from longspan.model.multimodal.multimodal_model import are_multimodal
-from longspan.model.weights.hf_folder import read_configuration
+from longspan.model.weights.hf_folder import quantization_settings, read_configuration
 from longspan.model.weights.tokenizer_files import vocabulary_files
 from longspan.train.run_model.load import load_run_model, make_model_without_weights
 from longspan.train.run_model.prepare import AnyModel, prepare_run_model
@@ -44,6 +47,10 @@ def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: Lo
     checkpoint = weights.checkpoint
     if weights.run_dir is None:
         run_on_every_rank(world, lambda: check_folder_weights(weights.path), ModelError)
+        if method := quantization_settings(weights.path).get("quant_method"):
+            log(
+                f"{weights.path} holds its weights in {method}: they are dequantised to {subject.config.model.dtype}"
+            )
     elif checkpoint is not None:
         check_checkpoint(checkpoint, world)
     else:
@@ -52,10 +59,34 @@ def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: Lo
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
-    run_on_first_rank(world, lambda: check_base_weights_unchanged(subject.folder, subject.config), ModelError)
+    run_on_first_rank(world, partial(_check_base_weights, subject, world.device.type), ModelError)
     configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
     loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)
+
+
+def _check_base_weights(subject: Subject, device: str) -> None:
+    """Raise ModelError where the weights that a run's adapter stands on are not those that it began with."""
+    check_base_weights_unchanged(subject.folder, subject.config)
+    if subject.config.lora.rank and (reason := why_drawn_otherwise(subject, device)):
+        raise ModelError(f"{subject.folder} trained an adapter of random weights: {reason}")
+
+
+def why_drawn_otherwise(subject: Subject, device: str) -> str:
+    """Say why a run's random weights cannot be drawn again on a kind of device; "" where they can, or are read."""
+    model = subject.config.model
+    is_tiny = (
+        model.preset_name and not PRESETS[model.preset_name].embedding_rows
+    )  # it is drawn on the CPU everywhere
+    if subject.weights.run_dir is None or model.path or is_tiny:
+        return ""
+    facts: Any = None
+    with suppress(OSError, ValueError):
+        facts = read_json(subject.folder / "run.json")
+    drawn_on = facts.get("device") if isinstance(facts, dict) else None  # "CPU", or the name of a GPU
+    if drawn_on is None or (drawn_on == "CPU") == (device == "cpu"):
+        return ""
+    return f"they were drawn on {drawn_on}, and a device of the kind {device} draws others"
 
 
 def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:
@@ -83,14 +114,17 @@ def load_saved_model(
     *,
     images: bool = False,
 ) -> tuple[AnyModel, int]:
-    """Load the prepared model with the weights; return the model, and the steps that trained it (0 for a folder).
+    """Load the prepared model with the weights; return the model, and the steps that trained it (0 for a folder, and
+    for a run's base model).
 
-    `configuration` is the model's, with positions that may have been scaled. Entered by all ranks. Raises
-    CheckpointError for documents with images and a checkpoint without encoders.
+    `configuration` is the model's, with positions that may have been scaled. A run's base model has the adapter that
+    the run began with. Entered by all ranks. Raises CheckpointError for documents with images and a checkpoint without
+    encoders.
     """
     checkpoint = checked.checkpoint
     if checkpoint is None:
-        load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=True)
+        path = checked.subject.weights.path
+        load = partial(load_model, path, dtype=config.model.dtype, sharded=True, quantized=True)
         with silence_warnings_of_other_ranks(world):
             model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
         return prepare_run_model(config, world, model, training=False, images=images), 0
@@ -112,13 +146,12 @@ def load_saved_model(
     encoders = run_on_first_rank(world, has_encoders, CheckpointError)
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     # A run with an adapter saves the adapter alone: its base model's weights are read from their own folder.
-    has_adapter_alone = bool(state.get("config", {}).get("lora", {}).get("rank"))
-    make_model = load_run_model if has_adapter_alone else make_model_without_weights
+    make_model = load_run_model if config.lora.rank else make_model_without_weights
     model = run_on_every_rank(
         world, lambda: make_model(config, configuration=configuration, images=encoders), ModelError
     )
     prepared = prepare_run_model(config, world, model, training=False, images=encoders)
-    # Without its adapter a run's base model is evaluated, whose weights are there already.
-    if config.lora.rank or not has_adapter_alone:
-        load_checkpoint(checkpoint, prepared, None, world)
+    if checked.subject.weights.base:
+        return prepared, 0
+    load_checkpoint(checkpoint, prepared, None, world)
     return prepared, int(state["step"])

@@ -154,9 +154,11 @@ def find_score_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def check_folder_weights(folder: str | Path) -> None:
-    """Raise ModelError unless the files of a folder hold its model's weights, by the headers of the files alone."""
+    """Raise ModelError unless the files of a folder hold its model's weights, whole or in 4 or 8 bits, by the headers
+    of the files alone.
+    """
     with warnings.catch_warnings(action="ignore"):  # of what is left out, which is said when the folder is read
-        load_model(folder, sharded=True)
+        load_model(folder, sharded=True, quantized=True)
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -219,7 +219,9 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     check_run(again, PAIRS, stock(base, 1))
 
 
-def test_an_adapter_trains_the_head_and_stock_peft_reads_both(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_trains_the_head_and_stock_peft_reads_both(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     keys = ALONE | {"lora__rank": 4, "model__num_labels": 3, "context__max_tokens_per_slot": 64}
     config = config_of(tmp_path / "lora", base, LABELS, **keys)
     (*_, last) = train_rows(config, 1)
@@ -230,7 +232,8 @@ def test_an_adapter_trains_the_head_and_stock_peft_reads_both(base: Path, tmp_pa
     model = peft.PeftModel.from_pretrained(stock(base, 3), config.run.dir + "/model", torch_device="cpu").eval()
     assert not torch.equal(model.base_model.model.score.weight, fresh.score.weight) and np.isfinite(last["loss"])
     held_out = make_step_order(config, Corpus(Path(config.run.dir) / "corpus")).evaluation
-    assert export_main([config.run.dir, str(tmp_path / "merged"), "--merge", "--json"]) == 0
+    assert export_main([config.run.dir, str(tmp_path / "merged"), "--merge"]) == 0
+    assert capfd.readouterr().out.endswith(f"next: longspan eval {config.run.dir} --data ROWS\n")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype="auto")
     for one in (model.base_model.model, merged):
         loss, right = dense_loss(one, [LABELS[d] for d in held_out], 0.0)
