@@ -24,6 +24,7 @@ from longspan import Layout, World
 from longspan.checkpoint import checkpoint as checkpoint_module, files as files_module, storage as storage_module
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import (
+    PARTIAL,
     check_file_hashes,
     complete_checkpoints,
     create_partial_folder,
@@ -132,9 +133,16 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
     for step in (9, 1, 10, 2):
         file_checkpoint(tmp_path, step)
     create_partial_folder(tmp_path / "step-000004.partial")
-    (tmp_path / "notes").mkdir()
+    linked = tmp_path / "linked" / "file"
+    linked.parent.mkdir()
+    linked.touch()
+    (tmp_path / "step-000005.partial").symlink_to(linked.parent)
+    others = ["linked", "step--1", "step-1_0", "step-1x", "step-²", "step-²" + PARTIAL]
+    for name in others[1:]:
+        (tmp_path / name).mkdir()
     remove_old_checkpoints(tmp_path, keep)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", *(f"step-{step:06d}" for step in left)]
+    assert linked.exists()
+    assert {p.name for p in tmp_path.iterdir()} == {*others, *(f"step-{step:06d}" for step in left)}
 
 
 def test_damaged_ones_neither_count_nor_shadow_good_ones(tmp_path: Path) -> None:

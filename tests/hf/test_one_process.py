@@ -129,6 +129,8 @@ def test_keys_are_read_from_a_command_line() -> None:
     assert keys.home(4).slots == 4
     assert keys.config().context.hierarchical_context_parallel_sizes == (2, 2)
     assert LongspanArguments(max_tokens_per_slot=512).config().context.max_tokens_per_slot == 512  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"max_tokens_per_slot is '²'"):
+        LongspanArguments(max_tokens_per_slot="²")  # pyright: ignore[reportArgumentType]
     assert pickle.loads(pickle.dumps(keys)) == keys
 
 

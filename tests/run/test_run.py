@@ -252,6 +252,11 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
     vocabulary = fresh(model__config=str(bare), data__vocab_size=400)
     on_nodes = fresh(context__node_size=8, run__dir=str(tmp_path / "none"))
     refusing = fresh(run__loggers=[f"{LOGGERS}.FileLogger", f"{LOGGERS}.Refusing"])
+    linked = fresh(run__dir=str(tmp_path / "linked"))
+    unfinished = tmp_path / "of somebody" / "step-000009.partial"
+    unfinished.mkdir(parents=True)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "checkpoints").symlink_to(unfinished.parent)
     cases: list[tuple[RunConfig, type[LongspanError], str]] = [
         (
             resumed(checkpoint__resume="never"),
@@ -280,11 +285,13 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
         ),
         (on_nodes, ConfigError, r"^context\.node_size is 8, and this world has 2 slots a host[^\n]*$"),
         (refusing, ConfigError, r"logger tests\.run\.loggers\.fake_loggers\.Refusing .* no server for run"),
+        (linked, CheckpointError, r"linked/checkpoints is a link, .* checkpoint.dir to .*/of somebody, or move"),
     ]
     for error, (_, kind, message) in zip(refusals([config for config, *_ in cases]), cases, strict=True):
         assert type(error) is kind and re.search(message, str(error)), (message, error)
     assert json.loads((tmp_path / "run" / "logged.jsonl").read_text())["closed"]
     assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "none").exists()
+    assert unfinished.is_dir(), "nothing is removed through a link"
 
 
 def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,20 @@ def checkpoints_root(run_dir: Path, named: str) -> Path:
     return require_local_root(named) if named else run_dir / "checkpoints"
 
 
+def refuse_linked_root(root: Path) -> None:
+    """Raise CheckpointError where the folder `checkpoints` of a run is a link: saves would be written, and what an
+    interrupted one left removed, in the folder that it leads to.
+    """
+    if root.is_symlink():
+        raise CheckpointError(
+            f"{root} is a link, and nothing is written or removed through a link in a run's folder; set checkpoint.dir "
+            f"to {root.resolve()}, or move that folder here"
+        )
+
+
 FORMAT = 2  # of what is written here; longspan 0.2 wrote format 1
 PARTIAL = ".partial"
+_NAME = re.compile(rf"step-([0-9]+)(?:{re.escape(PARTIAL)})?")
 MANIFEST = "manifest.json"
 STATE = "state.json"
 OPTIMIZER = "optimizer.json"
@@ -47,8 +60,8 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int:
     """Return the step of a checkpoint folder, complete or not; −1 for another name."""
-    digits = path.name.removesuffix(PARTIAL).removeprefix("step-")
-    return int(digits) if digits.isdigit() and path.name.startswith("step-") else -1
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name else -1
 
 
 def find_run_and_checkpoint(target: Path) -> tuple[Path, Path | None]:
@@ -82,7 +95,10 @@ def is_unfinished(path: Path) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a checkpoint, whole or not, as far as the disk lets it."""
+    """Remove a checkpoint, whole or not, as far as the disk lets it; of a link the link alone."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 

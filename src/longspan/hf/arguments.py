@@ -98,7 +98,9 @@ class LongspanArguments:
             # a key that was not given
             if value in ("", []) or (value == NOT_GIVEN and name.endswith("context_parallel_size")):
                 continue
-            if isinstance(value, str) and value.lstrip("-").isdigit():  # fields for "auto" or a number are strings
+            if isinstance(value, str) and re.fullmatch(
+                "-?[0-9]+", value
+            ):  # fields for "auto" or a number are strings
                 value = int(value)
             section = "evaluation" if name.startswith("eval_") else _SECTIONS.get(name, "context")
             keys[f"{section}.{name.removeprefix('eval_')}"] = value

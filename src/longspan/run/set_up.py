@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from longspan.checkpoint.base import BASE, check_base_weights_unchanged, record_base_weights
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
-from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
+from longspan.checkpoint.files import checkpoints_root, read_state, refuse_linked_root, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
 from longspan.comm.world_machine import set_world_machine
@@ -179,6 +179,8 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple
     ConfigError for the checkpoint of a run with other fixed keys.
     """
     root = checkpoints_root(Path(config.run.dir), config.checkpoint.dir)
+    if not config.checkpoint.dir:
+        run_on_first_rank(world, partial(refuse_linked_root, root), CheckpointError)
     checkpoint = None
     if run_on_first_rank(world, root.is_dir, CheckpointError):
         run_on_first_rank(world, partial(remove_unfinished_saves, root, log), CheckpointError)

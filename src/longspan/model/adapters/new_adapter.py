@@ -45,7 +45,7 @@ def adapter_notes(model: PreTrainedModel) -> Iterator[str]:
         for name, parameter in layer.named_parameters():
             if parameter.ndim > 1 and ".lora_" not in name:
                 total += parameter.numel()
-                owner = [part for part in name_without_adapter(name).split(".")[:-1] if not part.isdigit()][-1]
+                owner = [part for part in name_without_adapter(name).split(".")[:-1] if not part.isdecimal()][-1]
                 if f"{path}.{name}" not in adapted:
                     sizes[owner] += parameter.numel()
     if large := [name for name, size in sizes.most_common() if size >= total / 100]:
@@ -206,7 +206,7 @@ def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> lis
     """
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name in linears if name.startswith(layers)]
-    names = sorted({name if (last := name.rpartition(".")[2]).isdigit() else last for name in inside})
+    names = sorted({name if (last := name.rpartition(".")[2]).isdecimal() else last for name in inside})
     if refused := _names_peft_cannot_adapt(model, names):
         warnings.warn(
             f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes "

@@ -112,4 +112,4 @@ def triton_kernel(name: str) -> Any:
 
 def version_numbers(text: str) -> tuple[int, ...]:
     """The first three numbers of a version, without a local part ("+cu126") and parts that are no numbers."""
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdecimal())
