@@ -56,6 +56,8 @@ import os, sys
 from importlib import import_module
 from longspan.launch import fork_server
 from longspan.launch.launch import run_local
+from longspan.launch.worker import Worker
+from longspan.plan.plan_ahead import serve_plans
 
 def look(rank, ahead, imported):
     import torch
@@ -69,6 +71,7 @@ def leave(rank):
 
 if __name__ == "__main__":
     fork_server.PRELOAD = (*fork_server.PRELOAD[:4], sys.argv[1])
+    Worker(serve_plans).end(patience=60)
     print(*run_local(look, 1, sys.argv[1:], threads=1)[0])
     try:
         run_local(leave, 1)
@@ -91,29 +94,32 @@ whole = pytest.mark.whole
 def test_an_import_of_the_fork_server_uses_no_cuda(module: str, name: str, tmp_path: Path) -> None:
     """transformers imports torchao, which uses CUDA as it is imported, where it is installed: the daily row does the
     same without transformers' other imports. After another module that uses CUDA ranks begin anew."""
-    site, folder = tmp_path / "site", tmp_path / "folder"
-    for path in (folder, site / "torchao-0.18.0.dist-info", site / "torchao/prototype/safetensors"):
+    site, folder, strange = tmp_path / "site", tmp_path / "folder", tmp_path / "strange"
+    for path in (folder, strange, site / "torchao-0.18.0.dist-info", site / "torchao/prototype/safetensors"):
         path.mkdir(parents=True)
     (site / "torchao-0.18.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.18.0\n")
     for path in (site / "torchao/__init__.py", site / "other.py"):
         path.write_text(USED_AT_IMPORT)
     (site / "as_transformers_does.py").write_text("try:\n    import torchao\nexcept ImportError:\n    pass\n")
     (tmp_path / "program.py").write_text(IMPORTS_CUDA)
+    for shadowed in (*sys.stdlib_module_names, "torch", "numpy", "longspan"):  # no process imports these
+        (strange / f"{shadowed}.py").write_text(f"open({str(tmp_path / 'shadows')!r}, 'a').write(__name__ + ' ')")
     search = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "program.py", module, name],
-        cwd=tmp_path,
+        [sys.executable, "../program.py", module, name],
+        cwd=strange,
         env={**os.environ, "PYTHONPATH": search, "FOLDER": str(folder)},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
+    assert not (tmp_path / "shadows").exists(), (tmp_path / "shadows").read_text()
     assert done.returncode == 0, done.stderr
     of_rank, failure = done.stdout.splitlines()
     pid, *words = of_rank.split()
     anew = name == "other"
-    assert words == ["True", str(not anew), "0", "0", "1", str(tmp_path)]
+    assert words == ["True", str(not anew), "0", "0", "1", str(strange)]
     assert failure == "RankLostError rank 0 of 1 left with exit code 7 before it answered"
     assert done.stderr.count("ranks take longer to start") == 2 * anew
     assert len(imported := [path.name.split() for path in folder.iterdir()]) == 1 + anew and [name, pid] in imported

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -19,6 +20,19 @@ def temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def import_path() -> list[str]:
+    """Return the folders of `sys.path`, none of them relative, for another process that imports from the same."""
+    return [str(Path(folder).absolute()) for folder in sys.path]
+
+
+def import_path_variables() -> dict[str, str]:
+    """Return variables for a Python that Python itself starts by `-c`: it imports from where this process does, and not
+    from its working directory first, where anybody's data may lie.
+    """
+    folders = [folder for folder in import_path() if os.pathsep not in folder]
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}
 
 
 LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing outside this host reaches them

@@ -13,7 +13,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from longspan.launch.environment import temporary_variables
+from longspan.launch.environment import import_path_variables, temporary_variables
 from longspan.launch.stop_signals import block_signals
 
 # Imported once, by the fork server; a module that cannot be imported is left out.
@@ -46,12 +46,14 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
+    variables = {**import_path_variables(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}
     # First the server's tracker: as it starts, Python (3.11 to 3.13) unblocks SIGINT and SIGTERM in this process. The
     # tracker ignores these two by itself, and the other signals only if they are blocked here.
-    with block_signals():
-        resource_tracker.ensure_running()
-    with temporary_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}), block_signals():
-        forkserver.ensure_running()
+    with temporary_variables(variables):
+        with block_signals():
+            resource_tracker.ensure_running()
+        with block_signals():
+            forkserver.ensure_running()
     return context
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from longspan.errors import CommError
+from longspan.launch.environment import import_path
 from longspan.launch.launcher_watch import stop_when_launcher_is_gone
 from longspan.launch.output import write_error
 from longspan.launch.stop_signals import ignore_signals, unblock_signals
@@ -161,9 +162,9 @@ def _restart_process(
     for number in numbers:
         if number >= 0:
             os.set_inheritable(number, True)
-    program = f"import sys; sys.path[:] = {sys.path!r}; from longspan.launch import rank_process as process; "
+    program = f"import sys; sys.path[:] = {import_path()!r}; from longspan.launch import rank_process as process; "
     program += "process.continue_restarted_rank()"
-    os.execv(sys.executable, [sys.executable, "-c", program, str(file), *map(str, numbers)])
+    os.execv(sys.executable, [sys.executable, "-P", "-c", program, str(file), *map(str, numbers)])
 
 
 def continue_restarted_rank() -> NoReturn:

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import spawn
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
+
+from longspan.launch.environment import import_path
 
 Serve = Callable[["Connection[Any, Any]", int], None]  # (connection, process id of the parent)
 
+# Python runs this with -P: without it the working directory would be the first place of its imports.
 _START = """
 import sys
 from importlib import import_module
@@ -44,14 +46,14 @@ class Worker:
         self.connection, worker_end = Pipe()
         arguments = [str(worker_end.fileno()), str(os.getpid()), serve.__module__, serve.__name__]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START, *arguments],
+            [sys.executable, "-P", "-c", _START, *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=[worker_end.fileno()],
             env={**os.environ, **(environment or {})},
             start_new_session=own_session,
         )
         worker_end.close()
-        self.connection.send([str(Path(folder).absolute()) for folder in sys.path])
+        self.connection.send(import_path())
 
     def end(self, patience: float = 0.0) -> None:
         """End the process, also in the middle of a request; with `patience`, ask first, and kill after these seconds.
