@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from longspan.errors import plural
 from longspan.files import as_json, json_safe_values, name_file_in_errors, parse_json, read_lines
+from longspan.plain_text import LogLine
 from longspan.run.loggers import RunLoggers
 
 COMPLETIONS = "completions.jsonl"
@@ -19,15 +21,16 @@ _MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no r
 class StepLog(AbstractContextManager["StepLog"]):
     """Appends lines of steps to a file, each flushed at once; without a path, as on other ranks, it writes nothing.
 
-    Of a file that is there the lines up to `after_step` stay, as far as none is torn; 0 empties it.
+    From a file that is there the rows of steps later than `after_step` are removed, which is logged.
     """
 
-    def __init__(self, path: Path | None, *, after_step: int) -> None:
+    def __init__(self, path: Path | None, *, after_step: int, log: LogLine = lambda _: None) -> None:
         self._file = None
         if path is not None:
             with name_file_in_errors(path):
-                self._file = path.open("a+b")
-                self._file.truncate(_bytes_to_keep(path, after_step) if after_step else 0)
+                if path.exists():
+                    _remove_later_rows(path, after_step, log)
+                self._file = path.open("ab")
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
@@ -42,28 +45,68 @@ class StepLog(AbstractContextManager["StepLog"]):
                 self._file.flush()
 
 
-_STEP = re.compile(rb'{"step": ?(\d+),')
+_STEP = re.compile(rb'{"step": ?(\d{1,16}),')
 
 
-def _bytes_to_keep(path: Path, after_step: int) -> int:
-    """Return how many bytes at the beginning of a file to keep: its lines before the first one that is torn, is no row,
-    or is of a step later than `after_step`.
+def _remove_later_rows(path: Path, after_step: int, log: LogLine) -> None:
+    """Remove the rows of steps later than `after_step` from a file, and a torn last line. Lines that are no rows stay,
+    damaged ones and those of other tools. Counts of both are logged.
     """
-    length = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            step = _STEP.match(line)
-            if step is None or int(step[1]) > after_step or not line.endswith(b"\n"):
-                break
-            length += len(line)
-    return length
+    later = torn = unreadable = 0
+    size = path.stat().st_size
+    end = 0  # of what stays, in bytes
+    last = b"\n"  # line that stays
+    with path.open("r+b") as file:
+        while line := file.readline(_MOST_BYTES):
+            position = file.tell()
+            step = _step_of_row(line)
+            if step is not None and step > after_step:
+                later += 1
+                continue
+            if step is None and position == size and not line.endswith(b"\n"):
+                torn = 1
+                continue
+            unreadable += step is None and bool(line.strip())
+            if position - len(line) > end:  # behind a row that goes
+                file.seek(end)
+                file.write(line)
+                file.seek(position)
+            end += len(line)
+            last = line
+        file.truncate(end)
+        if not last.endswith(b"\n"):
+            file.seek(end)
+            file.write(b"\n")
+    counts = [
+        (later, f"removed {plural(later, 'row')} of steps after {after_step}"),
+        (torn, "removed a torn last line"),
+        (unreadable, f"left in place {plural(unreadable, 'line')} that cannot be read"),
+    ]
+    if texts := [text for count, text in counts if count]:
+        log(f"{path}: {', '.join(texts)}")
+
+
+def _step_of_row(line: bytes) -> int | None:
+    """Return the step of a row, by its first bytes where these have it; None for a line that is no row."""
+    step = _STEP.match(line)
+    if step is not None and line.endswith(b"\n"):
+        return int(step[1])
+    row = read_json_row(line)
+    return None if row is None else row["step"]
 
 
 class MetricsLog(StepLog):
     """The rows of metrics.jsonl, which go to `loggers` too."""
 
-    def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
-        super().__init__(path, after_step=after_step)
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        after_step: int,
+        log: LogLine = lambda _: None,
+        loggers: RunLoggers | None = None,
+    ) -> None:
+        super().__init__(path, after_step=after_step, log=log)
         self._loggers = loggers
         # (step, set) of every recorded evaluation; on ranks without a file those of this session
         self.evaluated = recorded_evaluations(read_metrics(path)) if path and after_step else set[tuple[int, str]]()
@@ -79,8 +122,15 @@ class MetricsLog(StepLog):
 class CompletionsLog(StepLog):
     """The rows of completions.jsonl, of which loggers get those of a step together."""
 
-    def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
-        super().__init__(path, after_step=after_step)
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        after_step: int,
+        log: LogLine = lambda _: None,
+        loggers: RunLoggers | None = None,
+    ) -> None:
+        super().__init__(path, after_step=after_step, log=log)
         self._loggers = loggers
         self.steps = {row["step"] for row in read_metrics(path)} if path and after_step else set[int]()
 
@@ -95,7 +145,7 @@ class CompletionsLog(StepLog):
 
 def recorded_evaluations(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
     """Return (step, set) of each evaluation among rows of metrics; the set is "" for held-out documents."""
-    return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
+    return {(row["step"], str(row.get("eval_name", ""))) for row in rows if "eval_loss" in row}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

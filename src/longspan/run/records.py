@@ -89,9 +89,9 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
         metrics, plans, completions = run_on_every_rank(
             world,
             lambda: (
-                MetricsLog(metrics_file, after_step=run.done, loggers=loggers),
-                PlanLog(plans_file, after_step=run.done),
-                CompletionsLog(completions_file, after_step=run.done, loggers=loggers),
+                MetricsLog(metrics_file, after_step=run.done, log=log, loggers=loggers),
+                PlanLog(plans_file, after_step=run.done, log=log),
+                CompletionsLog(completions_file, after_step=run.done, log=log, loggers=loggers),
             ),
             RunFolderError,
         )

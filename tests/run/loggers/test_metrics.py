@@ -16,6 +16,7 @@ import torch
 from longspan.comm import received_signals as stop_module
 from longspan.comm.device import peak_memory_bytes
 from longspan.comm.received_signals import StopSignal
+from longspan.errors import PlanError
 from longspan.launch.output import FILE, keep_prints_from_failing
 from longspan.launch.stop_signals import SIGNALS
 from longspan.layout import Layout
@@ -54,6 +55,46 @@ def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:
         assert log.evaluated == {(1, "")}
 
 
+ROWS = [b'{"step": 1, "eval_loss": 2.5}\n', b'{"step": 2, "eval_loss": 1.5}\n']
+LATER = b'{"step": 3, "eval_loss": 9.5}\n'
+ORDER = b'{"eval_loss": 1.5, "step": 2}\n'
+# of a run that goes on after step 2: lines of its file, those that stay, and what is said
+LINES: list[tuple[list[bytes], list[bytes], str]] = [
+    ([*ROWS], [*ROWS], ""),
+    (
+        [b'x"step": 1, "eval_loss": 0.5}\n', *ROWS],
+        [b'x"step": 1, "eval_loss": 0.5}\n', *ROWS],
+        "left in place 1 line that",
+    ),
+    ([ROWS[0], b"\n", ORDER], [ROWS[0], b"\n", ORDER], ""),
+    (
+        [ROWS[0], b'{"tool": 7}\n', LATER, ROWS[1]],
+        [ROWS[0], b'{"tool": 7}\n', ROWS[1]],
+        "removed 1 row of steps after 2, left",
+    ),
+    (
+        [b'{ "eval_loss": 1, "step": 4}\n', LATER, *ROWS, b'{"step": 2, "lo'],
+        [*ROWS],
+        "2 rows of steps after 2, removed a torn",
+    ),
+    ([ROWS[0], ROWS[1][:-1] + b"\r\n"], [ROWS[0], ROWS[1][:-1] + b"\r\n"], ""),
+    ([ROWS[0], ROWS[1][:-1]], [*ROWS], ""),
+    ([b"[" * 9999 + b"\n", *ROWS], [b"[" * 9999 + b"\n", *ROWS], "1 line that cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("lines", "left", "says"), LINES, ids=range(len(LINES)))
+def test_a_damaged_line_cuts_no_history(lines: list[bytes], left: list[bytes], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(lines))
+    said = list[str]()
+    with MetricsLog(path, after_step=2, log=said.append) as log:
+        assert log.evaluated == {(1, ""), (2, "")}, "patience counts on from all of them"
+        log.write({"step": 3, "eval_loss": 1.0})
+    assert path.read_bytes() == b"".join(left) + b'{"step": 3, "eval_loss": 1.0}\n'
+    assert [says in line and line.startswith(f"{path}: ") for line in said] == [True] * bool(says)
+
+
 def test_resumed_plans_go_on_after_their_step(tmp_path: Path) -> None:
     path = tmp_path / "plans.jsonl"
     plans = {step: plan_fixed([100 + step, 7], Layout(4), 2) for step in range(1, 6)}
@@ -65,8 +106,15 @@ def test_resumed_plans_go_on_after_their_step(tmp_path: Path) -> None:
         torn.write(plan_row(4, plans[4])[:40])
     with PlanLog(path, after_step=3) as log:
         log.write(4, plans[4])
-    with PlanLog(path, after_step=2) as log:
+    rows = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(rows[0] + b"?" + b"".join(rows))
+    said = list[str]()
+    with PlanLog(path, after_step=2, log=said.append) as log:
         log.write(3, plans[5])
+    assert said == [f"{path}: removed 2 rows of steps after 2, left in place 1 line that cannot be read"]
+    with pytest.raises(PlanError, match=r"plans.jsonl, line 2 holds no plan"):
+        dict(read_plans(path))
+    path.write_bytes(path.read_bytes().replace(b"?" + rows[0], b""))
     assert list(read_plans(path)) == [(1, plans[1]), (2, plans[2]), (3, plans[5])]
     with PlanLog(None, after_step=0) as log:
         log.write(1, plans[1])
