@@ -121,6 +121,11 @@ FOLDERS = [  # files of a folder: those that are read, and others by their kinds
      "LICENSE.txt README.md data/notes.md data/readme_de.md", {".json": 1}),
     ("README.md LICENSE.txt data/readme_de.md data/notes.md dataset_infos.json data/train-00000-of-00001.parquet",
      "data/notes.md data/train-00000-of-00001.parquet", {".md": 2, ".txt": 1, ".json": 1}),
+    ("config.json train.jsonl scores.csv rows.json", "train.jsonl", {".json": 2, ".csv": 1}),
+    ("README.md LICENSE.txt rows.json lines.json config.json sub/rows.csv",
+     "lines.json rows.json sub/rows.csv", {".md": 1, ".txt": 1, ".json": 1}),
+    ("notes.txt rows.json rows.csv", "notes.txt", {".json": 1, ".csv": 1}),
+    ("train/rows.json test/rows.json", r"train \(1 file\), test \(1 file\)", None),
     ("test.jsonl validation.jsonl", "test.jsonl validation.jsonl", {}),
     ("train.jsonl latest.jsonl evaluate.jsonl", "evaluate.jsonl latest.jsonl train.jsonl", {}),
     ("train.py test.py training.md", "test.py train.py training.md", {}),
@@ -141,11 +146,19 @@ FOLDERS = [  # files of a folder: those that are read, and others by their kinds
 ]  # fmt: skip
 
 
+IN_JSON = {
+    "config.json": '{\n "hidden_size": 8\n}\n',
+    "dataset_infos.json": '{"default": {}}',
+    "rows.json": ' [\n {"text": "a"}]',
+    "lines.json": '{"text": "a"}\n\n{"text": "b"}\n',
+}
+
+
 @pytest.mark.parametrize(("names", "read", "others"), FOLDERS, ids=[row[0][:40] for row in FOLDERS])
 def test_which_files_of_a_folder_are_read(tmp_path: Path, names: str, read: str, others: dict[str, int] | None) -> None:
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("some text of a file\n")
+        (tmp_path / name).write_text(IN_JSON.get(Path(name).name, "some text of a file\n"))
     if others is None:
         with pytest.raises(DataError, match=rf"data.path .* holds several splits of a data set, .*: {read}; give one"):
             find_files(str(tmp_path))
@@ -183,7 +196,26 @@ NO_TEXTS = [  # a file and what it holds, the path that is given, and what is sa
     ("latin.txt", "\xe9t\xe9", "", r"is not UTF-8 \(1 file\); iconv -f LATIN1 -t UTF-8 latin.txt > utf8-latin.txt con"),
     ("picture.png", "x", "", r"holds no file of .txt .md .py .jsonl"),
     ("picture.png", "x", "picture.png", r"ends in '.png'"),
-    ("a.json", "[]", "a.json", r"ends in '.json'; a file must be one of .txt .md .py .jsonl .*, in small letters"),
+    ("a.tsv", "a", "a.tsv", r"ends in '.tsv'; a file must be one of .txt .md .py .jsonl .*, in small letters"),
+    ("a.json", "[]", "a.json", r"is empty: of 1 file"),
+    ("a.json", '{"version": 1, "data": [{"text": "a b"}]}', "a.json",
+     r"a.json of the corpus .*\) holds no list of rows: it begins with '\{\"version\": 1.*jq .KEY a.json > rows"),
+    ("a.json", '{"version": 1}', "", r"no file of .*; its .json files hold no list of rows; give a folder that does"),
+    ("a.json", '[{"text": "good"},\n {"text" "bad"}]', "a.json", r"row 2: not JSON \(Expecting ':' .* column 9"),
+    ("a.json", '[{"text": "good"},\n {"text":\n"bad]"x}\n]', "a.json", r"row 2: .* at line 2, column 7 of the row"),
+    ("a.json", '[{"text": "good"}, ["bad"]]', "a.json", r"row 2: needs an object, such as .*; found a list"),
+    ("a.json", '[{"text": "good"},]', "a.json", r"a.json, row 2: not JSON"),
+    ("a.json", '[{"text": "good"}] {"text": "bad"}', "a.json", r"behind its list of 1 rows stands '\{\"text\""),
+    ("a.json", '[{"text": "good"}, {"text": "b\xe9"}, {"text": "c"}]', "a.json", r"row 2: byte 12 of the line is"),
+    ("a.json", '[{"text": "good"}, {"text": "bad}, {"text": "c"}]', "a.json",
+     r"it ends inside row 2, which begins at byte 19: it was cut off, or a quote or a bracket is missing there"),
+    ("a.csv", "text,id\na b,1,2\n", "a.csv", r"row 1: it has 3 cells, and the header has 2 \(text, id\): 'a b,1"),
+    ("a.csv", 'text,id\na b,1\n"a"b,1\n', "a.csv", r"row 2: no row of cells with commas .* \(',' expected after"),
+    ("a.csv", 'text,id\n"a b,1\n', "a.csv", r"a.csv .* cannot be read: it ends inside row 1, wh"),
+    ("a.csv", "text;id\na b;1\n", "a.csv", r"is 'text;id', and commas separate cells; .*delimiter=\";\"\)\)' < a.csv"),
+    ("a.csv", "text\tid\na b\t1\n", "a.csv", r'commas separate cells; python -c .*delimiter="\\t"\)\)'),
+    ("a.csv", "text,text\na b,c d\n", "a.csv", r"header of a.csv .* has 2 columns 'text'"),
+    ("a.csv", "text\ncaf\xe9 au lait\n", "a.csv", r"a.csv, row 1: byte 4 of the row is not UTF-8"),
     ("h.jsonl", '{"text": "good"}\n{"text": "bad\n', "", r"h.jsonl, line 2: not JSON"),
     ("h.jsonl", '\n\n["text"]\n', "", r"h.jsonl, line 3: needs an object, such as .*; found a list: .*text"),
     ("h.jsonl", "7", "", r"line 1: .*found a number: '7'$"),

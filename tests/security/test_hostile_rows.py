@@ -32,9 +32,9 @@ def documents(folder: Path, path: Path, **keys: Any) -> int:
 
 
 def test_long_rows_are_bad_in_files_of_every_kind(tmp_path: Path) -> None:
-    for form in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets"):
+    for form in ("jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "csv", "parquet", "datasets"):
         path = rows_as(form, tmp_path / form, [*GOOD, LONG, *GOOD])
-        place, kind = ("row 3", "a row") if form in ("parquet", "datasets") else ("line 3", "a line")
+        place, kind = ("line 3", "a line") if form.startswith("jsonl") else ("row 3", "a row")
         with pytest.raises(DataError, match=rf"{place}: {kind} of 2,0\d\d bytes, and data.max_text_bytes is 500"):
             corpus_of(tmp_path, path=str(path), max_text_bytes=LIMIT)
         assert documents(tmp_path, path, max_text_bytes=LIMIT) == 4, form
@@ -77,6 +77,20 @@ def test_a_line_that_is_too_long_is_read_over_in_pieces(tmp_path: Path) -> None:
         assert [row.row.where for row in rows] == [f"{name}, line {n}" for n in range(1, 6)]
         assert f"a line of {size:,} bytes" in str(rows[1].row)
         assert file.read_row_at(rows[4].position).values == GOOD[0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv"])
+def test_a_row_that_is_too_long_is_read_over(tmp_path: Path, name: str) -> None:
+    """Of a list or a .csv, whose rows need not be lines; memory holds a piece and a row of the limit."""
+    words = "word\n" * (8 << 18)
+    rows = [GOOD[0], {"text": words}, GOOD[1]]
+    text = json.dumps(rows) if name == "a.json" else "text\n" + "\n".join(f'"{row["text"]}"' for row in rows)
+    (tmp_path / name).write_text(text)
+    chunks = list(make_row_file(name, tmp_path / name, LIMIT).read_chunks())
+    assert sum(len(chunk.data) for chunk in chunks) < 1000
+    placed = [row.row for chunk in chunks for row in parse_chunk(chunk)]
+    assert [type(row) is BadRow for row in placed] == [False, True, False]
+    assert [row.where for row in placed] == [f"{name}, row {n}" for n in (1, 2, 3)]
 
 
 ROWS: list[tuple[str, str]] = [

@@ -113,8 +113,8 @@ class EvalFlags:
     target: Annotated[str, Word("RUN|CHECKPOINT|HF_FOLDER", TARGET, "runs/first")]
     """A run's folder (its newest good checkpoint), the folder of one checkpoint, or a Hugging Face folder."""
     data: Repeated = ()
-    """NAME=PATH or PATH of texts (a file or folder of .txt .md .py .jsonl, or stdlib); again for more sets. Default:
-    the documents that the run holds out."""
+    """NAME=PATH or PATH of texts (a file or folder of .txt .md .py .jsonl .json .csv, or stdlib); again for more sets.
+    Default: the documents that the run holds out."""
     split: str = ""
     """Which split of --data is read, and which of its rows, as data.split of train: test, or train[-100:]."""
     max_document_tokens: int = NOT_GIVEN

@@ -42,7 +42,8 @@ class GenerateFlags:
     prompt: Repeated = ()
     """A prompt; again for more."""
     prompts: str = ""
-    """A file of prompts, as evaluation.prompts: a line each, or rows of .jsonl with text, prompt or messages."""
+    """A file of prompts, as evaluation.prompts: a line each, or rows of .jsonl, .json or .csv with text, prompt or
+    messages."""
     text: bool = False
     """Take each --prompt as plain text, also where the tokenizer has a chat template."""
     max_new_tokens: int = 256

@@ -117,7 +117,7 @@ class EvalConfig(PlanSection):
     name: str = ""
     """Letters, digits, - and _ and dots: in lines, in metrics.jsonl, and the folder RUN/evaluation/NAME."""
     path: str = ""
-    """A folder or file of .txt .md .py .jsonl, or stdlib, as data.path; tokenized with the run's tokenizer."""
+    """A folder or file of texts or rows, or stdlib, as data.path; tokenized with the run's tokenizer."""
     split: str = ""
     """As data.split."""
     documents: NonNegativeInt = 0
@@ -169,8 +169,8 @@ class EvaluationSection(EvaluationPlan):
     """End the run after so many evaluations in a row without a better figure of checkpoint.keep_best, which is then
     eval_loss by default; model/ has the best weights. 0: never."""
     prompts: Annotated[str, Needs("model.num_labels", (0,))] = ""
-    """A file of prompts, a line or a row of .jsonl each (docs/evaluation.md), which are completed after every so many
-    steps and at the end: in RUN/completions.jsonl, the log, the loggers and the report."""
+    """A file of prompts, a line or a row of .jsonl, .json or .csv each (docs/evaluation.md), which are completed after
+    every so many steps and at the end: in RUN/completions.jsonl, the log, the loggers and the report."""
     max_new_tokens: PositiveInt = 128
     """Tokens of a completion, at most."""
     documents: NumberOrAuto = AUTO

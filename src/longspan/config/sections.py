@@ -201,10 +201,10 @@ class DataConfig(Section):
     SECTION: ClassVar[str] = "data"
 
     path: str = ""
-    """A file or folder of .txt .md .py (one text each), .jsonl (also .gz, .zst), .parquet or .arrow rows, as a data
-    set of the package datasets has them (docs/fine-tuning.md), the name of a data set on the hub that is in the local
-    cache (ORG/NAME, or ORG/NAME/FILE), or stdlib (sources of this Python's standard library). Default: stdlib, unless
-    there are tables [[data.sources]]."""
+    """A file or folder of .txt .md .py (one text each), .jsonl (also .gz, .zst), .json, .csv, .parquet or .arrow rows,
+    as a data set of the package datasets has them (docs/fine-tuning.md), the name of a data set on the hub that is in
+    the local cache (ORG/NAME, or ORG/NAME/FILE), or stdlib (sources of this Python's standard library). Default:
+    stdlib, unless there are tables [[data.sources]]."""
     split: str = ""
     """Which split of a data set is read, and which of its rows, as the package datasets writes it: train,
     train[:100], train[10%:90%], train[-50:], train+validation; empty: all rows, and several splits are refused."""

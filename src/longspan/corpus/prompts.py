@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from longspan.corpus.rows.messages import checked_messages, read_tools
 from longspan.corpus.rows.sample import BadRow, Row
 from longspan.corpus.rows.values import RowError, require_string
-from longspan.corpus.sources.row_chunks import parse_line
+from longspan.corpus.sources.row_chunks import parse_chunk
+from longspan.corpus.sources.row_files import make_row_file
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 
@@ -24,14 +25,16 @@ class Prompt(NamedTuple):
 
 
 def read_prompt_rows(file: Path) -> list[Row]:
-    """Read the rows of a file of prompts: JSON objects of .jsonl, or else a prompt for each line. Raises DataError."""
+    """Read the rows of a file of prompts, .jsonl, .json or .csv, or else a prompt for each line. Raises DataError."""
     try:
-        lines = [line for line in file.read_bytes().splitlines() if line.strip()]
-        if file.suffix != ".jsonl":
-            return [Row(f"{file}, prompt {i}", {"prompt": line.decode()}) for i, line in enumerate(lines, 1)]
+        if file.suffix in (".jsonl", ".json", ".csv"):
+            chunks = make_row_file(str(file), file).read_chunks()
+            rows = [placed.row for chunk in chunks for placed in parse_chunk(chunk)]
+        else:
+            lines = [line for line in file.read_bytes().splitlines() if line.strip()]
+            rows = [Row(f"{file}, prompt {i}", {"prompt": line.decode()}) for i, line in enumerate(lines, 1)]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"prompts cannot be read from {file}: {error}") from error
-    rows = [parse_line(line, f"{file}, row {i}") for i, line in enumerate(lines, 1)]
     if bad := next((row for row in rows if isinstance(row, BadRow)), None):
         raise DataError(f"{bad.where}: {bad.reason}")
     return [row for row in rows if isinstance(row, Row)]

@@ -95,7 +95,7 @@ def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
     if run_dir is None:
         raise ConfigError(
             f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "
-            "or folder of .txt .md .py .jsonl)"
+            "or folder of .txt .md .py .jsonl .json .csv)"
         )
     order = read_state(checked.checkpoint).get("order") if checked.checkpoint is not None else ORDER_OF_SOURCES
     if config.data.sources and order != ORDER_OF_SOURCES:

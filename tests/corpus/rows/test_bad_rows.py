@@ -21,6 +21,7 @@ CHAT = {"messages": PLAIN.messages}
 PROMPT = {"prompt": "a", "completion": "b"}
 BAD_CHATS: list[tuple[Any, str]] = [
     ("hello", '"messages" is a string; give a list of objects with role and content'),
+    ('[{"role": "user"}]', "role and content, in .jsonl or .json: a cell of a .csv is a text"),
     ([], '"messages" is empty; give a list'),
     ([{"content": "x"}], "messages[0] needs an object with a string role; found"),
     ([{"from": "human", "value": "x"}], "from and value are called role and content here"),

@@ -168,6 +168,14 @@ def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "ab"}\n\n{"text": "ab", "temperature": 0.5}\n')
     plain, text = encode_prompts(read_prompt_rows(file), tokenizer, None)
+    for name, rows in (
+        ("a.json", '[{"text": "ab"},\n {"text": "ab"}]'),
+        ("a.csv", 'text\nab\n"ab"\n'),
+        ("a.txt", "ab\nab"),
+    ):
+        (tmp_path / name).write_text(rows)
+        same = encode_prompts(read_prompt_rows(tmp_path / name), tokenizer, None)
+        assert [prompt.ids for prompt in same] == [plain.ids] * 2
     assert plain.ids == text.ids == tuple(tokenizer.engine.encode("ab", add_special_tokens=False).ids)
     assert (plain.temperature, text.temperature) == (None, 0.5)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -183,11 +191,11 @@ def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
         assert (prompt.text, [*prompt.ids]) == ("ab", expected)
     assert text.ids == plain.ids
     for line, message in (
-        ("{}", r"row 1: it has ; give one of prompt, text, messages"),
+        ("{}", r"line 1: it has ; give one of prompt, text, messages"),
         ('{"prompt": "a", "text": "b"}', "it has 'prompt', 'text'; give one"),
         ('{"prompt": "a", "temperature": -1}', "or a temperature of at least 0"),
-        ('{"messages": [{"content": "a"}]}', r"row 1: messages\[0\] needs an object with a string role"),
-        ('{"text": ""}', "row 1: the prompt has no tokens, and a model goes on from one at least"),
+        ('{"messages": [{"content": "a"}]}', r"line 1: messages\[0\] needs an object with a string role"),
+        ('{"text": ""}', "line 1: the prompt has no tokens, and a model goes on from one at least"),
         ("[]", "needs an object"),
         ("", "there are no prompts"),
     ):
@@ -196,7 +204,7 @@ def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
             encode_prompts(read_prompt_rows(file), tokenizer, None)
     file.write_text('{"text": "ab"}\n{"text": "ab ab ab"}')
     assert len(encode_prompts(read_prompt_rows(file), tokenizer, 8)) == 2
-    with pytest.raises(DataError, match="row 2: the prompt has 8 tokens, and the model knows 7 positions"):
+    with pytest.raises(DataError, match="line 2: the prompt has 8 tokens, and the model knows 7 positions"):
         encode_prompts(read_prompt_rows(file), tokenizer, 7)
     with pytest.raises(ConfigError, match=r"evaluation.prompts is 'p', which needs model.num_labels 0"):
         check_config(load_config(None, {"evaluation.prompts": "p", "model.num_labels": 1}), 1)

@@ -26,8 +26,14 @@ def checked_messages(value: Any, name: str = "messages", *, images: bool = False
     Raises RowError, with the message's place under the key `name`, for one that has another form.
     """
     if not isinstance(value, list) or not value:
+        cell = (
+            ", in .jsonl or .json: a cell of a .csv is a text"
+            if isinstance(value, str) and value[:1] == "["
+            else ""
+        )
         raise RowError(
-            f'"{name}" is {"empty" if value == [] else type_name(value)}; give a list of objects with role and content'
+            f'"{name}" is {"empty" if value == [] else type_name(value)}; give a list of objects with role and '
+            f"content{cell}"
         )
     return [_checked_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
 

@@ -7,14 +7,14 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
 from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.sources.row_chunks import RowChunk, count_rows, slice_chunks
-from longspan.corpus.sources.row_files import SUFFIXES, ZSTD, import_reader, make_row_file
+from longspan.corpus.sources.row_files import SUFFIXES, ZSTD, JsonFile, import_reader, make_row_file
 from longspan.corpus.sources.splits import (
     SAVED_SPLITS,
     SplitPart,
@@ -44,7 +44,9 @@ class CorpusFile:
 
 STDLIB = "stdlib"
 _KINDS = " ".join(SUFFIXES)
-_TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # files of many rows
+# Read from a folder only where it has no other files to read: there they may be settings, or figures.
+_READ_ALONE = (".json", ".json.gz", ".json.zst", ".csv")
+_TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", *_READ_ALONE)  # files of many rows
 _ROWS = (*_TABLES, ".txt")  # files that may be splits; a train.py beside a test.py is code
 _NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|copying)([-._ ].*)?")
 _STATE = "state.json"  # which save_to_disk of the package datasets writes
@@ -72,9 +74,10 @@ def find_files(
     """
     root = find_root(path, key=key)
     walked = {root.name: root}
+    names = [root.name]
     if not root.is_file():
         walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
-    names = _names_to_read(walked)
+        names = _names_to_read(walked)
     if tables := [name for name in names if name.endswith(_TABLES)]:
         check_one_configuration(root, tables, path, key)
     split_key = f"{key.removesuffix('path')}split"
@@ -94,7 +97,8 @@ def find_files(
             f'with {split_key}, as {split_key} = "train" ("train[:100]" for some rows, "train+test" for two)'
         )
     if not names:
-        raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
+        objects = "; its .json files hold no list of rows" if any(map(_is_json, walked)) else ""
+        raise DataError(f"{key} {path!r} holds no file of {_KINDS}{objects}; give a folder that does")
     arrow_file = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
     if arrow_file is not None:
         import_reader("pyarrow.parquet", arrow_file)  # before a file is read
@@ -150,17 +154,29 @@ def count_files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> 
         return {}
     walked = dict(_walk_sources(root, stdlib=False, leave_out=leave_out))
     walked.pop(SAVED_SPLITS, None)
-    others = (walked[name] for name in walked.keys() - set(_names_to_read(walked)))
+    others = (walked[name] for name in walked.keys() - {*_names_to_read(walked)})
     return dict(Counter(file.suffix or file.name for file in sorted(others)).most_common())
 
 
-def _names_to_read(names: Iterable[str]) -> list[str]:
-    """Return the names of files that can be read, sorted, without those that describe a data set (README.md) beside
-    files of rows.
+def _names_to_read(files: Mapping[str, Path]) -> list[str]:
+    """Return the names of a folder's files that can be read, sorted.
+
+    Files that describe a data set (README.md) are left out beside files of rows. A .json or .csv is read where there is
+    nothing else to read, and a .json only if it holds rows.
     """
-    readable = sorted(name for name in names if name.endswith(SUFFIXES))
-    has_rows = any(name.endswith(_TABLES) for name in readable)
-    return [name for name in readable if not (has_rows and _NOTICE.fullmatch(name.rpartition("/")[-1].lower()))]
+    readable = sorted(name for name in files if name.endswith(SUFFIXES))
+    described = [name for name in readable if not _NOTICE.fullmatch(name.rpartition("/")[-1].lower())]
+    if others := [name for name in described if not name.endswith(_READ_ALONE)]:
+        has_rows = any(name.endswith(_TABLES) for name in others)
+        return others if has_rows else [name for name in readable if not name.endswith(_READ_ALONE)]
+    rows = [
+        name for name in described if not _is_json(name) or JsonFile(name, files[name], MAX_TEXT_BYTES).has_rows()
+    ]
+    return rows or [name for name in readable if name not in described]
+
+
+def _is_json(name: str) -> bool:
+    return name.endswith(_READ_ALONE) and not name.endswith(".csv")
 
 
 def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:

@@ -1,36 +1,49 @@
-"""Chunks of a source file, and the rows that are parsed from them: lines of JSON, a text, or an Arrow table.
+"""Chunks of a source file, and the rows that are parsed from them: lines or a list of JSON, a .csv, a text, or an Arrow
+table.
 
-One process reads a file in chunks (`row_files.py`), others parse them. A row has a position: the byte at which its line
+One process reads a file in chunks (`row_files.py`), others parse them. A row has a position: the byte at which it
 begins (after decompression), or its number in a table.
 """
 
+import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
 from longspan.corpus.rows.sample import BadRow, Row
 from longspan.corpus.rows.values import type_name
+from longspan.corpus.sources.cut_rows import SHOWN_BYTES
 from longspan.files import parse_json
 
-SHOWN_BYTES = 240  # of a row that is too long: its beginning, for messages
 MOST_LEVELS = 100  # of lists and objects in each other in a row
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON = "arrow.json"  # Arrow's type of texts that are JSON
 Decode = Callable[[Any], Any]
 
 
+class RowPlace(NamedTuple):
+    """A row in a chunk: its position in the file, where it ends in the chunk's data, and its size in the file; the data
+    have only the beginning of one that is too long.
+    """
+
+    position: int
+    stop: int
+    size: int
+
+
 class RowChunk(NamedTuple):
     """Rows of the file `name`, beginning with row number `first` (from 0) at `position`.
 
-    `data` are lines, a text, or a table in Arrow's stream format; `end` counts the bytes of the file read so far. If
-    the last row is longer than `most_bytes` (0: any), `data` may end with its beginning, and `too_long` is its size.
-    Relative paths in the rows begin in `folder`.
+    `data` are lines, a text, a table in Arrow's stream format, or rows end to end, which have `places`: of JSON, or
+    with a `header` of a .csv. `end` counts the bytes of the file read so far. If the last line is longer than
+    `most_bytes` (0: any), `data` may end with its beginning, and `too_long` is its size. Relative paths in the rows
+    begin in `folder`.
     """
 
-    form: Literal["lines", "text", "table"]
+    form: Literal["lines", "text", "table", "rows"]
     name: str
     first: int
     position: int
@@ -41,6 +54,8 @@ class RowChunk(NamedTuple):
     too_long: int = 0
     # which of its rows are read: the first, and the one after the last; None: all
     rows: tuple[int, int] | None = None
+    places: tuple[RowPlace, ...] = ()
+    header: tuple[str, ...] | None = None
 
 
 class PlacedRow(NamedTuple):
@@ -61,7 +76,8 @@ def parse_chunk(chunk: RowChunk) -> Iterator[PlacedRow]:
         row = BadRow(chunk.name, reason) if reason else Row(chunk.name, {"text": text}, chunk.folder)
         rows = iter([PlacedRow(0, row)])
     else:
-        rows = _read_table_rows(chunk) if chunk.form == "table" else _read_line_rows(chunk)
+        readers = {"table": _read_table_rows, "lines": _read_line_rows, "rows": _read_cut_rows}
+        rows = readers[chunk.form](chunk)
     return islice(rows, *chunk.rows or (None,))
 
 
@@ -86,6 +102,8 @@ def count_rows(chunk: RowChunk) -> int:
         import pyarrow
 
         return sum(map(len, pyarrow.ipc.open_stream(chunk.data)))
+    if chunk.form == "rows":
+        return len(chunk.places)
     *lines, last = (bool(line.removeprefix(BYTE_ORDER_MARK).strip()) for line in chunk.data.split(b"\n"))
     has_last = last or chunk.too_long > 0  # the chunk may have only blanks of a last line that is too long
     return sum(lines) + int(has_last)
@@ -104,6 +122,48 @@ def _read_line_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
             reason = _too_long_text(size, chunk.most_bytes, "a line")
             yield PlacedRow(position, BadRow(where, reason) if reason else parse_line(line, where, chunk.folder))
         position += len(line) + 1  # 1: its line end
+
+
+def _read_cut_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
+    """Parse rows that were cut out of a file: elements of a list, or records of a .csv."""
+    start = 0
+    for number, place in enumerate(chunk.places, chunk.first + 1):
+        where = f"{chunk.name}, row {number}"
+        data = chunk.data[start : place.stop]
+        start = place.stop
+        if reason := _too_long_text(place.size, chunk.most_bytes, "a row"):
+            row = BadRow(where, reason)
+        elif chunk.header is not None:
+            row = named_cells(data, chunk.header, where, chunk.folder)
+        else:
+            row = parse_line(data, where, chunk.folder)
+        yield PlacedRow(place.position, row)
+
+
+def named_cells(record: bytes, names: Sequence[str], where: str, folder: str) -> Row | BadRow:
+    """Return a record of a .csv, which errors call `where`, as a row with a string for each of the `names`."""
+    try:
+        cells = parse_record(record)
+    except UnicodeDecodeError as error:
+        return BadRow(where, f"byte {error.start + 1} of the row is not UTF-8")
+    except csv.Error as error:
+        return BadRow(
+            where, f"no row of cells with commas between, some in quotes ({error}): {_line_beginning(record)}"
+        )
+    if len(cells) != len(names):
+        header = f"the header has {len(names)} ({', '.join(names)})"
+        return BadRow(where, f"it has {len(cells)} cells, and {header}: {_line_beginning(record)}")
+    return Row(where, dict(zip(names, cells, strict=True)), folder)
+
+
+def parse_record(record: bytes) -> list[str]:
+    """Parse the cells of one record of a .csv. Raises UnicodeDecodeError, and csv.Error for a malformed one."""
+    text = record.decode("utf-8")
+    most = csv.field_size_limit(len(text) + 1)  # the module's own limit is 128 KiB for a cell
+    try:
+        return next(csv.reader([text], strict=True), [])
+    finally:
+        csv.field_size_limit(most)
 
 
 def _too_long_text(size: int, most_bytes: int, kind: str) -> str:
@@ -126,7 +186,12 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
     except UnicodeDecodeError as error:
         return BadRow(where, f"byte {error.start + 1} of the line is not UTF-8")
     except json.JSONDecodeError as error:
-        return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {_line_beginning(line)}")
+        place = (
+            f"column {error.colno}"
+            if error.lineno == 1
+            else f"line {error.lineno}, column {error.colno} of the row"
+        )
+        return BadRow(where, f"not JSON ({error.msg} at {place}): {_line_beginning(line)}")
     except ValueError:  # any other one is of int(), which limits digits
         digits = f"{sys.get_int_max_str_digits():,}"
         return BadRow(

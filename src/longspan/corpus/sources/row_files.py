@@ -1,10 +1,14 @@
-"""Readers of source files, in chunks or a row at a time: lines, plain or compressed, texts, parquet and Arrow tables.
+"""Readers of source files, in chunks or a row at a time: lines and lists of JSON, plain or compressed, .csv, texts,
+parquet and Arrow tables.
 
 `make_row_file` picks the reader by the name. How a chunk's rows are parsed is in `row_chunks.py`.
 """
 
+import csv
 import gzip
 import io
+import json
+import shlex
 import sys
 import weakref
 import zlib
@@ -21,7 +25,16 @@ from typing import Any, BinaryIO, cast
 
 from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.rows.sample import BadRow, Row
-from longspan.corpus.sources.row_chunks import SHOWN_BYTES, RowChunk, parse_line, record_decoder
+from longspan.corpus.sources.cut_rows import SHOWN_BYTES, CutError, CutRow, ListEnds, RecordEnds, RowEnds, cut_rows
+from longspan.corpus.sources.row_chunks import (
+    BYTE_ORDER_MARK,
+    RowChunk,
+    RowPlace,
+    named_cells,
+    parse_line,
+    parse_record,
+    record_decoder,
+)
 from longspan.errors import DataError
 
 CHUNK_BYTES = 1 << 20  # of a file of lines or a table; the last row is completed
@@ -29,6 +42,7 @@ CHUNK_BYTES = 1 << 20  # of a file of lines or a table; the last row is complete
 
 GZIP = ".gz"
 ZSTD = ".zst"
+_HEAD = 1 << 16  # bytes by which the form of a .json is recognized
 _PIECE = 16 << 20  # bytes of a line that is read over, after which its reader may report
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
 
@@ -55,11 +69,11 @@ class RowFile(ABC):
         """Inside, errors of reading become a DataError that names the file."""
         try:
             yield
-        except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
+        except (EOFError, zlib.error, CutError, OSError, *_arrow_errors()) as error:
             # of the system; those of readers have no number
             if isinstance(error, OSError) and error.errno is not None:
                 raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error.strerror}") from error
-            is_compressed = self.name.endswith((GZIP, ZSTD))
+            is_compressed = self.name.endswith((GZIP, ZSTD)) and not isinstance(error, CutError)
             reason = "cannot be decompressed, perhaps it was cut off" if is_compressed else "cannot be read"
             raise DataError(f"{self.name} of the corpus ({self.path}) {reason}: {error}") from error
 
@@ -116,22 +130,24 @@ class LineFile(RowFile):
                     first = number
 
     def read_row_at(self, position: int) -> Row | BadRow:
-        """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
+        """Read the row whose line begins at this byte."""
         with self._errors_with_name():
-            if self._stream is None or (self._compressed and self._stream.tell() > position):
-                raw = self.path.open("rb")
-                self._close()
-                self._close = weakref.finalize(self, raw.close)
-                self._stream = self._open_lines(raw)
-            if not self._compressed:
-                self._stream.seek(position)
-            # A compressed file is read up to the line, or to its end.
-            while (distance := position - self._stream.tell()) > 0 and self._stream.read(
-                min(distance, CHUNK_BYTES)
-            ):
-                pass
-            line = self._stream.readline()
+            line = self._stream_at(position).readline()
         return parse_line(line, f"{self.name}, byte {position}", self.folder)
+
+    def _stream_at(self, position: int) -> BinaryIO:
+        """Return the file's stream at this byte; to go back in a compressed file, it is opened again."""
+        if self._stream is None or (self._compressed and self._stream.tell() > position):
+            raw = self.path.open("rb")
+            self._close()
+            self._close = weakref.finalize(self, raw.close)
+            self._stream = self._open_lines(raw)
+        if not self._compressed:
+            self._stream.seek(position)
+        # A compressed file is read up to the line, or to its end.
+        while (distance := position - self._stream.tell()) > 0 and self._stream.read(min(distance, CHUNK_BYTES)):
+            pass
+        return self._stream
 
     def _open_lines(self, raw: BinaryIO) -> BinaryIO:
         """Return a stream of the decompressed lines of the file `raw`, from its beginning; it is not closed with it.
@@ -147,6 +163,155 @@ class LineFile(RowFile):
         if self._compressed:
             return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb"))
         return raw
+
+
+class CutFile(LineFile):
+    """A file whose rows are cut out of its bytes, as they need not be lines."""
+
+    def _cut_chunks(self, start: int, ends: RowEnds, header: tuple[str, ...] | None = None) -> Iterator[RowChunk]:
+        """Yield the rows behind the first `start` bytes, about CHUNK_BYTES at a time."""
+        with self.path.open("rb") as raw, self._errors_with_name(), self._open_lines(raw) as stream:
+            stream.read(start)
+            rows = cut_rows(stream, start, ends, self.most_bytes)
+            first = 0
+            while batch := _take_bytes(rows, CHUNK_BYTES):
+                stops = accumulate(len(row.data) for row in batch)
+                places = tuple(
+                    RowPlace(row.position, stop, row.size) for row, stop in zip(batch, stops, strict=True)
+                )
+                yield RowChunk(
+                    "rows",
+                    self.name,
+                    first,
+                    batch[0].position,
+                    b"".join(row.data for row in batch),
+                    raw.tell(),
+                    self.folder,
+                    self.most_bytes,
+                    places=places,
+                    header=header,
+                )
+                first += len(batch)
+
+    def _cut_row_at(self, position: int, ends: RowEnds) -> bytes:
+        with self._errors_with_name():
+            row = next(cut_rows(self._stream_at(position), position, ends), None)
+        return b"" if row is None else row.data
+
+
+def _take_bytes(rows: Iterator[CutRow], most: int) -> list[CutRow]:
+    """Take rows until they have `most` bytes or more."""
+    taken = list[CutRow]()
+    size = 0
+    while size < most and (row := next(rows, None)) is not None:
+        taken.append(row)
+        size += len(row.data)
+    return taken
+
+
+class JsonFile(CutFile):
+    """A .json file: a list of rows, or a row on each line. Another object is refused."""
+
+    def read_chunks(self) -> Iterator[RowChunk]:
+        """Yield the rows in order; of a list, whose elements are cut apart first, none stays in memory."""
+        start = self._list_start
+        if start is not None:
+            yield from self._cut_chunks(start, ListEnds())
+        elif self._has_lines or not self._beginning:
+            yield from super().read_chunks()
+        else:
+            raise DataError(
+                f"{self.name} of the corpus ({self.path}) holds no list of rows: it begins with "
+                f"{self._beginning[:60]!r}; give [{{…}}, {{…}}], or an object on each line; if one of its keys has the "
+                f"list, jq .KEY {shlex.quote(self.path.name)} > rows.json takes it out"
+            )
+
+    def read_row_at(self, position: int) -> Row | BadRow:
+        """Read the row that begins at this byte."""
+        if self._list_start is None:
+            return super().read_row_at(position)
+        row = self._cut_row_at(position, ListEnds())
+        return parse_line(row, f"{self.name}, byte {position}", self.folder)
+
+    def has_rows(self) -> bool:
+        """Return whether the file holds rows: a list that begins with an object, or lines of objects."""
+        is_list = self._list_start is not None and self._beginning[1:].lstrip().startswith("{")
+        return is_list or self._has_lines
+
+    @cached_property
+    def _head(self) -> bytes:
+        """The first bytes of the file."""
+        with self.path.open("rb") as raw, self._errors_with_name(), self._open_lines(raw) as stream:
+            return stream.read(_HEAD)
+
+    @property
+    def _beginning(self) -> str:
+        """The first characters that are no blanks."""
+        return self._head.removeprefix(BYTE_ORDER_MARK).lstrip()[:SHOWN_BYTES].decode("utf-8", "replace")
+
+    @property
+    def _list_start(self) -> int | None:
+        """The byte behind the bracket that opens a list; None without one."""
+        rest = self._head.removeprefix(BYTE_ORDER_MARK).lstrip()
+        return len(self._head) - len(rest) + 1 if rest.startswith(b"[") else None
+
+    @cached_property
+    def _has_lines(self) -> bool:
+        """Whether the first line ends an object, and the next one begins another."""
+        if not self._beginning.startswith("{"):
+            return False
+        limit = self.most_bytes + 1 if self.most_bytes else -1
+        with self.path.open("rb") as raw, self._errors_with_name(), self._open_lines(raw) as stream:
+            lines = filter(
+                None,
+                (line.removeprefix(BYTE_ORDER_MARK).strip() for line in iter(lambda: stream.readline(limit), b"")),
+            )
+            first, second = next(lines, b""), next(lines, b"")
+        return first.endswith(b"}") and second.startswith(b"{")
+
+
+class CsvFile(CutFile):
+    """A .csv file: its first row names the columns, and a cell with a comma or a line end stands in quotes."""
+
+    def read_chunks(self) -> Iterator[RowChunk]:
+        """Yield the rows behind the header."""
+        if (header := self._header) is not None:
+            yield from self._cut_chunks(header[1], RecordEnds(), header[0])
+
+    def read_row_at(self, position: int) -> Row | BadRow:
+        """Read the row that begins at this byte."""
+        names = () if self._header is None else self._header[0]
+        return named_cells(
+            self._cut_row_at(position, RecordEnds()), names, f"{self.name}, byte {position}", self.folder
+        )
+
+    @cached_property
+    def _header(self) -> tuple[tuple[str, ...], int] | None:
+        """The names of columns, and the byte behind them; None for an empty file."""
+        with self.path.open("rb") as raw, self._errors_with_name(), self._open_lines(raw) as stream:
+            row = next(cut_rows(stream, 0, RecordEnds(), self.most_bytes), None)
+        if row is None:
+            return None
+        try:
+            names = parse_record(row.data.removeprefix(BYTE_ORDER_MARK))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(
+                f"the header of {self.name} ({self.path}) cannot be read: {error}; give UTF-8"
+            ) from error
+        separator = next((mark for mark in ";\t" if len(names) == 1 and mark in names[0]), "")
+        if separator:
+            raise DataError(
+                f"the header of {self.name} ({self.path}) is {names[0]!r}, and commas separate cells; "
+                f"python -c 'import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter="
+                f"{json.dumps(separator)}))' < {shlex.quote(self.path.name)} > rows.csv writes them"
+            )
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise DataError(
+                f"the header of {self.name} ({self.path}) has {names.count(repeated[0])} columns {repeated[0]!r}; give "
+                "each a name of its own"
+            )
+        names = [name or f"column {number}" for number, name in enumerate(names, 1)]
+        return tuple(names), row.position + len(row.data)
 
 
 class _ZstdStream(io.RawIOBase):
@@ -295,6 +460,8 @@ _READERS: dict[str, type[RowFile]] = {
     **dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst"), LineFile),
     ".parquet": ParquetFile,
     ".arrow": ArrowFile,
+    **dict.fromkeys((".json", ".json.gz", ".json.zst"), JsonFile),
+    ".csv": CsvFile,
 }
 SUFFIXES = tuple(_READERS)
 
