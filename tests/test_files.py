@@ -17,12 +17,17 @@ from longspan.run.metrics import MetricsLog, read_metrics
 FULL = r"No space left on device \([\d,]+ bytes are free\); make room there and start the same command again"
 
 
+def fill_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `write_atomically` find a full disk where it writes this file."""
+    name = uuid.uuid4()
+    monkeypatch.setattr(uuid, "uuid4", lambda: name)
+    path.with_name(f"{path.name}.partial-{name.hex[:8]}").symlink_to("/dev/full")
+
+
 def test_a_whole_file_on_a_full_disk_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.toml"
     write_atomically(path, "old")
-    name = uuid.uuid4()
-    monkeypatch.setattr(uuid, "uuid4", lambda: name)
-    (tmp_path / f"config.toml.partial-{name.hex[:8]}").symlink_to("/dev/full")
+    fill_disk(path, monkeypatch)
     with pytest.raises(OSError) as error:
         write_atomically(path, "new")
     assert re.match(f"{path}: {FULL}", os_error_text(error.value))
@@ -40,9 +45,9 @@ def test_a_row_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
     assert re.match(rf"{tmp_path}/metrics.jsonl: {FULL}", os_error_text(error.value))
 
 
-def test_a_report_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
+def test_a_report_on_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
-    (tmp_path / "report.html").symlink_to("/dev/full")
+    fill_disk(tmp_path / "report.html", monkeypatch)
     with pytest.raises(RunFolderError, match=f"^{tmp_path}/report.html: {FULL}"):
         write_report(tmp_path)
 

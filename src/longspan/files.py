@@ -5,9 +5,10 @@ import json
 import math
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ def file_stamp(path: str | Path) -> Stamp:
     """Return the bytes of a file and its modification time in ns, which tell whether it changed. Raises OSError if it
     is gone.
     """
-    stat = Path(path).stat()
-    return stat.st_size, stat.st_mtime_ns
+    status = Path(path).stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def as_json(value: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> str:
@@ -105,11 +106,33 @@ def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there in full or not at all, also where several processes write it at once."""
-    partial = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:8]}")
+    """Write a file so that it is there in full or not at all, also where several processes write it at once. A link of
+    that name is replaced, and what it leads to stays.
+    """
+    partial = _partial_file(path)
     try:
         write_durably(partial, text, named=path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
     partial.replace(path)
+
+
+def own_file(path: Path) -> Path:
+    """Return the path of a file that is to be changed in place. If it has other names (hard links), they keep what it
+    holds, and `path` gets a copy. Raises OSError for a symbolic link and for what is no file.
+    """
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a link" if stat.S_ISLNK(status.st_mode) else "no file"
+            raise OSError(errno.EINVAL, f"it is {kind}, through which nothing is written; remove it", str(path))
+        if status.st_nlink > 1:
+            copy = _partial_file(path)
+            shutil.copy2(path, copy)
+            copy.replace(path)
+    return path
+
+
+def _partial_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:8]}")

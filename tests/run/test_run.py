@@ -306,12 +306,12 @@ def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> N
 def _train_on_a_full_disk(rank: int, config: RunConfig) -> TrainResult:
     init = run_records.PlanLog.__init__
 
-    def open_on_it(log: run_records.PlanLog, path: Path | None, **keys: int) -> None:
-        init(log, path, **keys)
+    def open_on_it(plans: run_records.PlanLog, path: Path | None, **keys: Any) -> None:
+        init(plans, path, **keys)
         if path is not None:
             path.unlink()
             path.symlink_to("/dev/full")
-            log._file = path.open("ab")
+            plans._file = path.open("ab")
 
     with mock.patch.object(run_records.PlanLog, "__init__", open_on_it):
         return train_rank(rank, config, 2)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shutil
 import sys
@@ -11,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from longspan.checkpoint.files import write_damage_notes
 from longspan.cli.main import main
+from longspan.config.file import load_config
+from longspan.errors import RunFolderError
+from longspan.launch.output import _Output
 from tests.run.runs.homes import ALONE
 from tests.train.small import small_config, train_rank, write_model
 
@@ -120,3 +125,41 @@ def test_a_hostile_run_is_refused_by_export(place: Path, number: int, capfd: pyt
     change(place / "run")
     refused(["export", "run", "out"], place, capfd, message)
     assert not (place / "out").exists()
+
+
+def test_no_file_of_a_run_is_written_through_a_link(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, precious = place / "run", place / "precious"
+    shutil.rmtree(run / "model")
+    config = load_config(run / "config.toml", {"run.dir": str(run), "train.steps": 2})
+    written = {path.name for path in run.iterdir()} - {"checkpoints", "evaluation"}
+    assert written >= {"run.lock", "metrics.jsonl", "plans.jsonl", "config.json", "tokenizer.json", "corpus"}
+    for name in sorted(written | {"model", "completions.jsonl", "output.txt", "evaluation/books", "profile/step-1"}):
+        precious.write_text("mine")
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).rename(place / "aside") if (run / name).exists() else None
+        (run / name).symlink_to(precious)
+        with pytest.raises(
+            RunFolderError, match=rf"{name} is a link \(to .*precious\), and a run writes nothing outside"
+        ):
+            train_rank(0, config, 1)
+        assert precious.read_text() == "mine" and (run / name).is_symlink()
+        (run / name).unlink()
+        (place / "aside").rename(run / name) if (place / "aside").exists() else None
+
+    for name in ("report.html", "checkpoints/step-000001/damaged.txt", "output.txt"):
+        (run / name).symlink_to(precious)
+    assert main(["report", "run"]) == 0 and "<html" in (run / "report.html").read_text()
+    write_damage_notes({run / "checkpoints/step-000001": "cut"}, None)
+    output = _Output(os.open("/dev/full", os.O_WRONLY), run / "output.txt")
+    assert output.write(b"text") == 4 and output.close() is None
+    assert precious.read_text() == "mine" and (run / "checkpoints/step-000001/damaged.txt").read_text() == "cut\n"
+    for name in ("output.txt", "checkpoints/step-000001/damaged.txt"):
+        (run / name).unlink()
+
+    copies = {path: place / f"copy-{path.name}" for path in run.iterdir() if path.is_file()}
+    for path, copy in copies.items():
+        copy.hardlink_to(path)
+    before = {copy: copy.read_bytes() for copy in copies.values()}
+    assert train_rank(0, config, 1).done == 2 and len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    assert {copy: copy.read_bytes() for copy in before} == before
+    capfd.readouterr()

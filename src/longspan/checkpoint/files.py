@@ -13,7 +13,7 @@ from typing import Any
 
 from longspan.config.renamed import upgraded_tables
 from longspan.errors import CheckpointError
-from longspan.files import parse_json, write_durably
+from longspan.files import parse_json, write_atomically, write_durably
 from longspan.plain_text import LogLine
 
 
@@ -188,7 +188,7 @@ def write_damage_notes(damage: Mapping[Path, str], good: Path | None) -> None:
         if good is not None:
             (good / DAMAGED).unlink(missing_ok=True)
         for path, text in damage.items():
-            (path / DAMAGED).write_text(text + "\n", encoding="utf-8")
+            write_atomically(path / DAMAGED, text + "\n")
 
 
 def read_checked_manifest(path: Path) -> dict[str, Digest]:

@@ -16,7 +16,7 @@ from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.config.loss_arguments import loss_text
 from longspan.errors import plural
-from longspan.files import read_json
+from longspan.files import read_json, write_atomically
 from longspan.hub import hub_name
 from longspan.run.facts import LAST_STEPS
 from longspan.run.metrics import read_metrics
@@ -78,7 +78,7 @@ tokenizer = AutoTokenizer.from_pretrained("{title}")
 |---|---|
 {table}
 """
-    ModelCard(text).save(file)
+    write_atomically(file, str(ModelCard(text)))
 
 
 def _card_figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:

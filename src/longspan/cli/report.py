@@ -9,6 +9,7 @@ from typing import Annotated
 
 from longspan.cli.flags import Word, parse_flags
 from longspan.errors import ConfigError
+from longspan.files import write_atomically
 from longspan.plan import Plan
 from longspan.report import plan_page, write_report
 
@@ -49,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
         path = Path(flags.out) if flags.out else target.with_suffix(".html")
         try:
             plan = Plan.from_json(target.read_bytes())
-            path.write_text(plan_page(plan, title=target.name), encoding="utf-8")
+            text = plan_page(plan, title=target.name)
+            if flags.out:
+                path.write_text(text, encoding="utf-8")
+            else:
+                write_atomically(path, text)
         except OSError as error:
             raise ConfigError(f"cannot make a report of {target}: {error.strerror}") from error
     elif flags.out:

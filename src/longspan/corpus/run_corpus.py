@@ -33,6 +33,7 @@ from longspan.data.manifest import FILE, Record, read_record
 from longspan.errors import DataError
 from longspan.files import name_file_in_errors, write_atomically
 from longspan.model import PRESETS
+from longspan.model.weights.hf_folder import save_configuration
 from longspan.model.weights.tokenizer_files import tokenizer_folder
 from longspan.plain_text import LogLine
 
@@ -265,7 +266,7 @@ def open_corpus_on_all_ranks(
         directory.mkdir(parents=True, exist_ok=True)
         # a resumed run keeps the one that it began with
         if not (resumed and (directory / "config.json").is_file()):
-            model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
+            save_configuration(model, directory)  # transformers reads the tokenizer next to it by this file
         with name_file_in_errors(directory / "corpus"):
             settings = CorpusSettings.for_run(config)
             corpus = open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=resumed, log=log)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_with_spans
 from longspan.errors import DataError
-from longspan.files import read_json
+from longspan.files import read_json, write_atomically
 from longspan.layout import Integers
 from longspan.model.weights.tokenizer_files import (
     FAST_TOKENIZER,
@@ -159,11 +159,11 @@ class TextTokenizer:
                     replace_with_copy(folder / "no template", folder / name)
                 (folder / TEMPLATE_FILES[0]).write_bytes(template)
             return
-        self.engine.save(str(folder / "tokenizer.json"))
+        write_atomically(folder / "tokenizer.json", self.engine.to_str(pretty=True))
         settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.end is not None:
             settings["eos_token"] = self.engine.id_to_token(self.end)
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:

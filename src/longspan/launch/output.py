@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from longspan.files import own_file
+
 FILE = "output.txt"  # in a run's folder: what standard output or error did not take
 
 
@@ -34,7 +36,7 @@ class _Output(io.FileIO):
             self._has_failed = True
         self._unwritten += bytes(data)
         if self._file is not None:
-            with suppress(OSError), self._file.open("ab") as file:
+            with suppress(OSError), own_file(self._file).open("ab") as file:
                 file.write(self._unwritten)
                 self._unwritten = b""
         return len(data)

@@ -10,7 +10,7 @@ import numpy as np
 from longspan.checkpoint.files import complete_checkpoints, is_unfinished, step_of
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.evaluation.result import SAME, largest_difference
-from longspan.files import name_file_in_errors, os_error_text
+from longspan.files import name_file_in_errors, os_error_text, write_atomically
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan.memory.memory_plan import measures_text
 from longspan.report.evaluation_page import (
@@ -99,7 +99,8 @@ def write_report(run_dir: str | Path) -> Path:
     path = run.path / "report.html"
     try:
         with name_file_in_errors(path):
-            path.write_text(page(f"{run.name} · longspan", value), encoding="utf-8", errors="replace")
+            text = page(f"{run.name} · longspan", value)
+            write_atomically(path, text.encode(errors="replace").decode())  # names of files need not be UTF-8
     except OSError as error:
         raise RunFolderError(os_error_text(error)) from error
     return path

@@ -47,7 +47,7 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
     finally:
         if file is not None:
             with suppress(OSError):
-                file.truncate(0)
+                _write_holder(file, "")
                 file.close()
         if to_remove and not any((directory / name).exists() for name in ("run.json", "checkpoints")):
             shutil.rmtree(directory, ignore_errors=True)
@@ -59,6 +59,7 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
     Raises RunFolderError where another process has the lock. A file system without locks is only logged.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    _refuse_links(directory)
     path = directory / LOCK
     file = path.open("a+", encoding="utf-8")
     try:
@@ -75,10 +76,32 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
             ) from error
         log(f"{path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed")
     with suppress(OSError):  # a full disk: what counts is the lock
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        _write_holder(file, f"process {os.getpid()} on {socket.gethostname()}")
     return file
+
+
+def _write_holder(file: TextIO, holder: str) -> None:
+    """Write who has the lock into its file; a file that has another name too (a hard link) stays as it is."""
+    if os.fstat(file.fileno()).st_nlink == 1:
+        file.truncate(0)
+        file.write(holder)
+        file.flush()
+
+
+_FOLDERS = ("evaluation", "profile", "memory")  # whose entries have names that can be foreseen, too
+
+
+def _refuse_links(directory: Path) -> None:
+    """Raise RunFolderError for a link in a run's folder, through which a run would write into somebody's other file or
+    folder; `refuse_linked_root` refuses that of checkpoints.
+    """
+    for folder in (directory, *(directory / name for name in _FOLDERS)):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.is_symlink() and path != directory / "checkpoints":
+                raise RunFolderError(
+                    f"{path} is a link (to {path.readlink()}), and a run writes nothing outside its folder; put a "
+                    "copy in its place, remove it, or set run.dir to another folder"
+                )
 
 
 def check_free_disk(run: TrainingRun, log: LogLine) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import plural
-from longspan.files import as_json, json_safe_values, name_file_in_errors, parse_json, read_lines
+from longspan.files import as_json, json_safe_values, name_file_in_errors, own_file, parse_json, read_lines
 from longspan.plain_text import LogLine
 from longspan.run.loggers import RunLoggers
 
@@ -28,7 +28,7 @@ class StepLog(AbstractContextManager["StepLog"]):
         self._file = None
         if path is not None:
             with name_file_in_errors(path):
-                if path.exists():
+                if own_file(path).exists():
                     _remove_later_rows(path, after_step, log)
                 self._file = path.open("ab")
 

@@ -34,7 +34,7 @@ from longspan.model.load import torch_dtype
 from longspan.model.marks import find_language_model
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.randomness import refuse_randomness
-from longspan.model.weights.hf_folder import no_progress_bars
+from longspan.model.weights.hf_folder import save_configuration
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.plan import MemoryPlan
 from longspan.resolve.choice import PlannerConfig, query_heads
@@ -81,8 +81,7 @@ def write_model_files(
         saved_dtype = named
     config.architectures = [architecture]
     config.dtype = saved_dtype
-    with no_progress_bars():
-        config.save_pretrained(directory)
+    save_configuration(config, directory)
     # First the source's own generation_config.json; model.config may name a file, beside which it then is.
     if settings.source:
         folder = source.parent if source.is_file() else source

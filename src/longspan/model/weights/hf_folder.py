@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -47,6 +48,14 @@ def read_configuration(path: Path) -> PreTrainedConfig:
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
         raise ModelError(f"the model in {path} cannot be loaded: {folder_error_text(error, OWN_MODEL)}") from error
     return remove_code_and_quantization(config)
+
+
+def save_configuration(config: PreTrainedConfig, folder: Path) -> None:
+    """Write config.json into a folder, where it replaces a file or a link of that name."""
+    with TemporaryDirectory(prefix=".config-", dir=folder) as partial, no_progress_bars():
+        config.save_pretrained(partial)
+        for file in Path(partial).iterdir():
+            file.replace(folder / file.name)
 
 
 def remove_code_and_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
