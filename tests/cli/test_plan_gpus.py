@@ -11,7 +11,7 @@ import pytest
 
 from longspan.cli import machine, processes
 from longspan.cli.main import main
-from longspan.cli.plans import answer as plans_answer, gpus as gpus_module
+from longspan.cli.plans import answer as plans_answer, gpus as gpus_module, which_gpu
 from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.gpus import Gpus, read_gpus
 from longspan.cli.plans.question import GpuFlags
@@ -427,6 +427,52 @@ def test_bytes_of_gpus_are_given_or_those_of_their_name() -> None:
     assert gpus.machine.product_flops_per_second == Machine().product_flops_per_second
     assert read_gpus(GpuFlags(gpu="h100"), "").title.endswith("(by data sheet)")
     assert read_gpus(GpuFlags(gpu="h100", host_bytes=5_000_000_000), "").host_bytes == 5_000_000_000
+
+
+# ---- --gpu all
+
+FIXED = ["--planner", "fixed", "--cp-comm-type", "p2p"]
+
+
+def test_every_gpu_answers_as_it_does_alone(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(which_gpu, "KNOWN", ("A10", "H200"))
+    words = ["--model", model, "--same", "1x800000", "--host-bytes", str(1 << 30), "--lora.rank", "4", *FIXED]
+    answer = ask([*words, "--gpu", "all"], capsys)
+    names = [row["gpu"] for row in answer["gpus"]]
+    assert names[0] == "H200" and [row["fits"] for row in answer["gpus"]] == [True, False]
+    for row in answer["gpus"]:
+        alone = ask([*words, "--gpu", row["gpu"], "--gpus", str(row["gpus"])], capsys)
+        assert alone["fits"] and {name: row[name] for name in ("step_seconds", "device_bytes", "host_bytes_used")} == {
+            name: alone[name] for name in ("step_seconds", "device_bytes", "host_bytes_used")
+        }
+        assert not row["keys"].items() - alone["keys"].items() and row["by_data_sheet"] is (row["gpu"] != "H200")
+        assert "lora.rank" not in row["keys"] and row["keys"]["model.rope_scaling"] == "yarn"
+    longest = ask(["--model", model, "--gpu", "all", "--longest", *FIXED], capsys)["gpus"]
+    assert [row["gpu"] for row in longest] == ["H200", "A10"]  # the longest first
+    assert longest[0]["longest"] == ask(["--model", model, "--gpu", "h200", "--longest", *FIXED], capsys)["longest"]
+
+
+def test_a_question_to_all_gpus_reads_the_data_once(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(which_gpu, "KNOWN", ("L4", "H100"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": "x" * 4000 * n}) + "\n" for n in range(1, 20)))
+    words = ["--model", model, "--data", str(tmp_path / "rows.jsonl"), "--epochs", "2", *FIXED]
+    rows = ask([*words, "--gpu", "all"], capsys)["gpus"]
+    assert [row["gpu"] for row in rows] == ["H100", "L4"]
+    alone = ask([*words, "--gpu", "l4"], capsys)
+    assert (rows[1]["step_seconds"], rows[1]["hours"]) == (alone["step_seconds"], alone["hours"])
+    assert main(["plan", *words, "--gpu", "all"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"\nH100 +80 +yes +1 .*\n(?s:.*)\n1 H100.*: --context", out) and "2 of 2: 1 H100\n" in err
+    assert "GPU-hours" in out and err.count("tokens are estimated") == 1
+    for more, flag in ((["--write", "a.toml"], "--write"), (["--run.machine", "h100"], "run.machine")):
+        assert main(["plan", *words, "--gpu", "ALL", *more]) == 2
+        assert f"does not take {flag}; leave it out" in capsys.readouterr().err
+    assert main(["plan", "--model", model, "--same", "1x40000000", "--gpu", "all", "--cp", "1"]) == 2
+    assert re.search(r"\nL4 +22 +no +none\n", capsys.readouterr().out)
 
 
 # ---- train --dry-run

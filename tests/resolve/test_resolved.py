@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from longspan.cli.plans.answer import _answer_ways, _run_keys
+from longspan.cli.plans.answer import answer_ways, run_keys
 from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.gpus import Gpus
 from longspan.config.file import load_config, to_toml
@@ -57,8 +57,8 @@ def _check_dry_run(case: Case) -> None:
     config, facts = facts_of(case)
     resolved = resolve(config, facts).config
     gpus = Gpus(machine=case.machine, count=len(case.home.ranks), bytes=1, host_bytes=1, name=case.gpu)
-    answer = _answer_ways("", GpuRun(config, gpus, case.model), facts)
-    keys = _run_keys(answer.config, frozenset())
+    answer = answer_ways("", GpuRun(config, gpus, case.model), facts)
+    keys = run_keys(answer.config, frozenset())
     for full_name, value in keys.items():
         section, _, key = full_name.partition(".")
         of_run = key_value(getattr(resolved, section), key)

@@ -16,6 +16,7 @@ from longspan.cli.flags import Groups, check_flags_at_least, flag_text, parse_fl
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.planning import PlanningFlags, read_lengths
 from longspan.cli.plans.question import OF_PRESET, GpuFlags, is_gpu_question, parse_question
+from longspan.cli.plans.which_gpu import ALL_GPUS, answer_which_gpu
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
 from longspan.errors import ConfigError, PlanError, plural
@@ -106,7 +107,9 @@ def main(argv: Sequence[str]) -> int:
         )
     asks_for_degree = any(word.replace("_", "-").startswith("--which-eval-degree") for word in argv)
     if not asks_for_degree and is_gpu_question(argv):
-        return answer_gpu_question(*parse_question(PlanFlags, argv))
+        flags, question = parse_question(PlanFlags, argv)
+        answer = answer_which_gpu if flags.gpu.lower() == ALL_GPUS else answer_gpu_question
+        return answer(flags, question)
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     if not find_published_preset(flags.model):
         flags = replace(flags, model=find_local_path(flags.model, "--model"))

@@ -48,8 +48,9 @@ class ModelConfig(Section):
     preset: str = ""
     """Random weights: qwen3-tiny, llama-tiny, qwen3-deep-tiny (4 layers), qwen3-moe-tiny, gpt-oss-tiny (8 experts),
     qwen3-next-tiny, bamba-tiny, granite-hybrid-tiny (hybrids), deepseek-v32-tiny (chosen keys), or published sizes:
-    qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, llama-3.3-70b-instruct; empty: qwen3-tiny, unless path
-    or config is set."""
+    qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen2.5-7b, qwen2.5-32b (also -instruct), llama-3.1-8b,
+    llama-3.3-70b-instruct, gpt-oss-20b, gpt-oss-120b, and the language models of gemma-3-12b, gemma-3-27b, qwen3.5-9b;
+    empty: qwen3-tiny, unless path or config is set."""
     config: str = ""
     """A local Hugging Face folder, or its config.json, or a name as in path: random weights of that configuration."""
     num_labels: Annotated[NonNegativeInt, Needs("mtp.num_layers", (0,))] = 0

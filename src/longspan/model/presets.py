@@ -73,6 +73,11 @@ def _qwen3_values(
     }
 
 
+def _window_layers(layers: int, period: int) -> list[str]:
+    """Return the types of layers of which every `period`-th has full attention, and the others a window."""
+    return ["sliding_attention" if n % period else "full_attention" for n in range(1, layers + 1)]
+
+
 # Three layers of a linear-time mixer, then one of attention, as the published models have them.
 _HYBRID = _TINY | {"num_hidden_layers": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 _DELTA_NET = {
@@ -110,14 +115,14 @@ _INDEXED = {name: value for name, value in _TINY.items() if name != "head_dim"} 
 }
 
 _MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-_LLAMA_70B = {
+_LLAMA_8B = {
     "vocab_size": 128256,
-    "hidden_size": 8192,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "intermediate_size": 28672,
+    "intermediate_size": 14336,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {
@@ -128,6 +133,115 @@ _LLAMA_70B = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+    "tie_word_embeddings": False,
+}
+_LLAMA_70B = _LLAMA_8B | {
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "intermediate_size": 28672,
+}
+_QWEN25_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": False,
+}
+_QWEN25_32B = _QWEN25_7B | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 27648,
+    "rms_norm_eps": 1e-5,
+}
+_INSTRUCT = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}  # of Qwen2.5
+# Five layers of a window, then one of full attention, whose positions are stretched eight times.
+_GEMMA3_12B: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 3840,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "intermediate_size": 15360,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "layer_types": _window_layers(48, 6),
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    },
+    "tie_word_embeddings": True,
+}
+_GEMMA3_27B = _GEMMA3_12B | {
+    "hidden_size": 5376,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "layer_types": _window_layers(62, 6),
+    "intermediate_size": 21504,
+    "query_pre_attn_scalar": 168,
+}
+# Layers alternate: a window of 128 rows, then full attention.
+_GPT_OSS_20B: dict[str, Any] = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+    "layer_types": _window_layers(24, 2),
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "tie_word_embeddings": False,
+}
+_GPT_OSS_120B = _GPT_OSS_20B | {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+    "layer_types": _window_layers(36, 2),
+}
+# Three layers of a gated delta net, then one of attention.
+_QWEN35_9B = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 12288,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     "tie_word_embeddings": False,
 }
 
@@ -158,16 +272,31 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": Preset("Qwen3Config", _qwen3_values(4096, 36, 32, 8, 12288)),
     "qwen3-32b": Preset("Qwen3Config", _qwen3_values(5120, 64, 64, 8, 25600)),
     "qwen3-30b-a3b": Preset("Qwen3MoeConfig", _qwen3_values(2048, 48, 32, 4, 6144, **_MOE)),
+    "llama-3.1-8b": Preset("LlamaConfig", _LLAMA_8B),
     "llama-3.3-70b-instruct": Preset("LlamaConfig", _LLAMA_70B),
+    "qwen2.5-7b": Preset("Qwen2Config", _QWEN25_7B),
+    "qwen2.5-7b-instruct": Preset("Qwen2Config", _QWEN25_7B | _INSTRUCT),
+    "qwen2.5-32b": Preset("Qwen2Config", _QWEN25_32B),
+    "qwen2.5-32b-instruct": Preset("Qwen2Config", _QWEN25_32B | _INSTRUCT),
+    # of these two families the language model alone, without the tower for images
+    "gemma-3-12b": Preset("Gemma3TextConfig", _GEMMA3_12B),
+    "gemma-3-27b": Preset("Gemma3TextConfig", _GEMMA3_27B),
+    "qwen3.5-9b": Preset("Qwen3_5TextConfig", _QWEN35_9B),
+    "gpt-oss-20b": Preset("GptOssConfig", _GPT_OSS_20B),
+    "gpt-oss-120b": Preset("GptOssConfig", _GPT_OSS_120B),
 }
 
 
 def find_published_preset(name: str) -> str:
-    """Find the preset of a published model, as Qwen/Qwen3-8B; "" for other names, and for what is on this machine."""
-    preset = Path(name).name.lower()
-    if preset in PRESETS and PRESETS[preset].embedding_rows and not Path(name).exists():
-        return preset
-    return ""
+    """Find the preset of a published model, as Qwen/Qwen3-8B; "" for other names, and for what is on this machine.
+
+    An instruction-tuned model has the sizes of its base model, unless it is a preset of its own.
+    """
+    if Path(name).exists():
+        return ""
+    published = Path(name).name.lower().removeprefix("meta-")
+    base = re.sub("-(instruct|it|pt)$", "", published)
+    return next((p for p in (published, base) if p in PRESETS and PRESETS[p].embedding_rows), "")
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedConfig":

@@ -13,13 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    T5Config,
+)
 
 from longspan import Layout, World, load_model, prepare, save_model
 from longspan.cli.main import main
 from longspan.errors import ModelError
-from longspan.model.presets import PRESETS, preset_config
+from longspan.model.presets import PRESETS, find_published_preset, preset_config
 from longspan.model.weights.empty_model import empty_model
+from longspan.plan.shape.model_shape import ModelShape
 from tests.model.stock import VOCABULARY, prepare_untried, tiny
 
 
@@ -267,6 +274,63 @@ def test_a_published_model_has_its_published_size(name: str, billions: float, ex
     rope = {"rope_type": "llama3", "rope_theta": 5e5} if is_llama else {"rope_type": "default", "rope_theta": 1e6}
     assert config.rope_parameters | rope == config.rope_parameters
     assert getattr(config, "num_experts", 0) == experts
+
+
+TOWER = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
+TOWER |= {"image_size": 896, "patch_size": 14, "vision_use_head": False}  # of Gemma 3
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "positions"),
+    [
+        ("llama-3.1-8b", 8_030_261_248, 131072),
+        ("qwen2.5-7b", 7_615_616_512, 131072),
+        ("qwen2.5-7b-instruct", 7_615_616_512, 32768),
+        ("qwen2.5-32b", 32_763_876_352, 131072),
+        ("qwen2.5-32b-instruct", 32_763_876_352, 32768),
+        ("gemma-3-12b", 12_187_325_040, 131072),
+        ("gemma-3-27b", 27_432_406_640, 131072),
+        ("gpt-oss-20b", 20_914_757_184, 131072),
+        ("gpt-oss-120b", 116_829_156_672, 131072),
+        ("qwen3.5-9b", 8_953_803_264, 262144),  # of its language model
+    ],
+)
+def test_a_preset_has_as_many_parameters_as_its_publisher_says(name: str, parameters: int, positions: int) -> None:
+    config = preset_config(name)
+    assert config.max_position_embeddings == positions and config.model_type == PRESETS[name].model_type
+    # what a plan reads without transformers is the configuration that the class makes
+    shape = ModelShape.of({"model_type": config.model_type, **PRESETS[name].values})
+    assert shape == ModelShape.of(config)
+    with torch.device("meta"):
+        if name.startswith("gemma"):  # is published with its tower
+            model: Any = Gemma3ForConditionalGeneration(Gemma3Config(text_config=config.to_dict(), vision_config=TOWER))
+            others = sum(p.numel() for n, p in model.named_parameters() if "language_model" not in n)
+        else:
+            model = AutoModelForCausalLM.from_config(config)
+            others = 0
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert shape.stored_weights == pytest.approx(parameters - others, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-instruct"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"),
+        ("google/gemma-3-27b-it", "gemma-3-27b"),
+        ("google/gemma-3-12b-pt", "gemma-3-12b"),
+        ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("Qwen/Qwen3.5-9B", "qwen3.5-9b"),
+        ("Qwen/Qwen2.5-7B-Instruct-1M", ""),
+        ("qwen3-tiny", ""),
+        ("it", ""),
+    ],
+)
+def test_names_of_the_hub_are_presets(name: str, preset: str) -> None:
+    assert find_published_preset(name) == preset
 
 
 def test_making_a_preset_changes_no_other() -> None:

@@ -206,7 +206,8 @@ def test_rows_without_a_target_have_no_logits() -> None:
 
 def test_known_machines() -> None:
     assert not H200.assumed
-    for name in ("A100-40", "a100-80", "h100", "B200", "B300", "gh200", "l40s", "rtx-4090", "RTX-5090", "RTX-PRO-6000"):
+    cards = ("l40s", "l4", "a10", "rtx-a6000", "rtx-3090", "rtx-4090", "RTX-5090", "RTX-PRO-6000")
+    for name in ("A100-40", "a100-80", "h100", "B200", "B300", "gh200", *cards):
         machine = Machine.known(name)
         assert machine.assumed and machine.device.lower() == name.lower()
         assert machine == Machine.known(name.replace("-", "")) == Machine.known(name.replace("-", " "))
@@ -215,17 +216,41 @@ def test_known_machines() -> None:
         "H200 NVL": "H200",
         "GB200": "B200",
         "GH200 480GB": "GH200",
-        "L4": None,
+        "L4": "L4",
+        "L40": None,
         "L40S": "L40S",
+        "A10": "A10",
+        "A10G": None,
+        "A100-SXM4-40GB": "A100-40",
+        "A100 80GB PCIe": "A100-80",
+        "A1000": None,
     }
     names |= {"GeForce RTX 4090": "RTX-4090", "GeForce RTX 4090 Laptop GPU": None, "RTX 6000 Ada Generation": None}
+    names |= {"RTX A6000": "RTX-A6000", "GeForce RTX 3090": "RTX-3090", "RTX 4000 Ada Generation": None}
     names |= {"RTX PRO 6000 Blackwell Server Edition": "RTX-PRO-6000"}
     for device, expected in names.items():
         known = find_machine_of_device(f"NVIDIA {device}")
         assert (known and known.device) == expected, device
-    listed = "H200, A100-40, A100-80, H100, B200, B300, GH200, L40S, RTX-4090, RTX-5090, RTX-PRO-6000, or"
-    with pytest.raises(PlanError, match=f"no figures of 'V100'; known are {listed}"):
-        Machine.known("V100")
+    listed = "H200, A100-40, A100-80, H100, B200, B300, GH200, L40S, L4, A10, RTX-A6000, RTX-3090, RTX-4090, RTX-5090, "
+    with pytest.raises(PlanError, match=f"no figures of 'MI300X'; known are {listed}RTX-PRO-6000, or"):
+        Machine.known("MI300X")
+    for name in ("t4", "V100", "rtx 2080 ti"):
+        with pytest.raises(PlanError, match="has no products in bfloat16, in which runs on GPUs compute"):
+            Machine.known(name)
+    spellings = {
+        "4090": "RTX-4090",
+        "a6000": "RTX-A6000",
+        "NVIDIA GeForce RTX 3090": "RTX-3090",
+        "pro6000": "RTX-PRO-6000",
+    }
+    assert {name: Machine.known(name).device for name in spellings} == spellings
+    # dense products in bfloat16 and bytes/s of memory, by data sheet, over those of an H200; GiB
+    sheets = {"l4": (121, 0.3, 22), "a10": (125, 0.6, 22), "a6000": (154.8, 0.768, 47), "3090": (71, 0.936, 24)}
+    for name, (tflops, speed, gib) in sheets.items():
+        card = Machine.known(name)
+        assert card.product_flops_per_second == pytest.approx(700e12 * tflops / 989), name
+        assert card.memory_bytes_per_second == pytest.approx(4e12 * speed / 4.8), name
+        assert card.memory_bytes == gib << 30, name
     memory = {name: Machine.known(name).memory_bytes >> 20 for name in ("h200", "H100", "a100-40", "rtx5090")}
     assert memory == {"h200": 143771, "H100": 80 << 10, "a100-40": 40 << 10, "rtx5090": 32 << 10}
     # a card without NVLink: dense products in bfloat16, memory, and half of an H200's bus

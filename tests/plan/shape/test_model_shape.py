@@ -228,7 +228,14 @@ def test_layers_of_windows_and_chunks_count_what_their_rows_see(width: int) -> N
         ("NVIDIA A100-SXM4-80GB", "float32", 19.5),
         ("NVIDIA A100-SXM4-80GB", "tensorfloat32", 156.0),
         ("NVIDIA H200", "float64", None),
-        ("NVIDIA GeForce RTX 3090", "bfloat16", None),
+        ("NVIDIA GH200 480GB", "bfloat16", 989.0),
+        ("NVIDIA GeForce RTX 3090", "bfloat16", 71.0),
+        ("NVIDIA A10", "bfloat16", 125.0),
+        ("NVIDIA L4", "bfloat16", 121.0),
+        ("NVIDIA L40", "bfloat16", None),
+        ("NVIDIA RTX A6000", "bfloat16", 154.8),
+        ("RTX-A6000", "bfloat16", 154.8),
+        ("NVIDIA TITAN V", "bfloat16", None),
     ],
 )
 def test_peaks_by_name_and_type(device: str, dtype: str, peak: float | None) -> None:

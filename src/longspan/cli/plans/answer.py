@@ -8,15 +8,15 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from longspan.cli.flags import write_text_file
 from longspan.cli.plans.documents import open_planned_documents
 from longspan.cli.plans.gpu_run import GpuRun, choose_position_scaling, position_notes
-from longspan.cli.plans.gpus import choose_gpus, read_gpus
+from longspan.cli.plans.gpus import Gpus, choose_gpus, read_gpus
 from longspan.cli.plans.planning import read_lengths
 from longspan.cli.plans.question import OF_PRESET, GpuFlags, Question, find_document_source
 from longspan.cli.processes import prints_results
@@ -119,15 +119,15 @@ class Answer:
             "measures": list(memory.measures),
             "longest": self.longest,
             "fits": fits,
-            "keys": _run_keys(self.config, self.run.given_keys),
+            "keys": run_keys(self.config, self.run.given_keys),
             "largest": _largest_parts(best),
             "steps": self.steps,
             "step_seconds": self.seconds,
             "hours": hours,
             "gpu_hours": None if hours is None else hours * gpus.count,
-            **_way_figures(best),
+            **way_figures(best),
             "degrees": _count_degrees(best.plans) if fits else [],
-            "alternatives": [_way_figures(way) for way in self.ways],
+            "alternatives": [way_figures(way) for way in self.ways],
             "gpu": gpus.name,
             "gpus": gpus.count,
             "gpu_bytes": gpus.bytes,
@@ -149,7 +149,7 @@ def _largest_parts(fit: Fit) -> dict[str, int]:
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 
 
-def _way_figures(fit: Fit) -> dict[str, Any]:
+def way_figures(fit: Fit) -> dict[str, Any]:
     """Return the figures of a way that JSON and the table have. Seconds and speed are None where it does not fit, MFU
     also where the device's peak is not known.
     """
@@ -195,7 +195,7 @@ def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
     return [{"degree": d, "groups": groups[d], "share": tokens[d] / total} for d in sorted(groups)]
 
 
-def _run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
+def run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
     """Return the keys, as in "context.planner", that make a run what the answer says, with their values.
 
     Models and data are named elsewhere; train.plan_memory decides GATHERS, unless it is given.
@@ -212,22 +212,40 @@ def _run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
     one_degree = config.context.planner in ONE_DEGREE
     names |= {"context.context_parallel_size"} if one_degree else {LOWEST_DEGREE, HIGHEST_DEGREE}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
-    return {name: _read_key(config, name) for name in sorted(names)}
+    return {name: read_key(config, name) for name in sorted(names)}
 
 
-def _read_key(config: RunConfig, name: str) -> Any:
+def read_key(config: RunConfig, name: str) -> Any:
     """Return the value of a key such as "context.planner", as JSON and TOML have it."""
     section, _, key = name.partition(".")
     value = key_value(getattr(config, section), key)
     return list(value) if isinstance(value, tuple) else value
 
 
+def flags_of_keys(keys: Mapping[str, Any]) -> str:
+    """Write keys as flags, whose strings and lists stand without JSON's marks."""
+    return re.sub('[],"[]', "", " ".join(f"--{key} {json.dumps(value)}" for key, value in keys.items()))
+
+
 def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     source = find_document_source(flags, question)
+    run = make_run(flags, question, read_gpus(flags, question.config.run.machine), source)
+    print_preset(run)
+    if source == "data":
+        answer = _answer_by_data(run, estimate=True)
+    elif source == "longest":
+        answer = answer_by_longest(run)
+    else:
+        lengths, title = read_step(flags, run)
+        answer = answer_ways(title, run, run.facts_of_step(lengths))
+    return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
+
+
+def make_run(flags: GpuFlags, question: Question, gpus: Gpus, source: str) -> GpuRun:
+    """Make the run that a question about documents of this `source` asks about, on these GPUs."""
     config = question.config
     gives = question.gives_any
-    gpus = read_gpus(flags, config.run.machine)
     if not gives("context.cp_comm_type"):  # then the fastest type
         config = config.with_keys("context", cp_comm_type=AUTO)
     config = resolve_defaults(config, gpus.count)
@@ -241,25 +259,26 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
             open_keys["planner"] = AUTO
     if not gives("context.max_tokens_per_slot"):
         open_keys["max_tokens_per_slot"] = AUTO
-    run = replace(
+    return replace(
         GpuRun.with_model(config, gpus),
         config=config.with_keys("context", **open_keys),
         given_keys=question.given_keys,
         given=BindingKeys(planner=not flags.compare, ep=gives("parallel.ep")),
     )
-    if preset := find_published_preset(config.model.source):
-        print(OF_PRESET.format(config.model.source, preset), file=sys.stderr)
-    if source == "data":
-        answer = _answer_by_data(run, estimate=True)
-    elif source == "longest":
-        answer = _answer_by_longest(run)
-    else:
-        lengths, lengths_source = read_lengths(flags, run.home.slots)
-        title = (
-            f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {lengths_source}"
-        )
-        answer = _answer_ways(title, run, run.facts_of_step(lengths))
-    return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
+
+
+def print_preset(run: GpuRun) -> None:
+    """Say on standard error that a preset stands for a model that is not here."""
+    source = run.config.model.source
+    if preset := find_published_preset(source):
+        print(OF_PRESET.format(source, preset), file=sys.stderr)
+
+
+def read_step(flags: GpuFlags, run: GpuRun) -> tuple[tuple[int, ...], str]:
+    """Read the documents of a step that flags name, and return them with a title for an answer."""
+    lengths, source = read_lengths(flags, run.home.slots)
+    title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {source}"
+    return lengths, title
 
 
 def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool) -> int:
@@ -276,10 +295,16 @@ def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool)
 
 
 def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
-    """Answer for a run over its data; `estimate` as of `open_planned_documents`. Lines go to standard error.
+    """Answer for a run over its data; `estimate` as of `open_planned_documents`."""
 
-    The ways that fit are ranked on few steps, as the run itself chooses. If all of them have plans of one degree, which
-    are made fast, their seconds are then means over more steps; the way that was chosen stays the first.
+    with open_documents(run, estimate=estimate) as (run_of_data, facts, title):
+        return answer_by_steps(title, run_of_data, facts)
+
+
+@contextmanager
+def open_documents(run: GpuRun, *, estimate: bool) -> Iterator[tuple[GpuRun, Facts, str]]:
+    """Open the documents of a run as `open_planned_documents` does, with a title for an answer. Lines go to standard
+    error.
     """
 
     def log(line: str) -> None:
@@ -287,38 +312,47 @@ def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
 
     with open_planned_documents(run, log, estimate=estimate) as (run_of_data, facts, line):
         length_key = "train.epochs" if run_of_data.config.train.epochs else "train.steps"
-        run = replace(run_of_data, given_keys=run.given_keys | {"train.tokens_per_step", length_key})
-        answer = _answer_ways(f"a run of {plural(facts.steps, 'step')}: {line}", run, facts)
-        fitting = [fit for fit in answer.ways if fit.seconds is not None]
-        if not fitting:
-            return replace(answer, steps=facts.steps)
-        sampled = len(fitting[0].plans)
-        if all(fit.way.choice.has_one_degree for fit in fitting):
-            sample = evenly_spaced_numbers(facts.steps, PRICED)
-            sampled = len(sample)
-            for i, fit in enumerate(fitting):
-                plans = tuple(fit.way.plan_steps(sample))
-                fitting[i] = replace(fit, plans=plans, seconds=fit.way.step_seconds(plans, fit.memory))
-            fitting[1:] = sorted(fitting[1:], key=lambda fit: fit.rank)
-        notes = answer.notes
-        if facts.image_rows:
-            images = f"images: {facts.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
-            notes = (images, *notes)
-        return replace(
-            answer,
-            steps=facts.steps,
-            ways=(*fitting, *answer.ways[len(fitting) :]),
-            sampled=sampled,
-            notes=notes,
-        )
+        run_of_data = replace(run_of_data, given_keys=run.given_keys | {"train.tokens_per_step", length_key})
+        yield run_of_data, facts, f"a run of {plural(facts.steps, 'step')}: {line}"
 
 
-def _answer_by_longest(run: GpuRun) -> Answer:
+def answer_by_steps(title: str, run: GpuRun, facts: Facts) -> Answer:
+    """Answer for the steps of a run over its data.
+
+    The ways that fit are ranked on few steps, as the run itself chooses. If all of them have plans of one degree, which
+    are made fast, their seconds are then means over more steps; the way that was chosen stays the first.
+    """
+    answer = answer_ways(title, run, facts)
+    fitting = [fit for fit in answer.ways if fit.seconds is not None]
+    if not fitting:
+        return replace(answer, steps=facts.steps)
+    sampled = len(fitting[0].plans)
+    if all(fit.way.choice.has_one_degree for fit in fitting):
+        sample = evenly_spaced_numbers(facts.steps, PRICED)
+        sampled = len(sample)
+        for i, fit in enumerate(fitting):
+            plans = tuple(fit.way.plan_steps(sample))
+            fitting[i] = replace(fit, plans=plans, seconds=fit.way.step_seconds(plans, fit.memory))
+        fitting[1:] = sorted(fitting[1:], key=lambda fit: fit.rank)
+    notes = answer.notes
+    if facts.image_rows:
+        images = f"images: {facts.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
+        notes = (images, *notes)
+    return replace(
+        answer,
+        steps=facts.steps,
+        ways=(*fitting, *answer.ways[len(fitting) :]),
+        sampled=sampled,
+        notes=notes,
+    )
+
+
+def answer_by_longest(run: GpuRun) -> Answer:
     """Answer for the longest document that fits; where none does, for the shortest one that all slots can share."""
     tokens, way = find_longest(run.config, run.facts_of_step((UNIT * run.home.slots,)))
     if not tokens:
         tokens = UNIT * run.home.slots
-        return _answer_ways(f"a document of {tokens:,} tokens", run, run.facts_of_step((tokens,)))
+        return answer_ways(f"a document of {tokens:,} tokens", run, run.facts_of_step((tokens,)))
     facts = run.facts_of_step((tokens,))
     way = replace(way, facts=facts)
     fit = fit_way(way, way.plan_steps(facts.timed_steps))
@@ -334,7 +368,7 @@ def _answer_by_longest(run: GpuRun) -> Answer:
     )
 
 
-def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
+def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     """Compare the ways to run the documents of `facts`, and answer with the best, or with what is missing.
 
     Raises ConfigError or PlanError where no way can be planned. `title` says in the answer, and in errors, what the
@@ -424,7 +458,7 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
 def _answer_lines(answer: Answer) -> Iterator[str]:
     """Yield the lines of an answer that fits: memory, time, the ways compared, the bytes by part, and the keys."""
     best = answer.ways[0]
-    figures = _way_figures(best)
+    figures = way_figures(best)
     budget = answer.run.budget
     memory = planned_memory(best)
     assert answer.seconds is not None
@@ -480,7 +514,7 @@ def _ways_table(answer: Answer) -> str:
     ]
     rows = list[tuple[str, ...]]()
     for way in answer.ways:
-        figures = _way_figures(way)
+        figures = way_figures(way)
         layout = f"{figures['planner']}, cp {figures['degree']}" if figures["degree"] else str(figures["planner"])
         timed = figures["seconds"] is not None
         rows.append(
@@ -513,17 +547,14 @@ def _refusal_line(answer: Answer) -> str:
     )
     line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; "
     if larger:
-        keys = _run_keys(larger.config, larger.given_keys)
-        words = (f"--{key} {json.dumps(value)}" for key, value in keys.items())
-        # the command line takes strings and lists without JSON's marks
-        flags = re.sub('[],"[]', "", " ".join(words))
-        line += f"it fits {larger.gpus.count_and_name}, with {flags}"
+        keys = run_keys(larger.config, larger.given_keys)
+        line += f"it fits {larger.gpus.count_and_name}, with {flags_of_keys(keys)}"
     else:
         line += f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; "
         line += "use a higher parallel.tp or parallel.pp"
     config = answer.run.config
     defaults = RunConfig()
-    names = [key for key in OF_MEMORY if _read_key(config, key) != _read_key(defaults, key)]
+    names = [key for key in OF_MEMORY if read_key(config, key) != read_key(defaults, key)]
     line += f", or leave {' and '.join(names)} out" if names else ""
     if answer.longest:
         line += f"; the longest document that fits has {answer.longest:,} tokens"
@@ -540,7 +571,7 @@ def _key_lines(answer: Answer) -> Iterator[str]:
     named = {name for name in given_keys if name.partition(".")[0] in ("model", "data", "run")}
     named |= {f"model.{key}" for key in ("path", "preset", "config", "num_labels") if getattr(config.model, key)}
     named |= {"optimizer.lr"} if config.optimizer.lr != NOT_GIVEN else set()
-    values = {name: _read_key(config, name) for name in named} | _run_keys(config, given_keys)
+    values = {name: read_key(config, name) for name in named} | run_keys(config, given_keys)
     last_section = ""
     for name in sorted(values):
         section, _, key = name.partition(".")

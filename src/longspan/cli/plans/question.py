@@ -36,9 +36,9 @@ class GpuFlags(PlanningFlags):
     """Whether a run fits GPUs, with which keys, and how long it takes: flags that only such a question has."""
 
     gpu: str = ""
-    """GPUs to plan memory and time for: h200, by data sheet a100-40, a100-80, h100, b200, b300, gh200, l40s, rtx4090,
-    rtx5090, rtxpro6000, or a file of longspan bench calibrate. Every key of longspan train may stand behind it, as
-    --lora.rank 16."""
+    """GPUs to plan memory and time for: h200, by data sheet a100-40, a100-80, h100, b200, b300, gh200, l40s, l4, a10,
+    a6000, 3090, 4090, 5090, pro6000, or a file of longspan bench calibrate; all: each of these in one table. Every key
+    of longspan train may stand behind it, as --lora.rank 16."""
     gpus: int = 1
     """With --gpu or --gpu-bytes: how many of them."""
     gpu_bytes: int = 0

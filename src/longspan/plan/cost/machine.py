@@ -6,6 +6,7 @@ of attention under every communication type, by which "auto" is resolved.
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -17,7 +18,7 @@ from longspan.plan.cost.cost import Cost, StateCost, constants_of_shape
 from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET_SPEEDS, Level, Link, Network
 from longspan.plan.cost.type_prices import AttentionCall, TypePrice, price_type
 from longspan.plan.micro_batch import Group
-from longspan.plan.shape.model_shape import ModelShape, peak_tflops
+from longspan.plan.shape.model_shape import ModelShape, has_name, peak_tflops
 from longspan.plan.shape.packed import FrozenWeights, PackedWeights, packed_weights_of_model
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
@@ -39,9 +40,10 @@ class DataSheet(NamedTuple):
     node_size: int = 8
 
 
-# Sources: NVIDIA's data sheets of A100, H100, HGX B200 and B300, GH200 and L40S, and its papers on the architectures of
-# Ada (RTX 4090) and RTX Blackwell; GiB of B200, B300 and L40S are those that devices report. Of speeds we take what
-# H200s reach: two fifths of NVLink or PCIe each way inside a host, four fifths of a network card (200 Gb/s for an A100,
+# Sources: NVIDIA's data sheets of A100, H100, HGX B200 and B300, GH200, L40S, L4, A10 and RTX A6000, and its papers on
+# the architectures of GA102 (RTX 3090), Ada (RTX 4090) and RTX Blackwell; GiB of B200, B300, L40S, L4, A10 and the
+# A6000 are those that devices report. Of speeds we take what H200s reach: two fifths of NVLink or PCIe each way inside
+# a host, four fifths of a network card (200 Gb/s for an A100,
 # 400, 800 for a B300, 100 where GPUs are on PCIe), and seven eighths of the bus to the host (PCIe 5, 64 GB/s each way,
 # where none is named). None is measured but H200s.
 KNOWN: dict[str, DataSheet | None] = {
@@ -53,10 +55,15 @@ KNOWN: dict[str, DataSheet | None] = {
     "B300": DataSheet(8.0, 268, 360e9, 80e9),  # of 288 GB
     "GH200": DataSheet(4.0, 96, 180e9, 40e9, host=390e9, node_size=1),  # of 96 GB; NVLink-C2C to its host, 450 GB/s
     "L40S": DataSheet(0.864, 45, 12.8e9, 10e9, host=27.5e9),  # of 48 GB; PCIe 4, 32 GB/s each way
+    "L4": DataSheet(0.300, 22, 12.8e9, 10e9, host=27.5e9),  # of 24 GB; PCIe 4
+    "A10": DataSheet(0.600, 22, 12.8e9, 10e9, host=27.5e9),  # of 24 GB; PCIe 4
+    "RTX-A6000": DataSheet(0.768, 47, 12.8e9, 10e9, host=27.5e9),  # of 48 GB; PCIe 4, without bridges
+    "RTX-3090": DataSheet(0.936, 24, 12.8e9, 10e9, host=27.5e9),  # PCIe 4, without bridges
     "RTX-4090": DataSheet(1.008, 24, 12.8e9, 10e9, host=27.5e9),  # PCIe 4
     "RTX-5090": DataSheet(1.792, 32, 25.6e9, 10e9),
     "RTX-PRO-6000": DataSheet(1.792, 96, 25.6e9, 10e9),  # Blackwell
 }
+WITHOUT_BFLOAT16 = ("T4", "V100", "RTX-2080-Ti")  # GPUs before Ampere
 # Bytes of memory that layers read and write besides their products, of H200s (bench/records/predictions.md):
 LAYER_BYTES = 520  # norms, gates, sums, for each row and number of its width
 COMPILED_SHARE = 0.73
@@ -204,6 +211,8 @@ class Machine:
         Raises PlanError for another name.
         """
         known = find_known_name(name)
+        if old := find_known_name(name, WITHOUT_BFLOAT16):
+            raise PlanError(f"a {old} has no products in bfloat16, in which runs on GPUs compute")
         if known is None:
             raise PlanError(
                 f"no figures of {name!r}; known are {', '.join(KNOWN)}, or measure with longspan bench calibrate"
@@ -646,17 +655,17 @@ def find_machine_of_device(device: str) -> Machine | None:
     """Find the known machine of a device by its full name; None for another device."""
     if "Laptop" in device:  # whose GPUs are slower ones of the same name
         return None
-    names = [name for name in KNOWN if all(part in device for part in name.split("-"))]
+    names = [name for name in KNOWN if has_name(device, name)]
     return Machine.known(max(names, key=len)) if names else None  # the longest: a GH200's name has "H200" too
 
 
-def find_known_name(name: str) -> str | None:
-    """Find a GPU's name in KNOWN, however it is written: "RTX 4090", "rtx4090" and "RTX-4090" are one."""
+def find_known_name(name: str, known_names: Iterable[str] = KNOWN) -> str | None:
+    """Find a GPU among known ones, however its name is written: "RTX 4090", "rtx4090" and "4090" are one."""
 
     def letters(text: str) -> str:
-        return re.sub("[ _-]", "", text).lower()
+        return re.sub("[ _-]", "", text).lower().removeprefix("nvidia").removeprefix("geforce").removeprefix("rtx")
 
-    return next((known for known in KNOWN if letters(known) == letters(name)), None)
+    return next((known for known in known_names if letters(known) == letters(name)), None)
 
 
 def read_machine(file: str, key: str) -> Machine:

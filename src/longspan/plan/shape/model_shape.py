@@ -5,6 +5,7 @@ is masked, and a state-space layer by its recurrence. Of latent attention Kimi's
 Mamba 1 is not.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -252,8 +253,8 @@ def experts_missing_text(ep: int, model: str) -> str:
     return f"the home has ep {ep}, but {model} has no experts to deal out; use ep 1"
 
 
-# TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name counts whose words are
-# all in the device's. tensorfloat32 is what torch computes float32 products in, if that is allowed.
+# TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name counts that
+# `has_name` finds. tensorfloat32 is what torch computes float32 products in, if that is allowed.
 _HOPPER = {"bfloat16": 989.0, "tensorfloat32": 494.0, "float32": 67.0}
 _HOPPER_NVL = {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}
 PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -266,7 +267,11 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100", _HOPPER),
     ("A100", {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}),
     ("L40S", {"bfloat16": 362.0, "tensorfloat32": 183.0, "float32": 91.6}),
-    # NVIDIA's papers on the architectures of Ada and RTX Blackwell; products that sum in float32
+    ("L4", {"bfloat16": 121.0, "tensorfloat32": 60.0, "float32": 30.3}),
+    ("A10", {"bfloat16": 125.0, "tensorfloat32": 62.5, "float32": 31.2}),
+    ("RTX A6000", {"bfloat16": 154.8, "tensorfloat32": 77.4, "float32": 38.7}),
+    # NVIDIA's papers on the architectures of GA102, Ada and RTX Blackwell; products that sum in float32
+    ("RTX 3090", {"bfloat16": 71.0, "tensorfloat32": 35.6, "float32": 35.6}),
     ("RTX 4090", {"bfloat16": 165.2, "tensorfloat32": 82.6, "float32": 82.6}),
     ("RTX 5090", {"bfloat16": 209.5, "tensorfloat32": 104.8, "float32": 104.8}),
     ("RTX PRO 6000", {"bfloat16": 503.8, "tensorfloat32": 251.9, "float32": 126.0}),
@@ -324,6 +329,16 @@ def peak_tflops(device: str, dtype: str) -> float | None:
     989.0
     """
     for name, peaks in PEAK_TFLOPS:
-        if all(word in device for word in name.split()):
+        if has_name(device, name):
             return peaks.get("bfloat16" if dtype == "float16" else dtype)
     return None
+
+
+def has_name(device: str, name: str) -> bool:
+    """Return whether a device has this name, by words at which its own end: a GH200 is an H200, an A100 is no A10.
+
+    >>> has_name("NVIDIA A100-SXM4-40GB", "A100 40"), has_name("NVIDIA A100-SXM4-40GB", "A10")
+    (True, False)
+    """
+    words = [word.removesuffix("GB") for word in re.split("[ _-]", device)]
+    return all(any(word.endswith(part) for word in words) for part in re.split("[ _-]", name))
