@@ -12,7 +12,7 @@ from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RowForm, RunCon
 from longspan.corpus.cache import cache_folder
 from longspan.corpus.document_encoder import DocumentEncoder
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.kinds import KIND_TEXTS, Kind
+from longspan.corpus.rows.kinds import CHATS, KIND_TEXTS, Kind
 from longspan.corpus.rows.sample import DATE, RowSettings
 from longspan.corpus.sources.find_files import STDLIB, CorpusFile, find_rows
 from longspan.corpus.sources.first_rows import find_kind_of_rows
@@ -22,7 +22,7 @@ from longspan.errors import DataError
 
 # A recipe with another version has another key, so that its documents are built again: of rows of a chat template, and
 # of texts and token ids alone, which changes of chats leave as they are.
-VERSION = 4
+VERSION = 5
 TEXT_VERSION = 2
 
 
@@ -165,12 +165,14 @@ def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Ki
         source_files = [file for file in files if file.source == number]
         kinds.append(find_kind_of_rows(source_files, settings.data))
     form = settings.preference
-    allowed_kinds = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
+    allowed_kinds = {PAIRS} | ({"prompt+completion", *CHATS} if form == "kto" else set())
     other_kinds = " and ".join(KIND_TEXTS[kind] for kind in sorted({*kinds} - allowed_kinds))
     paths = " and ".join(path for _, path in settings.source_paths())
     if form and other_kinds:
         required = (
-            "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
+            "a label beside prompt and completion, or a chat, or chosen and rejected"
+            if form == "kto"
+            else "chosen and rejected"
         )
         raise DataError(
             f"rows of {paths} hold {other_kinds}, and train.loss needs {required}; give such rows, or leave train.loss "

@@ -57,10 +57,14 @@ BESIDE_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"kto_tag": False}, '"kto_tag" stands beside messages (chat)'),
     ({"rejected_response": "x"}, '"rejected_response" stands beside messages (chat), and is not read'),
     ({"chosen_ids": ["a"]}, "pairs are rows with chosen and rejected alone, perhaps with prompt; leave the key out"),
-    ({"chosen": ["a"], "rejected": ["b"]}, "holds messages (chat) and also chosen and rejected (pairs)"),
+    ({"chosen": ["a"], "rejected": ["b"]}, '"chosen" stands beside messages (chat), and is not read: pairs are'),
+    ({"system": 3}, '"system" is a number'),
     ({"assistant_masks": [1]}, '"assistant_masks" stands beside messages (chat), and is not read: masks'),
     ({"weight": 0.5}, "rows have no weights; give a source a weight (data.sources); leave the key out"),
-    (PROMPT, "holds messages (chat) and also prompt and completion; a row is of one kind"),
+    (
+        PROMPT,
+        'a row is of one kind: data.rename_columns = ["prompt=", "completion="] reads messages (chat), and ["mess',
+    ),
 ]
 BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
     ({"text": "a"}, "needs an object with \"input_ids\"; found keys ['text']"),
@@ -103,13 +107,41 @@ WRONG: list[tuple[Kind, dict[str, Any], str]] = [
     *(("messages", {**CHAT, "chat_template_kwargs": value}, reason) for value, reason in BAD_VARIABLES),
     *(("input_ids", values, reason) for values, reason in BAD_TOKENS),
     *(("conversations", {"conversations": value}, reason) for value, reason in BAD_TURNS),
-    ("conversations", {"conversations": turns(*TURNS), "system": "a"}, '"system" stands beside conversations'),
+    (
+        "conversations",
+        {"conversations": turns(*TURNS), "system": "a"},
+        '"system" stands beside conversations, of which',
+    ),
+    (
+        "messages",
+        {"messages": [{"role": "system", "content": "b"}, *PLAIN.messages], "system": "a"},
+        '"system" stands beside messages, of which the first is a system message too; data.rename_columns = ["sys',
+    ),
     ("conversations", {"conversations": turns(*TURNS), "messages": []}, "holds messages (chat) and also conversations"),
     ("instruction+output", {**ALPACA, "instruction": 1}, '"instruction" is a number'),
-    ("instruction+output", {**ALPACA, "history": [["c", "d"]]}, '"history" stands beside instruction'),
+    (
+        "instruction+output",
+        {**ALPACA, "history": [["c", "d"], ["e"]]},
+        'history[1] is ["e"]; give a list of pairs [ques',
+    ),
+    ("instruction+output", {**ALPACA, "history": '[["c", 3]]'}, 'history[0] is ["c", 3]'),
+    (
+        "prompt+completion",
+        {**PROMPT, "system": "c"},
+        '"system" stands beside prompt, which is a string that no templ',
+    ),
     ("prompt+completion", {**PROMPT, "label": False}, '"label" stands beside prompt and completion, and is not read'),
+    (
+        "instruction+output",
+        {**ALPACA, "chosen": "c", "rejected": "d"},
+        '["chosen=", "rejected="] reads instruction and output (chat, as Alpaca has it), and ["output="] reads chosen',
+    ),
     ("text", {"text": "a", "loss_mask": [1]}, '"loss_mask" stands beside text, and is not read'),
-    ("text", {"text": "a", **CHAT}, "holds text and also messages (chat); a row is of one kind: leave the others out"),
+    (
+        "text",
+        {"text": "a", **CHAT},
+        'a row is of one kind: data.rename_columns = ["messages="] reads text, and ["text="] reads messages (chat)',
+    ),
     ("text", {"text": 3}, 'needs an object with a string "text"; "text" is a number: 3'),
     ("text", {"text": "a\ud800"}, "character 2 of its text is \\ud800, a lone surrogate"),
 ]
@@ -216,6 +248,8 @@ UNREAD_OF_MESSAGES: dict[str, Any] = {
 def test_keys_by_which_other_trainers_act_are_refused_by_name(qwen: RowEncoding) -> None:
     for kind, values in (("messages", CHAT), ("prompt+completion", PROMPT), ("input_ids", {"input_ids": [1, 2]})):
         for key, value in UNREAD.items():
+            if (kind, key) == ("messages", "system"):
+                continue
             (result,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 1", {**values, key: value})])
             if kind == "input_ids" and key != "loss_scale":
                 assert isinstance(result, Sample), key

@@ -85,6 +85,43 @@ def test_alpaca_is_a_question_and_an_answer(folder: Path) -> None:
         check_same(folder, values, [says("user", question), says("assistant", "Blue.")])
 
 
+ANSWERED = [says("user", "c"), says("assistant", "d"), says("user", "a\nb"), says("assistant", "e")]
+ALPACA = {"instruction": "a", "input": "b", "output": "e"}
+BRIEF = says("system", "Be brief.")
+FUNCTION = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "messages"),
+    [
+        ({**ALPACA, "history": [["c", "d"]]}, ANSWERED),
+        ({**ALPACA, "history": '[["c", "d"]]', "system": "Be brief."}, [BRIEF, *ANSWERED]),
+        ({**ALPACA, "history": [], "system": ""}, ANSWERED[2:]),
+        ({"messages": ANSWERED, "system": "Be brief."}, [BRIEF, *ANSWERED]),
+        ({"messages": [BRIEF, *ANSWERED], "system": "Be brief."}, [BRIEF, *ANSWERED]),
+        ({"conversations": turns(("human", "c"), ("gpt", "d")), "system": "Be brief."}, [BRIEF, *ANSWERED[:2]]),
+    ],
+)
+def test_rows_of_llama_factory_are_messages(
+    folder: Path, values: dict[str, Any], messages: list[dict[str, Any]]
+) -> None:
+    """Answers of a history are learnt, as there, and every key of the rows is read."""
+    check_same(folder, values, messages)
+    encoding = RowEncoding(row_kind(Row("", values)), load_tokenizer(folder))
+    assert encoding.unread_columns({**values, "id": 3}) == ["id"]
+
+
+def test_tools_of_llama_factory_are_functions_that_are_wrapped(folder: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
+    messages = [BRIEF, says("user", "1?"), call, says("tool", "1"), says("assistant", "One.")]
+    rows = turns(("human", "1?"), ("function_call", json.dumps(CALL)), ("observation", "1"), ("gpt", "One."))
+    (wanted,) = encoded(folder, {"messages": messages, "tools": [{"type": "function", "function": FUNCTION}]})
+    (found,) = encoded(folder, {"conversations": rows, "system": "Be brief.", "tools": json.dumps([FUNCTION])})
+    assert isinstance(found, Sample) and isinstance(wanted, Sample) and wanted.labels is not None
+    assert found.labels is not None and found.ids.tolist() == wanted.ids.tolist()
+    assert found.labels.tolist() == wanted.labels.tolist()
+
+
 def test_columns_are_renamed_at_once() -> None:
     row = Row("line 1", {"a": 1, "b": 2, "text": 3, "c": 4})
     assert rename_columns(row, ()) is row
@@ -115,7 +152,7 @@ def test_columns_of_a_file_and_of_flags(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('[data.rename_columns]\nprompt = "question"\ncompletion = "answer"\n')
     data = load_config(tmp_path / "a.toml").data
     assert data.rename_columns == ("prompt=question", "completion=answer")
-    for wrong in ("question", "question=prompt"):
+    for wrong in ("question", "query=prompt"):
         with pytest.raises(ConfigError, match=f"data.rename_columns has '{wrong}'; give OURS=THEIRS"):
             check_data(replace(load_config(), data=DataConfig(rename_columns=(wrong,))))
     check_data(replace(load_config(), data=DataConfig(rename_columns=("system=",))))  # is left out

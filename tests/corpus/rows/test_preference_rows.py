@@ -1,5 +1,6 @@
 """Rows of preferences: documents and targets are those of TRL's trainers; what prefers nothing is a bad row."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,74 @@ def test_a_prompt_may_be_a_copy_beside_messages(folder: Path) -> None:
     assert documents_of(copy) == documents_of(expected)
 
 
+PAIR: dict[str, Any] = {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}
+BRIEF = {"role": "system", "content": "Be brief."}
+ANSWERS = {"chosen": "It scatters.", "rejected": "No."}
+TURN_ANSWERS = {key: {"from": "gpt", "value": text} for key, text in ANSWERS.items()}
+ASKED = [{"from": "human", "value": "Why?"}]
+CHATS = {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}
+SEVERAL = [*ASKED, {"from": "gpt", "value": "Guess."}, {"from": "human", "value": "Dust?"}]
+BOTH = {"system": "Be brief.", "tools": json.dumps([TOOL["function"]])}
+HISTORY = {"history": [["Why?", "Guess."]], "system": "Be brief."}
+# Rows as others have them, what differs in the same pair in messages, and the keys that nothing reads.
+FORMATS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"prompt": "Why?", "score_chosen": 9.0, **CHATS, "messages": CHATS["chosen"]}, {}, "score_chosen messages"),
+    ({"prompt_id": "7", **CHATS, "messages": CHATS["chosen"]}, {}, "prompt_id messages"),
+    ({"system": "", "question": "Why?", **ANSWERS}, {}, ""),
+    ({"system": "Be brief.", "question": "Why?", "id": "3", **ANSWERS}, {"prompt": [BRIEF, QUESTION]}, "id"),
+    ({"conversations": ASKED, **TURN_ANSWERS}, {}, ""),
+    ({"conversations": SEVERAL, **BOTH, **TURN_ANSWERS}, {"prompt": [BRIEF, *AGAIN], "tools": [TOOL]}, ""),
+    ({"messages": AGAIN, "chosen": GOOD, "rejected": BAD}, {"prompt": AGAIN}, ""),
+    ({"messages": [QUESTION], **ANSWERS, "source": "a"}, {}, "source"),
+    ({"instruction": "Why?", "input": "", **ANSWERS}, {}, ""),
+    (
+        {"instruction": "Why", "input": "red?", **HISTORY, **ANSWERS},
+        {"prompt": [BRIEF, QUESTION, says("Guess."), asks("Why\nred?")]},
+        "",
+    ),
+    ({**PAIR, "system": "Be brief."}, {"prompt": [BRIEF, QUESTION]}, ""),
+]
+
+
+@pytest.mark.parametrize(("values", "changes", "unread"), FORMATS)
+def test_pairs_of_other_formats_are_those_of_messages(
+    folder: Path, values: dict[str, Any], changes: dict[str, Any], unread: str
+) -> None:
+    """Of ultrafeedback_binarized, Orca, and LLaMA-Factory's ShareGPT and Alpaca; scored ones too."""
+    tokenizer = load_tokenizer(folder)
+    assert row_kind(DataRow("", values)) == "chosen+rejected"
+    settings = [RowSettings(preference="pairs"), RowSettings(preference="kto"), RowSettings(num_labels=1)]
+    for encoding in [RowEncoding("chosen+rejected", tokenizer, setting) for setting in settings]:
+        assert encoding.unread_columns(values) == unread.split()
+        results = [encoding.encode([DataRow("", row)]) for row in (values, {**PAIR, **changes})]
+        for found, wanted in zip(*results, strict=True):
+            assert isinstance(found, Sample) and isinstance(wanted, Sample), found
+            assert (found.ids.tolist(), found.stops) == (wanted.ids.tolist(), wanted.stops)
+            assert np.array_equal(found.labels, wanted.labels)
+
+
+JUDGED = {"prompt": [QUESTION], "completion": [GOOD], "label": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({"messages": [QUESTION, GOOD], "label": True}, JUDGED),
+        ({"messages": [*AGAIN, BAD], "kto_tag": False}, {"prompt": AGAIN, "completion": [BAD], "label": False}),
+        ({"conversations": [*ASKED, TURN_ANSWERS["chosen"]], "kto_tag": True}, JUDGED),
+        ({"instruction": "Why?", "input": "", "output": "It scatters.", "label": "True"}, JUDGED),
+        ({"prompt": [QUESTION], "completion": [GOOD], "label": "1"}, JUDGED),
+    ],
+)
+def test_answers_with_labels_of_other_formats(folder: Path, values: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Of a chat the last answer is the one that the label judges; a cell of a .csv is a text."""
+    (found,), (sample,) = encode(folder, values, "kto"), encode(folder, wanted, "kto")
+    assert isinstance(found, Sample) and isinstance(sample, Sample)
+    assert (documents_of(found), found.numbers) == (documents_of(sample), sample.numbers)
+    encoding = RowEncoding(row_kind(DataRow("", values)), load_tokenizer(folder), RowSettings(preference="kto"))
+    assert encoding.unread_columns(values) == []
+
+
 @pytest.mark.parametrize("pairs", [True, False])
 def test_a_mismatched_answer_is_of_another_row(pairs: bool) -> None:
     """Of pairs, whose answers have one prompt, each side's is that of the pair before."""
@@ -120,6 +189,19 @@ def test_a_mismatched_answer_is_of_another_row(pairs: bool) -> None:
         ({"chosen": "a", "rejected": "b"}, "pairs", "it has no prompt, and its answers do not begin with the same"),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "pairs", "it has no prompt"),
         ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, "pairs", '"prompt" is a string; give a list'),
+        (
+            {"query": "a", "chosen": "b", "rejected": "c"},
+            "pairs",
+            'data.rename_columns = ["question=NAME"] for one that',
+        ),
+        ({"prompt": "a", "system": "b", **ANSWERS}, "pairs", '"system" stands beside prompt, which is a string'),
+        ({"messages": [QUESTION, GOOD], **ANSWERS}, "pairs", '"messages" ends with an answer, and chosen and rejected'),
+        ({"prompt": "a", "messages": [QUESTION], **ANSWERS}, "pairs", '["messages="] takes prompt, and ["prompt="] t'),
+        ({"conversations": [QUESTION], **ANSWERS}, "pairs", 'data.rename_columns = ["messages=conversations"] reads'),
+        ({"question": 3, **ANSWERS}, "pairs", '"question" is a number: 3'),
+        ({"question": "a", "rejected": "b", "chosen": ""}, "pairs", "chosen is empty"),
+        ({"messages": [QUESTION], "label": True}, "kto", "its last message is of user, and label judges an answer"),
+        ({"messages": [QUESTION, GOOD]}, "kto", "label is null; give true for an answer that is wanted"),
         ({"prompt": "a", "completion": "b"}, "kto", "label is null; give true for an answer that is wanted"),
         ({"prompt": "a", "completion": "b", "label": 2}, "kto", "label is 2; give true"),
         ({"prompt": "a", "completion": "", "label": 0}, "kto", "completion is empty"),

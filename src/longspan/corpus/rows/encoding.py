@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.long_texts import PIECE, LongTextError
+from longspan.corpus.rows.formats import convert_format
 from longspan.corpus.rows.kinds import (
     CHATS,
     KEYS,
@@ -23,11 +24,10 @@ from longspan.corpus.rows.kinds import (
     check_keys,
     check_objects,
     has_media_keys,
-    is_chat,
     media_key,
     readable_keys,
 )
-from longspan.corpus.rows.messages import checked_messages, convert_to_messages
+from longspan.corpus.rows.messages import checked_messages
 from longspan.corpus.rows.preferences import check_not_empty, join_samples, pair_with_prompt, read_label
 from longspan.corpus.rows.sample import (
     DATE,
@@ -39,7 +39,7 @@ from longspan.corpus.rows.sample import (
     count_borders_inside_tokens,
 )
 from longspan.corpus.rows.token_ids import take_token_ids
-from longspan.corpus.rows.values import RowError, has_value, require_key, require_string, short_repr
+from longspan.corpus.rows.values import RowError, has_value, number_in_text, require_key, require_string, short_repr
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS
@@ -148,9 +148,7 @@ class RowEncoding:
 
     def unread_columns(self, values: Mapping[str, Any]) -> list[str]:
         """List the keys of a row, in its order, that have a value and that nothing reads."""
-        scored = self._reads_label
-        chat = is_chat(values, self.kind)
-        read = readable_keys(self.kind, scored, chat, self.images is not None)
+        read = readable_keys(values, self.kind, scored=self._reads_label, media=self.images is not None)
         return [key for key, value in values.items() if key not in read and has_value(value)]
 
     def learnt_end(self, ids: Integers, labels: Integers) -> dict[str, int]:
@@ -190,7 +188,7 @@ class RowEncoding:
         The loss decides first, then the model's head, then the kind.
         """
         check_keys(row.values, self.kind, scored=self._reads_label)
-        values = convert_to_messages(row.values, self.kind)
+        values = convert_format(row.values, self.kind, self.settings.preference)
         if self.settings.preference and self.kind == PAIRS:
             values = pair_with_prompt(values)
         values, media = self._values_and_media(row._replace(values=values))
@@ -259,7 +257,7 @@ class RowEncoding:
         form = self.settings.preference
         if self.kind != PAIRS:
             answer = self._encode_answer(values, "completion", media)
-            label = values.get("label")
+            label = number_in_text(values.get("kto_tag") if values.get("label") is None else values["label"])
             if not isinstance(label, bool | int | float | np.bool_) or label not in (0, 1):
                 raise RowError(
                     f"label is {short_repr(label)}; give true for an answer that is wanted, and false for one that is "

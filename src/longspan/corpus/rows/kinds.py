@@ -27,14 +27,26 @@ KEYS: dict[Kind, tuple[str, ...]] = {
 # Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
 _BESIDE: dict[Kind, tuple[str, ...]] = {
-    "instruction+output": ("input",),
+    "messages": ("system",),
+    "conversations": ("system",),
+    "prompt+completion": ("system",),
+    "instruction+output": ("input", "history", "system"),
     "input_ids": ("attention_mask", "seq_lengths", "position_ids"),
-    PAIRS: ("prompt", "margin"),
+    PAIRS: ("margin",),
+}
+# Keys that hold the prompt of a pair, of which the first that a row has is read, and what is read beside it.
+_PAIR_PROMPTS: dict[str, tuple[str, ...]] = {
+    "prompt": ("system",),
+    "conversations": ("system",),
+    "messages": ("system",),
+    "question": ("system",),
+    "instruction": ("input", "history", "system"),
 }
 MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}  # beside those of any kind
 COLUMNS = (  # that are read, with any row
     *(key for keys in KEYS.values() for key in keys),
-    *("input", "label", "margin", "labels", *MASKS, "attention_mask", "tools", "chat_template_kwargs"),
+    *("input", "history", "system", "question", "label", "kto_tag", "margin", "labels", *MASKS, "attention_mask"),
+    *("tools", "chat_template_kwargs"),
     *(key for keys in MEDIA_KEYS.values() for key in keys),
 )
 KIND_TEXTS: dict[str, str] = {
@@ -82,7 +94,12 @@ _REFUSED_KEYS: tuple[tuple[tuple[Place, ...], str, str], ...] = (
         r"(loss_|sample_)?weights?|loss_scale",
         "rows have no weights; give a source a weight (data.sources)",
     ),
-    (("chat",), r"system(_prompt|_message)?|history", "write it as the first messages, or into the prompt"),
+    (
+        ("chat",),
+        r"system(_prompt|_message)?|history",
+        "a chat has it as system, and one with instruction also history; write it as the first messages, or into the "
+        "prompt",
+    ),
     (("chat",), r"functions?|function_calls?|tool", "give schemas as tools, and calls as tool_calls of a message"),
     (
         ("chat",),
@@ -130,7 +147,7 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
     if len(kinds := _kinds_of_row(values)) > 1:
         raise RowError(_several_kinds_text(kinds))
     chat = is_chat(values, kind)
-    readable = readable_keys(kind, scored, chat, media=True)
+    readable = readable_keys(values, kind, scored=scored, media=True)
     places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
     for key, why in refused_keys(values, places.get(kind, "chat")):
         if key not in readable:
@@ -149,27 +166,44 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
             )
 
 
-@cache
-def readable_keys(kind: Kind, scored: bool, chat: bool, media: bool) -> frozenset[str]:
-    """Return the keys that are read of a row of a kind.
+def readable_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool, media: bool) -> frozenset[str]:
+    """Return the keys that are read of a row of a kind: with `scored` its label too, with `media` images and videos."""
+    prompt_key = pair_prompt_key(values) if kind == PAIRS else None
+    return _readable_keys(kind, prompt_key, scored, is_chat(values, kind), media)
 
-    `scored`: its label too, `chat`: what a conversation has beside messages, `media`: images and videos.
-    """
+
+@cache
+def _readable_keys(kind: Kind, prompt_key: str | None, scored: bool, chat: bool, media: bool) -> frozenset[str]:
     keys = [*KEYS[kind], *_BESIDE.get(kind, ())]
+    keys += [prompt_key, *_PAIR_PROMPTS[prompt_key]] if prompt_key is not None else []
     keys += ["tools", "chat_template_kwargs"] if chat else []
     keys += ["labels", *MASKS] if kind == "input_ids" and not scored else []
-    keys += ["label"] if scored and kind != PAIRS else []
+    keys += ["label", "kto_tag"] if scored and kind != PAIRS else []
     keys += [key for names in MEDIA_KEYS.values() for key in names] if media else []
     return frozenset(keys)
 
 
 def is_chat(values: Mapping[str, Any], kind: Kind) -> bool:
     """Return whether a row is a conversation: by its kind or, of a prompt with a completion and of a pair, if one of
-    its texts is a list of messages.
+    its texts is a list of messages or a message, and of a pair also by where its prompt is.
     """
     if kind not in ("prompt+completion", PAIRS):
         return kind in CHATS
-    return any(isinstance(values.get(key), list) for key in ("prompt", *KEYS[kind]))
+    if kind == PAIRS and pair_prompt_key(values) not in (None, "prompt"):
+        return True
+    return any(isinstance(values.get(key), list | dict) for key in ("prompt", *KEYS[kind]))
+
+
+def pair_prompt_key(values: Mapping[str, Any]) -> str | None:
+    """Return the key that holds the prompt of a pair; None where its answers begin with it.
+
+    In ultrafeedback_binarized messages are a copy of what is chosen.
+    """
+    for key in _PAIR_PROMPTS:
+        is_copy = key == "messages" and values.get(key) == values.get("chosen")
+        if has_value(values.get(key)) and not is_copy:
+            return key
+    return None
 
 
 def refused_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str]]:
@@ -183,14 +217,20 @@ def refused_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str,
 
 
 def _kinds_of_row(values: Mapping[str, Any]) -> list[Kind]:
-    """List the kinds of which a row has every key, with a value."""
-    return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
+    """List the kinds of which a row has every key, with a value; a chat beside a pair is its prompt, and no kind."""
+    kinds: list[Kind] = [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
+    return [kind for kind in kinds if PAIRS not in kinds or kind not in ("messages", "conversations")]
 
 
 def _several_kinds_text(kinds: Sequence[Kind]) -> str:
-    """Say that a row is of these kinds, and what to do."""
+    """Say that a row is of these kinds, and which columns to leave out for each of them."""
     kind_texts = " and also ".join(KIND_TEXTS[kind] for kind in kinds)
-    return f"holds {kind_texts}; a row is of one kind: leave the others out, as data.rename_columns does"
+    ways = list[str]()
+    for kind in kinds:
+        read = {*KEYS[kind], *(_PAIR_PROMPTS if kind == PAIRS else ())}  # a pair keeps its prompt
+        others = [key for other in kinds for key in KEYS[other] if key not in read]
+        ways.append(f"{json.dumps([f'{key}=' for key in others])} reads {KIND_TEXTS[kind]}")
+    return f"holds {kind_texts}; a row is of one kind: data.rename_columns = {', and '.join(ways)}"
 
 
 def has_media_keys(values: Mapping[str, Any]) -> bool:

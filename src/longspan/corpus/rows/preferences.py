@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from longspan.corpus.rows.sample import Sample, UnseenCounts
-from longspan.corpus.rows.values import RowError, has_value, short_repr
+from longspan.corpus.rows.values import RowError, has_value, number_in_text, short_repr
 
 
 def pair_with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -18,15 +18,7 @@ def pair_with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     chosen = values["chosen"]
     rejected = values["rejected"]
-    prompt = values.get("prompt")
-    if (
-        isinstance(prompt, str)
-        and isinstance(chosen, list)
-        and isinstance(rejected, list)
-        and chosen[:1] == rejected[:1]
-    ):
-        prompt = None  # a copy beside messages that begin with it, as TRL has it
-    if prompt is not None or not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
+    if values.get("prompt") is not None or not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
         return values
     differences = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     end = next(differences, min(len(chosen), len(rejected)))
@@ -44,7 +36,10 @@ def check_not_empty(value: Any, name: str) -> None:
     if any(has_value(content.strip() if isinstance(content, str) else content) for content in contents):
         return
     if name == "prompt":
-        raise RowError("it has no prompt, and its answers do not begin with the same text; give one")
+        raise RowError(
+            "it has no prompt, and its answers do not begin with the same text; give one, or name its column: "
+            'data.rename_columns = ["question=NAME"] for one that the chat template writes, ["prompt=NAME"] for a text'
+        )
     raise RowError(f"{name} is empty: {short_repr(value)}; give an answer, or leave the row out")
 
 
@@ -69,7 +64,7 @@ def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") 
 
     Raises RowError for another label, and without one.
     """
-    label = values.get(name)
+    label = number_in_text(values.get(name))
     if label is None:
         raise RowError(f'needs "{name}", as model.num_labels is {num_labels}; found keys {sorted(values)}')
     numbers = label.tolist() if isinstance(label, np.ndarray) else label
