@@ -32,6 +32,9 @@ steps = 50
 longspan train examples/first.toml --train.steps 50
 ```
 
+A flag of a list takes commas and spaces alike, as in `--lora.target_modules q_proj,k_proj`; the
+[page on flags](reference/verbs.md) names the lists whose values may hold a comma.
+
 The resolved configuration is written to the run's folder as `config.toml`. An unknown section, key or value is an error
 that names the nearest known one. Whether values fit together, and fit the number of ranks, is checked before any
 process is started ([limits.md](limits.md#training) lists what is refused).

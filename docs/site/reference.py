@@ -115,8 +115,11 @@ VERBS_HEAD = """\
 
 This page is the reference of the command `longspan`: each verb with all its flags, their defaults and what they say.
 `longspan VERB --help-all` prints the same texts. A flag may be written with dashes or underscores, and with `=` or a
-space before its value. A list has spaces between its values, numbers also commas; a flag whose text says *again for
-more* is given once for each value. `--data` and `--data.path` are one flag, in every verb. Every verb takes `--debug`,
+space before its value. A list has spaces or commas between its values: `--lora.target_modules q_proj k_proj`,
+`q_proj,k_proj` and `[q_proj, k_proj]` are one. Only spaces part the values of lists that may hold a comma, so that
+quotes keep a value with spaces together: `--plot`, `--data.rename_columns`, `--train.loss_arguments`,
+`--optimizer.arguments`, `--optimizer.groups`. A flag whose text says *again for more*, such as `--prompt`, is given
+once for each value, as it stands. `--data` and `--data.path` are one flag, in every verb. Every verb takes `--debug`,
 which shows the traceback of an error.
 
 | verb | what it does |

@@ -1,15 +1,19 @@
 """The command line is pinned: verbs, flags, their help, and what is said of those that do not exist."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from longspan import __version__
-from longspan.bench.step import parse_step_flags
+from longspan.bench.step import StepFlags, parse_step_flags
 from longspan.cli.eval import EvalFlags, parse_eval
-from longspan.cli.flags import flag_types, parse_flags
+from longspan.cli.flags import WHOLE_WORDS, flag_types, parse_flags
+from longspan.cli.generate import GenerateFlags
 from longspan.cli.main import VERBS, main
 from longspan.cli.plan import PlanFlags
 from longspan.cli.train_flags import TrainFlags, parse_train
@@ -168,8 +172,8 @@ WRONG = [
         "train --optimizer.betas 0.9",
         "longspan train has no flag --optimizer.betas: here it is --optimizer.arguments (betas",
     ),
-    (f"train --context.{LEVELS} 2 x", f"--context.{LEVELS} is '2 x'; it must be an integer or a list of integers"),
-    ("plan --hierarchical-context-parallel-sizes 2,x", "--hierarchical-context-parallel-sizes is '2 x'; it"),
+    (f"train --context.{LEVELS} 2 x", f"--context.{LEVELS} is '2 x'; it must be an integer or a list of integers\n"),
+    ("plan --hierarchical-context-parallel-sizes 2,x", "--hierarchical-context-parallel-sizes is '2,x'; it"),
     ("plan --hierarchical-context-parallel-sizes=[]", "--hierarchical-context-parallel-sizes has no value"),
     ("train --lora.target_modules --json", "--lora.target_modules has no value; it must be a list of strings"),
     ("train a.toml b.toml", "longspan train does not know what 'b.toml' is for: it takes [CONFIG.toml], and fl"),
@@ -228,6 +232,50 @@ def test_sizes_of_levels_in_every_spelling(words: list[str], sizes: object) -> N
             assert parse_step_flags(flags)[0].context == replace(parse_train(flags)[0].context, cp_comm_type="auto")
     plan = parse_flags(PlanFlags, [f"--{LEVELS}", *words, "--slots", "8"], "longspan plan")
     assert plan.hierarchical_context_parallel_sizes == sizes
+
+
+def list_flags() -> list[tuple[Any, str, Any]]:
+    """Every flag of every verb that takes a list, with its flags dataclass and the type of an entry."""
+    kinds = (TrainFlags, EvalFlags, GenerateFlags, PlanFlags, StepFlags)
+    options = [
+        (kind, flag, option)
+        for kind in kinds
+        for flag, hint in flag_types(kind).items()
+        for option in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+    ]
+    repeated = {"--data", "--prompt"}  # once for each value, which may hold anything
+    lists = [(kind, flag, get_args(option)[0]) for kind, flag, option in options if get_origin(option) is tuple]
+    return [entry for entry in lists if entry[1] not in repeated]
+
+
+def test_lists_take_commas_and_spaces_alike() -> None:
+    seen = set[str]()
+
+    def read(kind: Any, words: Sequence[str]) -> Any:
+        flags = parse_flags(kind, words, "longspan x")
+        return value_of(flags, flag[2:]) if "." in flag else getattr(flags, flag[2:])
+
+    for kind, flag, item in list_flags():
+        seen.add(flag)
+        values = ["SIGUSR1", "SIGHUP"] if get_origin(item) is Literal else ["3", "2"] if item is int else ["a.b", "c.d"]
+        expected = (3, 2) if item is int else tuple(values)
+        start = ["runs/x"] if kind is EvalFlags or kind is GenerateFlags else []
+        spellings = [
+            [flag, *values],
+            [flag, ",".join(values)],
+            [f"{flag}={','.join(values)}"],
+            [flag, ", ".join(values)],
+        ]
+        spellings += [[flag, f"[{','.join(values)}]"]]
+        if flag in WHOLE_WORDS:
+            values = ["a* lr=1e-5", "b lr=2"] if flag.endswith("groups") else ["a=[1, 2]", "b=3,4"]
+            assert read(kind, [*start, flag, *values]) == tuple(values)
+            continue
+        for words in spellings:
+            assert read(kind, [*start, *words]) == expected, words
+    assert seen > WHOLE_WORDS and "--lora.target_modules" in seen
+    page = " ".join((Path(__file__).parents[2] / "docs" / "reference" / "verbs.md").read_text("utf-8").split())
+    assert all(f"`{flag}`" in page.partition("| verb |")[0] for flag in WHOLE_WORDS)
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,13 +93,13 @@ class StepFlags(BenchFlags, SourceFlags):
     }
     config: Annotated[str, Word("[CONFIG.toml]")] = ""
     """Configuration file of a run, whose step is timed."""
-    planners: str = ""
-    """Planners, with commas between, or none; one of your own by its dotted name. Default: that of CONFIG.toml,
-    otherwise padded,fixed,dynamic."""
+    planners: tuple[str, ...] = ()
+    """Planners, or none; one of your own by its dotted name. Default: that of CONFIG.toml,
+    otherwise padded, fixed and dynamic."""
     layers: int = 0
     """Number of layers, for random weights; 0: as in the model's configuration."""
-    sequences: str = ""
-    """Lengths with commas between, in place of --lengths; each is timed as one sequence, in turn."""
+    sequences: tuple[int, ...] = ()
+    """Lengths in place of --lengths; each is timed as one sequence, in turn."""
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=lambda: ContextConfig(cp_comm_type="auto"))
@@ -156,12 +156,12 @@ def read_documents(flags: StepFlags, slots: int, *, gpu: bool) -> TimedLengths:
     """Read the documents that flags name; on CPUs there is a default. Raises ConfigError where there are none, and for
     flags that contradict each other.
     """
-    entries = (flags.sequences or flags.lengths).split(",")
+    entries = [*map(str, flags.sequences)] or flags.lengths.split(",")
     are_numbers = all(entry.strip().isdecimal() for entry in entries)  # --lengths may name a file instead
     has_source = flags.distribution or flags.same
     if flags.sequences and (not are_numbers or has_source or flags.lengths):
         raise ConfigError(
-            f"--sequences {flags.sequences} are lengths such as 16384,65536, timed one after another; no other flag "
+            f"--sequences {','.join(entries)} are lengths such as 16384,65536, timed one after another; no other flag "
             "may name documents beside them"
         )
     if are_numbers and not has_source:
@@ -322,11 +322,12 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     """
     names = ", ".join(PLANNERS)
     named = config.context.planner if flags.config else ""
-    default = ",".join(PLANNERS) if named in ("", AUTO) else named
-    planners = tuple(planner for planner in (flags.planners or default).split(",") if planner != "none")
+    default = tuple(PLANNERS) if named in ("", AUTO) else (named,)
+    planners = tuple(planner for planner in flags.planners or default if planner != "none")
     if any(planner not in PLANNERS and "." not in planner for planner in planners):
         raise ConfigError(
-            f"--planners {flags.planners!r}: this release has {names}, or none; one of your own has its module in front"
+            f"--planners {','.join(flags.planners)!r}: this release has {names}, or none; one of your own has its "
+            "module in front"
         )
     return planners
 

@@ -125,10 +125,10 @@ class EvalFlags:
     compare: str = ""
     """Another run, checkpoint or Hugging Face folder, to be evaluated on the same documents in the same layout; base:
     the run's model without the adapter that it trains."""
-    degrees: str = ""
-    """Context-parallel degrees with commas between, such as 1,2,4, at each of which the documents are evaluated."""
-    metrics: Repeated = ()
-    """A metric of your own, package.module.function of TargetTokens to (sum, count); again for more."""
+    degrees: tuple[int, ...] = ()
+    """Context-parallel degrees, such as 1,2,4, at each of which the documents are evaluated."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of your own, each package.module.function of TargetTokens to (sum, count)."""
     out: str = ""
     """Write results.json (what --json prints), documents.jsonl (the loss of every document) and report.html to this
     folder."""
@@ -175,14 +175,9 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         raise ConfigError("--max-document-tokens is 1; a document of one token predicts nothing: use 2 or more")
     if flags.degrees and flags.compare:
         raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
-    try:
-        degrees = tuple(int(word) for word in flags.degrees.split(",") if word.strip())
-    except ValueError:  # a word that is no integer
-        degrees = (0,)  # which is refused below
-    if any(degree < 1 for degree in degrees) or len(set(degrees)) < len(degrees):
-        raise ConfigError(
-            f"--degrees is {flags.degrees!r}; give different integers of at least 1 with commas between: 1,2,4"
-        )
+    if any(degree < 1 for degree in flags.degrees) or len(set(flags.degrees)) < len(flags.degrees):
+        text = ",".join(map(str, flags.degrees))
+        raise ConfigError(f"--degrees is {text!r}; give different integers of at least 1: 1,2,4")
     flag_keys = frozenset(flag[2:] for flag, _, _ in split_flags(argv) if "." in flag)
     refuse_training_keys(flag_keys)
     first = _configure_subject(argv, find_saved_weights(flags.target), flags, flag_keys, ranks)
@@ -199,7 +194,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         split=flags.split,
         max_document_tokens=flags.max_document_tokens,
         tokenizer=find_local_path(flags.tokenizer, "--tokenizer"),
-        degrees=degrees,
+        degrees=flags.degrees,
         metrics=flags.metrics,
         flag_keys=flag_keys,
         home_changes=layout_changes(first.config, config),

@@ -134,6 +134,14 @@ def _default_text(kind: Any, flag: str, text: str) -> str:
 Flags = TypeVar("Flags", bound=Any)
 Defaults = Callable[[Sequence[str]], Mapping[str, Any]]
 Repeated = Annotated[tuple[str, ...], "again for more"]  # a flag that is given once for each of its values
+# Lists whose entries may hold a comma or a space: paths and NAME=VALUE. Of every other list both part entries.
+WHOLE_WORDS = {
+    "--plot",
+    "--data.rename_columns",
+    "--train.loss_arguments",
+    "--optimizer.arguments",
+    "--optimizer.groups",
+}
 _WHOLE_HELP = {"--help-all", "--help_all"}
 _HELP = {"-h", "--help"} | _WHOLE_HELP
 OTHER_SPELLING = {"--data": "--data.path", "--data.path": "--data"}  # two spellings of one flag
@@ -286,8 +294,8 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
     """Read a flag's value of this type from the words behind it, the first of them `joined` to it by "=".
 
     Returns it, and the words that are left. A list takes all words up to the next flag, but behind "=" only one, unless
-    it begins with "["; lists of numbers may be written 2,2 or [2, 2]. Raises ConfigError for words that are no such
-    value.
+    it begins with "["; 2,2 and [2, 2] are "2 2", but for lists of WHOLE_WORDS. Raises ConfigError for words that are no
+    such value.
     """
     if kind is bool and not joined and (not words or words[0].lower() not in ("true", "false")):
         return True, words
@@ -296,14 +304,16 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
     takes_one = list_type is None or (joined and not words[0].startswith("["))
     count = 1 if takes_one else len(words)
     items = list(words[:count])
-    if list_type is not None and get_args(list_type)[0] in (int, float):
-        items = [number for text in items for number in re.split(r"[\[\],\s]+", text) if number]
+    text = " ".join(items)
+    if list_type is not None and flag not in WHOLE_WORDS:
+        inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        items = [item for item in re.split(r"[,\s]+", inside) if item]
     value = read_words(items, kind)
     if value is None:
-        text = f"is {' '.join(items)!r}" if items else "has no value"
-        new = renamed_value(flag[2:], " ".join(items))
-        now = f" ({items[0]} is {str(new).lower()} now)" if items and new != items[0] else ""
-        raise ConfigError(f"{flag_text(flag)} {text}; it must be {annotation_text(kind)}{now}")
+        found = f"is {text!r}" if items else "has no value"
+        new = renamed_value(flag[2:], text)
+        now = f" ({text} is {str(new).lower()} now)" if new != text else ""
+        raise ConfigError(f"{flag_text(flag)} {found}; it must be {annotation_text(kind)}{now}")
     return value, words[count:]
 
 
