@@ -88,6 +88,10 @@ def test_alpaca_is_a_question_and_an_answer(folder: Path) -> None:
 ANSWERED = [says("user", "c"), says("assistant", "d"), says("user", "a\nb"), says("assistant", "e")]
 ALPACA = {"instruction": "a", "input": "b", "output": "e"}
 BRIEF = says("system", "Be brief.")
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 FUNCTION = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -109,6 +113,24 @@ def test_rows_of_llama_factory_are_messages(
     check_same(folder, values, messages)
     encoding = RowEncoding(row_kind(Row("", values)), load_tokenizer(folder))
     assert encoding.unread_columns({**values, "id": 3}) == ["id"]
+
+
+@pytest.mark.parametrize("template", ["chatml", "gemma3"])
+def test_a_template_without_tools_is_named_with_what_to_do(tmp_path: Path, template: str) -> None:
+    text = CHATML if template == "chatml" else None
+    folder = write_folder(tmp_path / "model", "gemma3" if text is None else "qwen2.5", template=text)
+    rows = turns(("human", "1?"), ("function_call", json.dumps(CALL)), ("observation", "1"), ("gpt", "One."))
+    (bad,) = encoded(folder, {"conversations": rows, "tools": json.dumps([FUNCTION])})
+    assert isinstance(bad, BadRow)
+    assert bad.reason.startswith(
+        "messages[1] calls a tool, and its chat template writes no calls of tools (its chat templ"
+    )
+    assert bad.reason.endswith(
+        "name one that does with data.chat_template, as models that were trained with tools have it, "
+        "or leave the row out"
+    )
+    (bad,) = encoded(folder, {"messages": [says("user", "1?"), says("user", "2?"), {"role": "assistant"}]})
+    assert isinstance(bad, BadRow) and "calls" not in bad.reason
 
 
 def test_tools_of_llama_factory_are_functions_that_are_wrapped(folder: Path) -> None:

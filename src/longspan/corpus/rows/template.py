@@ -122,7 +122,18 @@ class ChatTemplate:
         Raises RowError if the template raises.
         """
         contents = [self._contents.get((m["role"], bool(tools)), _TEXT).fit_content(m) for m in messages]
-        return self._render_messages(contents, tools, prompt=prompt, marks=marks)
+        try:
+            return self._render_messages(contents, tools, prompt=prompt, marks=marks)
+        except RowError as error:
+            of_tools = (i for i, m in enumerate(messages) if m["role"] == "tool" or m.get("tool_calls"))
+            number = next(of_tools, None)
+            if number is None or self._writes_calls[bool(tools)]:
+                raise
+            what = "is the answer of a tool" if messages[number]["role"] == "tool" else "calls a tool"
+            raise RowError(
+                f"messages[{number}] {what}, and its chat template writes no calls of tools ({error}); name one that "
+                "does with data.chat_template, as models that were trained with tools have it, or leave the row out"
+            ) from error
 
     @cached_property
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
@@ -215,6 +226,18 @@ class ChatTemplate:
             elif _WORDS[1] in as_object and not (text in as_text and text in as_object):
                 forms[bool(tools)] = dict  # it shows an object, and does not write both forms alike
         return forms
+
+    @cached_property
+    def _writes_calls(self) -> Mapping[bool, bool]:
+        """Whether the template writes calls of tools, by whether there are tools."""
+        arguments = dict([_WORDS])
+        forms = (arguments, json.dumps(arguments))
+        return {
+            bool(tools): any(
+                _WORDS[1] in self._render_content("tool", content, tools, *forms) for content in _SAMPLE_CONTENTS
+            )
+            for tools in (None, SOME_TOOL)
+        }
 
     def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
