@@ -136,6 +136,26 @@ def test_first_rows_with_their_targets(tmp_path: Path, words: list[str], capsys:
     assert "⟦ß· ·天·" in lines[4]  # bytes of one character stand together
 
 
+def test_keys_of_rows_that_are_read_are_shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of LLaMA-Factory's pairs in a .json, which become the documents of the same pair in messages."""
+    answers = {"chosen": "So.", "rejected": "No."}
+    other = {"instruction": "Why", "input": "0?", "history": [], "system": "Be brief.", **answers, "id": 7}
+    messages = {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why\n0?"}],
+        **answers,
+    }
+    outputs = list[str]()
+    for name, row in (("pairs", other), ("messages", messages)):
+        Path(f"{name}.json").write_text(json.dumps([row, row]))
+        data = ["--data.path", f"{name}.json", "--data.tokenizer", "model", "--train.loss", "orpo"]
+        assert main(["train", *data, "--show", "1"]) == 0
+        outputs.append(capsys.readouterr().out.replace(f"{name}.json", "rows"))
+    (shown, keys), (same, keys_of_messages) = (output.split("\nkeys that are read: ") for output in outputs)
+    assert shown == same and "\nrows, row 1: " in shown
+    assert keys == "instruction, input, system, chosen, rejected\nkeys that nothing reads: id (100 % of rows)\n"
+    assert keys_of_messages == "messages, chosen, rejected\n"
+
+
 def test_a_terminal_has_colours_and_long_rows_are_cut(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -12,11 +13,13 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig
-from longspan.corpus.lines import row_lines
+from longspan.config.sections import DataConfig, RunConfig
+from longspan.corpus.lines import row_lines, unread_line
 from longspan.corpus.recipe import CorpusSettings, make_recipe
+from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import rename_columns
-from longspan.corpus.rows.sample import BadRow, Sample
+from longspan.corpus.rows.sample import BadRow, Row, Sample
+from longspan.corpus.rows.values import has_value
 from longspan.corpus.run_corpus import load_configured_tokenizer
 from longspan.corpus.sources.first_rows import read_file_rows, read_texts_for_tokenizer
 from longspan.corpus.tokenizer import train_tokenizer
@@ -51,19 +54,39 @@ def show_rows(config: RunConfig, count: int) -> None:
     for source, encoding in enumerate(recipe.encodings):
         source_files = (file for file in files if file.source == source)
         rows = (row for file in source_files for row in read_file_rows(file, data.max_text_bytes))
-        for row in islice(rows, count):
-            is_bad = isinstance(row, BadRow)
-            for sample in [row] if is_bad else encoding.encode([rename_columns(row, data.rename_columns)]):
-                if isinstance(sample, Sample):
-                    shown.append(Document(sample.ids, labels=sample.labels))
-                    print(f"\n{row.where}: {_text_with_marked_targets(sample, tokenizer.engine, marks)}")
-                elif data.on_bad_row == "error" and not sample.masked:
-                    raise DataError(f"{sample.where}: {sample.reason}")
-                else:
-                    print(f"\n{sample.where}: left out, {sample.reason}")
+        shown += _show_source(islice(rows, count), encoding, data, marks)
     if data.share_prefixes == AUTO and not config.model.num_labels:
         for line in _family_lines(shown, config.mtp.num_layers):
             print(line)
+
+
+def _show_source(
+    rows: Iterable[Row | BadRow], encoding: RowEncoding, data: DataConfig, marks: Sequence[str]
+) -> Iterator[Document]:
+    """Print the rows of a source, and which of their keys are read, and yield their documents."""
+    keys = dict[str, None]()  # with a value, in their order
+    unread = Counter[str]()
+    count = 0
+    for row in rows:
+        count += 1
+        samples: Sequence[Sample | BadRow] = [row] if isinstance(row, BadRow) else []
+        if isinstance(row, Row):
+            row = rename_columns(row, data.rename_columns)
+            samples = encoding.encode([row])
+            keys |= dict.fromkeys(key for key, value in row.values.items() if has_value(value))
+            unread.update(encoding.unread_columns(row.values))
+        for sample in samples:
+            if isinstance(sample, Sample):
+                yield Document(sample.ids, labels=sample.labels)
+                print(f"\n{row.where}: {_text_with_marked_targets(sample, encoding.tokenizer.engine, marks)}")
+            elif data.on_bad_row == "error" and not sample.masked:
+                raise DataError(f"{sample.where}: {sample.reason}")
+            else:
+                print(f"\n{sample.where}: left out, {sample.reason}")
+    if len(keys) > 1:
+        print(f"\nkeys that are read: {', '.join(key for key in keys if key not in unread)}")
+    if unread:
+        print(unread_line(unread, count))
 
 
 def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:

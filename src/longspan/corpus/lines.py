@@ -1,7 +1,8 @@
 """Lines about the rows of a corpus: how they are encoded, what is no target, and what is cut or left out."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from longspan.corpus.tokenizer import any_name_pattern
 from longspan.data.corpus_documents import Corpus
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
-from longspan.errors import plural
+from longspan.errors import DataError, plural
 
 
 def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
@@ -59,12 +60,19 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
             f"{plural(left_out.inside_tokens, 'answer')}; let prompts end with a line break, or before a space"
         )
     if manifest.unread:
-        shares = {short_repr(key).strip('"'): 100 * count / manifest.rows for key, count in manifest.unread.items()}
-        yield f"keys that nothing reads: {', '.join(f'{key} ({share:.3g} % of rows)' for key, share in shares.items())}"
+        yield unread_line(manifest.unread, manifest.rows)
     if manifest.unseen:
         parts = [plural(count, name) for name, count in list(manifest.unseen.items())[:5]]
         more_text = f" and messages of {len(manifest.unseen) - 5} other roles" if len(manifest.unseen) > 5 else ""
         yield f"not in the rendered texts, as the chat template does not write them: {', '.join(parts)}{more_text}"
+
+
+def unread_line(unread: Mapping[str, int], rows: int) -> str:
+    """Name the keys that nothing reads, each with its share of so many rows."""
+    shares = {short_repr(key).strip('"'): 100 * count / rows for key, count in unread.items()}
+    return (
+        f"keys that nothing reads: {', '.join(f'{key} ({share:.3g} % of rows)' for key, share in shares.items())}"
+    )
 
 
 def row_lines(recipe: Recipe) -> Iterator[str]:
@@ -89,6 +97,13 @@ def encoding_line(encoding: RowEncoding) -> str:
     """
     title = f"rows hold {KIND_TEXTS[encoding.kind]}"
     surrounding_tokens = _surrounding_tokens_text(encoding)
+    source = encoding.tokenizer.template_file or encoding.tokenizer.folder
+    if encoding.kind in CHATS:
+        surrounding_tokens = f"written by the chat template of {source}"
+    elif encoding.kind in ("prompt+completion", PAIRS):
+        with suppress(DataError):  # without a template there are no chats
+            _ = encoding.template
+            title += f": chats are written by the chat template of {source}, texts without one"
     if encoding.settings.preference:
         return f"{title}: {surrounding_tokens}; targets are all tokens behind each prompt"
     if encoding.settings.num_labels:
@@ -100,8 +115,7 @@ def encoding_line(encoding: RowEncoding) -> str:
         )
         if encoding.template.has_marks(None):
             targets = "whose {% generation %} marks name the targets"
-        source = encoding.tokenizer.template_file or encoding.tokenizer.folder
-        return f"{title}: written by the chat template of {source}, {targets}"
+        return f"{title}: {surrounding_tokens}, {targets}"
     treatment = {  # pairs have a loss of preferences or a head of scores (`find_kinds`)
         "text": surrounding_tokens,
         "prompt+completion": f"{surrounding_tokens}; targets are the completion and its end",

@@ -182,7 +182,7 @@ def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Ki
         raise DataError(
             f"rows of {paths} are pairs (chosen and rejected), and model.num_labels is {settings.num_labels}; set it "
             'to 1 to train a model that scores, or train.loss = "dpo" to train a language model on preferences '
-            "(docs/preferences.md)"
+            '(docs/preferences.md); data.rename_columns = ["chosen=", "rejected="] reads messages beside them'
         )
     if PAIRS in kinds and other_kinds:
         raise DataError(f"rows of {paths} are pairs and also {other_kinds}; train on one of them")
