@@ -119,15 +119,30 @@ def short_text(value: object) -> str:
     return " ".join(_SHORT.repr(value).split())
 
 
+_NEAR = 0.6  # of two words, from which one may be meant by the other: 2 x letters in common / all letters
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 80
 
 
 def nearest_name(name: str, names: Iterable[str], *, prefix: str = "") -> str | None:
-    """Return the nearest of the known `names`, None where none is near; a `prefix` of all names is not compared."""
-    bare = [known_name.removeprefix(prefix) for known_name in names]
-    matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
-    return prefix + matches[0] if matches else None
+    """Return the nearest of the known `names`, None where none is near. A `prefix` of all names is not compared; such
+    names are flags, of which section and key must both be near.
+
+    >>> nearest_name("--trian.stpes", ["--train.steps"], prefix="--"), nearest_name("dist", ["data"])
+    ('--train.steps', None)
+    """
+
+    def words(text: str) -> Sequence[str]:
+        section, _, key = text.removeprefix(prefix).rpartition(".")
+        return (key, section) if prefix and section else (key,) if prefix else (text,)
+
+    def likeness(known: str) -> tuple[float, float]:
+        pairs = zip(words(name), words(known), strict=False)
+        ratios = [difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs]
+        return min(ratios), sum(ratios)
+
+    nearest = max(names, key=likeness, default=None)
+    return nearest if nearest is not None and likeness(nearest)[0] >= _NEAR else None
 
 
 def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:

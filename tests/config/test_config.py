@@ -157,6 +157,12 @@ def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
     (tmp_path / "sft.toml").touch()
     with pytest.raises(ConfigError, match=r"stf.toml: No such file or directory; did you mean 'sft.toml'\?$"):
         load_config(tmp_path / "stf.toml")
+    (tmp_path / "sfd.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot read .*sfd.toml: Is a directory; did you mean 'sft.toml'\?$"):
+        load_config(tmp_path / "sfd.toml")
+    (tmp_path / "sft.toml").unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*sfd.toml: Is a directory; give a TOML file$"):
+        load_config(tmp_path / "sfd.toml")
     with pytest.raises(ConfigError, match=r"unknown key run.dirr in the overrides: did you mean 'run.dir'"):
         load_config(None, {"run.dirr": "x"})
 

@@ -46,7 +46,7 @@ def read_file(path: str | Path) -> RunConfig:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        nearest = nearest_name(path.name, [file.name for file in path.parent.glob("*.toml")])
+        nearest = nearest_name(path.name, [file.name for file in path.parent.glob("*.toml") if file.is_file()])
         advice = "give a TOML file" if nearest is None else f"did you mean {nearest!r}?"
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; {advice}") from error
     except (ValueError, RecursionError) as error:
@@ -126,9 +126,9 @@ def _section_with_values(config: RunConfig, section: str, values: object, *, sou
     if section == OLD_SETS:
         raise ConfigError(f"[[{OLD_SETS}]] in {source}: it is [[{SETS}]] now{_upgrade_advice(source)}")
     if section not in names:
-        owners = [key for key in config_keys() if key.endswith(f".{section}")]
-        hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(section, names)
-        raise ConfigError(f"unknown section [{section}] in {source}: {hint}")
+        raise ConfigError(
+            f"unknown section [{section}] in {source}: {_unknown_section_hint(section, values, names)}"
+        )
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below"
@@ -142,6 +142,27 @@ def _section_with_values(config: RunConfig, section: str, values: object, *, sou
     calls += [partial(_read_tables, value, f"{section}.{key}", source) for key, value in arrays.items()]
     changed, *tables = _collect_values_or_errors(calls)
     return replace(changed, **dict(zip(arrays, tables, strict=True)))
+
+
+def _unknown_section_hint(section: str, values: object, names: Iterable[str]) -> str:
+    """Suggest what an unknown section may be: a key without its section, another library's key, or another library's
+    section, whose keys have names here; else the nearest section.
+    """
+    if owners := [key for key in config_keys() if key.endswith(f".{section}")]:
+        return f"did you mean {owners[0]!r}?"
+    if hint := renamed_hint(section, values) or _other_name_hint(section):
+        return hint
+    keys = values if isinstance(values, Mapping) else ()
+    hints = [f"{key}: {hint}" for key in keys if (hint := _other_name_hint(f"{section}.{key}"))]
+    return "; ".join(hints) or nearest_hint(section, names)
+
+
+def _other_name_hint(name: str) -> str:
+    """Say what a name of another library is here; "" for other names."""
+    other = key_of_other_name(name)
+    if other is None:
+        return ""
+    return f"here it is {other.key} {other.remark}".rstrip() if other.key else other.remark
 
 
 def _upgrade_advice(source: str) -> str:
@@ -195,8 +216,8 @@ def _with_keys(section: Any, label: str, values: Mapping[str, object], source: s
 
 def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
     """Suggest what an unknown key may be: another library's name, a key of another section, or a sibling."""
-    if other := key_of_other_name(key):
-        return f"here it is {other.key} {other.remark}".rstrip() if other.key else other.remark
+    if hint := _other_name_hint(key):
+        return hint
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import ModelError
+from longspan.plain_text import nearest_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -310,8 +310,8 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
     import transformers
 
     if name not in PRESETS:
-        nearest = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-        hint = f", did you mean {nearest[0]!r}?" if nearest else ""
+        nearest = nearest_name(name, PRESETS)
+        hint = f", did you mean {nearest!r}?" if nearest else ""
         raise ModelError(f"unknown model preset {name!r}{hint}; presets: {', '.join(PRESETS)}")
     preset = PRESETS[name]
     values = deepcopy(dict(preset.values))  # transformers writes into a configuration's tables

@@ -11,7 +11,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -30,6 +29,7 @@ from longspan.model.parts import is_tied
 from longspan.model.weights.empty_model import has_meta_parameters
 from longspan.model.weights.fill import JoinedWeights, find_deferred_weights
 from longspan.model.weights.local_tensors import LocalPart
+from longspan.plain_text import nearest_name
 
 
 def adapter_notes(model: PreTrainedModel) -> Iterator[str]:
@@ -191,8 +191,8 @@ def _unknown_target_error(
     """Return the error of a target that names nothing, with the names that it could have and the nearest of them."""
     endings = sorted({name.rpartition(".")[2] for name in linears})
     endings += sorted({".".join(name.split(".")[-2:]) for name in matrices})
-    matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
-    hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
+    nearest = nearest_name(target.rpartition(".")[2], endings)
+    hint = f"did you mean {nearest!r}? It has" if nearest else "it has"
     return ModelError(
         f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
         f"indexers; {hint} {', '.join(endings)}"
