@@ -12,17 +12,19 @@ from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedConfig
 
+from longspan.config.sections import RowForm
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import Processor, load_processor
-from longspan.corpus.rows.kinds import rename_columns
+from longspan.corpus.rows.formats import convert_format
+from longspan.corpus.rows.kinds import Kind, rename_columns
 from longspan.corpus.rows.media.row_media import RowMedia, extract_row_media
-from longspan.corpus.rows.sample import BadRow
+from longspan.corpus.rows.sample import BadRow, Row
 from longspan.corpus.rows.values import RowError
 from longspan.corpus.sources.row_files import make_row_file
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
@@ -111,8 +113,7 @@ class ImageReader:
         source = self.corpus.source_file(placed.document)
         row = make_row_file(source.name, Path(source.path)).read_row_at(placed.position)
         try:
-            columns = self.corpus.manifest.columns
-            media = RowMedia() if isinstance(row, BadRow) else extract_row_media(rename_columns(row, columns))[1]
+            media = RowMedia() if isinstance(row, BadRow) else self._read_media(row, placed.document)
         except RowError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
         # A row that has changed may have fewer images: slices of these are empty, and the error below is raised.
@@ -128,6 +129,15 @@ class ImageReader:
                 f"{self._image_name(placed)}: its row is another one than when the corpus was made; restore the file"
             )
         return files
+
+    def _read_media(self, row: Row, document: int) -> RowMedia:
+        """Read the media of a document's row, as they were read when the corpus was made."""
+        manifest = self.corpus.manifest
+        kind = cast(Kind, manifest.kinds[self.corpus.source_of[document]])
+        values = convert_format(
+            rename_columns(row, manifest.columns).values, kind, cast(RowForm, manifest.preference)
+        )
+        return extract_row_media(row._replace(values=values))[1]
 
     def _image_name(self, placed: PlacedImage) -> str:
         """Name an image for messages, by its file, its row and its place there."""

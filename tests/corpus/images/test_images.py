@@ -4,6 +4,7 @@ trainers write them, or an error that names what is wrong.
 
 import base64
 import io
+import json
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -265,6 +266,26 @@ def test_columns_of_images_in_a_table(folder: Path, monkeypatch: pytest.MonkeyPa
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(DataError, match=r"rows\.parquet, row 2: its texts name 1 image, and the row has 0"):
         corpus_of(folder, [], folder / "model", path=str(path))
+
+
+def test_images_in_the_rows_of_pairs_are_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where both answers begin with the prompt, a copy stands beside them, and the rows are a list of JSON."""
+    url = f"data:image/png;base64,{encoded(folder)}"
+    question = {"role": "user", "content": [{"type": "image", "image": url}, text("Who?")]}
+    answers = [{"role": "assistant", "content": [text(words)]} for words in ("Ann.", "Bob.")]
+    chosen, rejected = ([question, answer] for answer in answers)
+    rows = [
+        {"chosen": chosen, "rejected": rejected},
+        {"chosen": chosen, "rejected": rejected, "messages": chosen},
+        {"messages": [question], "chosen": answers[0], "rejected": answers[1]},
+    ]
+    (folder / "rows.json").write_text(json.dumps(rows, indent=1))
+    settings = CorpusSettings(DataConfig(path=str(folder / "rows.json"), max_document_tokens=0), preference="pairs")
+    tokenizer = load_tokenizer(folder / "model")
+    corpus = open_or_build_corpus(settings, folder / "run", tokenizer=tokenizer, resumed=False, log=lambda _: None)
+    documents = documents_of(corpus, folder / "model", monkeypatch)
+    pixels = load_processor((folder / "model").absolute()).process_image(ImageFile(str(folder / "0.png")).load()).pixels
+    assert len(corpus) == 6 and all(torch.equal(documents.read(number).pixels, pixels) for number in range(6))
 
 
 def test_where_parts_name_images_texts_are_texts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

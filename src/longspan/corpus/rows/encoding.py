@@ -28,7 +28,7 @@ from longspan.corpus.rows.kinds import (
     readable_keys,
 )
 from longspan.corpus.rows.messages import checked_messages
-from longspan.corpus.rows.preferences import check_not_empty, join_samples, pair_with_prompt, read_label
+from longspan.corpus.rows.preferences import check_not_empty, join_samples, read_label
 from longspan.corpus.rows.sample import (
     DATE,
     BadRow,
@@ -189,8 +189,6 @@ class RowEncoding:
         """
         check_keys(row.values, self.kind, scored=self._reads_label)
         values = convert_format(row.values, self.kind, self.settings.preference)
-        if self.settings.preference and self.kind == PAIRS:
-            values = pair_with_prompt(values)
         values, media = self._values_and_media(row._replace(values=values))
         check_objects(values)
         if self.settings.preference:

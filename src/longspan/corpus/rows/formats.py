@@ -6,11 +6,13 @@ from typing import Any, cast
 from longspan.config.sections import RowForm
 from longspan.corpus.rows.kinds import CHATS, KEYS, Kind, pair_prompt_key
 from longspan.corpus.rows.messages import LEARNT, checked_messages, read_json_value, read_tools
+from longspan.corpus.rows.preferences import pair_with_prompt
 from longspan.corpus.rows.values import RowError, has_value, require_key, require_string, short_repr, type_name
 from longspan.data.manifest import PAIRS
 
 Values = Mapping[str, Any]
 Message = dict[str, Any]
+_CHAT_PROMPTS = ("conversations", "messages")  # of pairs
 _ROLES = {  # of ShareGPT's turns
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
@@ -20,12 +22,14 @@ _ROLES = {  # of ShareGPT's turns
 
 
 def convert_format(values: Values, kind: Kind, preference: RowForm = "") -> Values:
-    """Return a row with messages, or with prompt and answers: a chat for kto has its last answer as the completion.
+    """Return a row with messages, or with prompt and answers: a pair without a prompt has what both answers begin with,
+    and a chat for kto its last answer as the completion.
 
     Rows of other kinds are returned as they are. Raises RowError for a row that is not of its format.
     """
     if kind == PAIRS:
-        return _convert_pair(values)
+        values = _convert_pair(values)
+        return pair_with_prompt(values) if preference else values
     if kind == "prompt+completion" and has_value(values.get("system")):
         return {**values, "prompt": _with_system(values.get("prompt"), values, "prompt")}
     if kind not in CHATS:
@@ -61,8 +65,8 @@ def _convert_pair(values: Values) -> Values:
     key = pair_prompt_key(values)
     if key is None:  # the answers begin with it
         answers = {name: _read_answer(values[name], name, is_chat=False) for name in KEYS[PAIRS]}
-        return {**values, **answers}
-    for other in ("conversations", "messages"):
+        return {**_without_chats(values), **answers}
+    for other in _CHAT_PROMPTS:
         if key != other and has_value(values.get(other)) and values[other] != chosen:
             raise RowError(
                 f'"{other}" and "{key}" stand beside chosen and rejected, and one is the prompt: data.rename_columns = '
@@ -73,8 +77,12 @@ def _convert_pair(values: Values) -> Values:
     lists = isinstance(chosen, list) and isinstance(rejected, list)
     if isinstance(prompt, str) and lists and chosen[:1] == rejected[:1]:
         prompt = None  # a copy beside messages that begin with it, as ultrafeedback_binarized has it
-    values = {**values, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+    values = {**_without_chats(values), "prompt": prompt, "chosen": chosen, "rejected": rejected}
     return values if key == "prompt" else _with_wrapped_tools(values)
+
+
+def _without_chats(values: Values) -> Values:
+    return {key: value for key, value in values.items() if key not in _CHAT_PROMPTS}
 
 
 def _pair_prompt(values: Values, key: str) -> Any:
