@@ -98,10 +98,13 @@ def test_the_verb_writes_the_page_of_a_run_and_of_a_plan(tmp_path: Path, capsys:
 
 def test_refused_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("bad.json").write_text("{")
     nowhere = "nowhere is not the folder of a run: no such folder"
     errors = {"nowhere": nowhere, ".": "is not the folder of a run", ". --out x.html": "--out is for plans"}
-    for words, message in (errors | {"bad.json": "JSON"}).items():
+    bad_plans = {"bad.json": "{", "list.json": "[]", "nan.json": "NaN", "deep.json": "[" * 9999, "empty.json": ""}
+    for name, text in bad_plans.items():
+        Path(name).write_text(text)
+    errors |= {name: f"cannot make a report of {name}: a plan must be JSON as" for name in bad_plans}
+    for words, message in errors.items():
         assert main(["report", *words.split()]) == 2
         assert message in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from longspan.cli.main import main
-from longspan.cli.upgrade import upgrade_text
+from longspan.cli.upgrade import NOT_CARRIED_OVER, upgrade_text
 from longspan.config.file import config_keys, load_config
 from longspan.config.renamed import ALL_IMAGES, GONE, RENAMED, REPLACING, VALUES, upgraded_tables
 from longspan.errors import ConfigError
@@ -100,10 +100,18 @@ def test_a_file_is_rewritten_with_its_comments(tmp_path: Path, capsys: pytest.Ca
     file = tmp_path / "run.toml"
     file.write_text(OLD)
     assert main(["upgrade", str(file), "--dry-run"]) == 0
-    text = capsys.readouterr().out
+    text, told = capsys.readouterr()
     assert file.read_text() == OLD and text.startswith(NEW)
     assert main(["upgrade", str(file)]) == 0
     out = capsys.readouterr().out
+    assert told == out, "what a dry run says of it, too"
+    assert (
+        "train.fused_norms is gone: nothing: norms are fused on GPUs; in Python prepare(fused_norms=); not carr" in out
+    )
+    lost = "context.eval_min_dynamic_context_parallel_size, data.cache, train.fused_norms"
+    assert sorted(
+        out.splitlines()[-1].partition("not carried over: ")[2].split(", see above")[0].split(", ")
+    ) == sorted(lost.split(", "))
     assert "train.memory is train.plan_memory = false" in out and file.read_text() == text
     old_names = {new: old for old, new in RENAMED.items()}
     assert all(f"{old_names.get(key, key)} is gone: {advice}" in out for key, advice in GONE.items())
@@ -150,6 +158,14 @@ def test_any_old_keys_are_rewritten_where_they_stand_or_move(keys: set[str], com
 )
 def test_keys_that_are_gone(old: str, new: str | list[str]) -> None:
     text, changes = upgrade_text(f"[train]\n{old}\n")
+    is_lost = old == "offload_activations = true"  # without recomputation, on whose host its activations would go
+    assert [change for change in changes if NOT_CARRIED_OVER in change] == [
+        'train.offload_activations is gone: train.activation_checkpointing = "full+host" or "selective+host"; '
+        "not carried over: true"
+    ] * is_lost
+    assert any("; written: " in change for change in changes) is (
+        "1e-3" in old or (old.startswith("activation") and "true" in old)
+    )
     wanted = (
         {"optimizer": {"arguments": new}} if isinstance(new, list) else tomllib.loads(f"[train]\n{new}" * (new != ""))
     )
@@ -178,6 +194,13 @@ def test_keys_of_sets_that_are_gone() -> None:
     assert changes == [f"eval.planner is gone: {GONE['eval.planner']}"] and upgrade_text(new) == (new, [])
     with pytest.raises(ConfigError, match=r"evaluation.sets.a.planner in .*: it is gone; write nothing, or context_p"):
         load_config(None, {"evaluation.sets": [{"name": "a", "path": "x", "planner": "fixed"}]})
+    inline = '# why\neval = [{name = "a", path = "p", planner = "fixed"}, {name = "b"}]\n\n[run]\ndir = "x"\n'
+    new, changes = upgrade_text(inline)
+    assert tomllib.loads(new) == {
+        "run": {"dir": "x"},
+        "evaluation": {"sets": [{"name": "a", "path": "p"}, {"name": "b"}]},
+    }
+    assert "# why" in new and len(changes) == 2
     for broken in ("evaluation = 3\n", "[evaluation]\nsets = [1]\n"):
         assert upgrade_text(broken) == (broken, [])
 
@@ -199,6 +222,8 @@ REFUSED = [
     ("[train]\nlr = 1.0\n[optimizer]\nlr = 2.0\n", f"{BOTH}: train.lr and optimizer.lr; leave one out"),
     ('[train]\nmemory = "none"\nplan_memory = true\n', f"{BOTH}: train.memory and train.plan_memory; leave one out"),
     ('[[eval]]\nname = "a"\n[[evaluation.sets]]\nname = "b"\n', f"{BOTH}: eval and evaluation.sets; leave one out"),
+    ("eval = 3\n", r"eval is 3; give tables, each below a line \[\[eval\]\]"),
+    ("[eval]\nname = 'a'\n", r"eval is {'name': 'a'}; give tables, each below a line \[\[eval\]\]"),
     ("[train]\nbetas = 3\n", f"train.betas is 3; {LIST}"),
     ('[train]\nloss_arguments = "beta=1"\ncenter_rewards_coefficient = 1\n', f"loss_arguments is 'beta=1'; {LIST}"),
     ('[[eval]]\nname = "books"\nmetrics = 3\n', f"metrics is 3; {LIST}"),

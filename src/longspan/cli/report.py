@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from longspan.cli.flags import Word, parse_flags
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, LongspanError
 from longspan.files import write_atomically
 from longspan.plan import Plan
 from longspan.report import plan_page, write_report
@@ -57,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
                 write_atomically(path, text)
         except OSError as error:
             raise ConfigError(f"cannot make a report of {target}: {error.strerror}") from error
+        except LongspanError as error:
+            raise ConfigError(f"cannot make a report of {target}: {error}; give a run, or a plan's file") from error
     elif flags.out:
         raise ConfigError(f"--out is for plans; a run's report goes into its folder, {target}/report.html")
     else:

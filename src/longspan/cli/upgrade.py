@@ -1,7 +1,10 @@
 """`longspan upgrade`: rewrite a configuration file of version 0.3 with the keys of now; comments stay."""
 
+import json
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +23,8 @@ from longspan.config.renamed import (
 from longspan.errors import ConfigError, plural
 from longspan.files import write_atomically
 
+NOT_CARRIED_OVER = "; not carried over: "
+
 
 @dataclass(frozen=True)
 class UpgradeFlags:
@@ -28,7 +33,7 @@ class UpgradeFlags:
 
     longspan upgrade run.toml                    rewrite it, and say what changed
 
-    longspan upgrade run.toml --dry-run          print the new text alone
+    longspan upgrade run.toml --dry-run          print the new text, and what changed on standard error
     """
 
     file: Annotated[str, Word("FILE.toml", "a configuration file", "run.toml")]
@@ -49,11 +54,14 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; give a configuration file in TOML") from error
     if flags.dry_run:
-        print(new_text, end="")
-        return 0
-    if changes:
+        print(new_text, end="", flush=True)
+    elif changes:
         write_atomically(path, new_text)
-    print("\n".join([*changes, f"{path}: {plural(len(changes), 'change')}"]))
+    lost = [change.partition(" is gone")[0] for change in changes if NOT_CARRIED_OVER in change]
+    summary = f"{path}: {plural(len(changes), 'change')}"
+    if lost:
+        summary += f"; not carried over: {', '.join(lost)}, see above what to write in their place"
+    print("\n".join([*changes, summary]), file=sys.stderr if flags.dry_run else sys.stdout)
     return 0
 
 
@@ -67,13 +75,17 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     for a text that is not TOML.
     """
     import tomlkit
-    from tomlkit.items import Table
+    from tomlkit.items import InlineTable, Table
 
     tables = tomllib.loads(text)
-    changes = list(_list_changes(tables))
+    sets = tables.get(OLD_SETS, [])
+    if not isinstance(sets, list) or not all(isinstance(table, Mapping) for table in sets):
+        raise ConfigError(f"{OLD_SETS} is {sets!r}; give tables, each below a line [[{OLD_SETS}]]")
+    named_tables = {name: table for name, table in tables.items() if isinstance(table, Mapping) or name == OLD_SETS}
+    changes = list(_list_changes(named_tables))
     if not changes:
         return text, []
-    if names := [name for name, table in tables.items() if name != OLD_SETS and not isinstance(table, Mapping)]:
+    if names := [name for name in tables if name not in named_tables]:
         raise ConfigError(f"{names[0]} is {tables[names[0]]!r}; give a table, with its keys below [{names[0]}]")
     given_keys = {
         f"{section}.{key}" for section, table in tables.items() if isinstance(table, Mapping) for key in table
@@ -87,9 +99,9 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     moved = dict[str, Any]()  # tables of keys that belong to another section now, by that section
     for section in [name for name, table in document.items() if isinstance(table, Table)]:
         _rename_keys(document, section, moved)
-    sets = document.pop(OLD_SETS, None)  # is appended at the end, under its new name
+    old_sets = document.pop(OLD_SETS, None)  # is appended at the end, under its new name
     if gone := [key.removeprefix(f"{OLD_SETS}.") for key in gone_keys_of_sets(tables)]:
-        for table in (*(sets or ()), *document.get("evaluation", {}).get("sets", ())):
+        for table in (*(old_sets or ()), *document.get("evaluation", {}).get("sets", ())):
             for key in [key for key in table if key in gone]:
                 table.remove(key)
     for section, items in moved.items():
@@ -104,13 +116,16 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
         if (value := upgraded.get(section, {}).get(key)) != document.get(section, {}).get(key):
             document.setdefault(section, tomlkit.table())[key] = value
     new_text = tomlkit.dumps(document).rstrip("\n") + "\n"
-    if sets is not None:
-        new_text += "\n" + "\n".join(f"[[{SETS}]]\n{tomlkit.dumps(table).strip()}\n" for table in sets)
-    if tomllib.loads(new_text) != upgraded:  # such as dotted keys or inline tables, which are not rewritten
-        raise ConfigError(
-            "this file's keys stand in another form than key = value below [section]: change them by hand"
-        )
-    return new_text, changes
+    for table in old_sets or ():
+        is_inline = isinstance(table, InlineTable)  # of eval = [{...}]
+        new_text += f"\n[[{SETS}]]\n{tomlkit.dumps(table.unwrap() if is_inline else table).strip()}\n"
+    with suppress(tomllib.TOMLDecodeError):
+        if tomllib.loads(new_text) == upgraded:
+            return new_text, changes
+    # such as dotted keys or inline tables, which are not rewritten
+    raise ConfigError(
+        "this file's keys stand in another form than key = value below [section]: change them by hand"
+    )
 
 
 def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
@@ -120,7 +135,8 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
             old = f"{section}.{key}"
             new = RENAMED.get(old, old)
             if new in GONE:
-                yield f"{old} is gone: {GONE[new]}"
+                others = {**tables, section: {name: v for name, v in table.items() if name != key}}
+                yield f"{old} is gone: {GONE[new]}{_what_became_of(value, tables, others)}"
                 continue
             new_value = renamed_value(new, value)
             if new != old or new_value != value:
@@ -129,6 +145,21 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key} is gone: {GONE[key]}"
     if OLD_SETS in tables:
         yield f"[[{OLD_SETS}]] is [[{SETS}]]"
+
+
+def _what_became_of(value: object, tables: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """Say which keys stand for the value of a key that is gone, or that none does; "" for a value that changed nothing.
+    `others` are the file's `tables` without that key.
+    """
+    upgraded = upgraded_tables(tables)
+    without = upgraded_tables(others)
+    for name in REPLACING:
+        section, _, key = name.partition(".")
+        if (written := upgraded.get(section, {}).get(key)) != without.get(section, {}).get(key):
+            return f"; written: {name} = {json.dumps(written)}"
+    if value in (False, 0, "", [], [0.9, 0.95]):
+        return ""
+    return f"{NOT_CARRIED_OVER}{json.dumps(value, default=str)}"
 
 
 def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
