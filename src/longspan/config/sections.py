@@ -365,8 +365,8 @@ class TrainConfig(Section):
         Needs("data.split_turns", (False,)),
     ] = ""
     """dpo (TRL's sigmoid, which is a name of it too), ipo, apo_zero, simpo or orpo over rows with chosen and rejected,
-    or kto over rows with prompt, completion and label (docs/preferences.md); empty: the cross entropy of tokens, or
-    what a model has that scores."""
+    or kto over answers with a label (docs/preferences.md); empty: the cross entropy of tokens, or what a model has that
+    scores."""
     loss_arguments: tuple[str, ...] = ()
     """Arguments of the loss by TRL's names, such as "beta=0.05" or "desirable_weight=1.33"; of a model with one score
     (model.num_labels) "center_rewards_coefficient=0.01", the weight of (chosen + rejected)², which keeps scores around
