@@ -123,6 +123,15 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, dict[str, Any], str]] = {
         r"the weights of LlamaForCausalLM cannot be frozen as 'nf4': model.layers.0.mlp.down_proj.weight: its rows "
         "have 100 numbers, which blocks of 64 do not divide, as 1 more; or use",
     ),
+    "linears of few outputs": (
+        lambda: adapted(
+            hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=48
+        ),
+        Layout(ranks=1),
+        {},
+        r"its decoder layers have no experts, and none of their 14 linears has the 64 outputs from which on weights "
+        r"are packed \(the most have 48\); or use",
+    ),
     "a width that tp cuts": (
         lambda: adapted(intermediate_size=192),
         TP,

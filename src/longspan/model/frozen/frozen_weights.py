@@ -164,7 +164,14 @@ class FrozenFeature(Feature):
                 '(BitsAndBytesConfig); use frozen="nf4"'
             )
         elif not self._formats:
-            yield "its decoder layers have no linears and no experts"
+            layers = tuple(f"{name}." for name in decoder_layers(model))
+            modules = ((name, m) for name, m in model.named_modules() if type(m) is nn.Linear)
+            linears = [m for name, m in modules if name.startswith(layers) and not belongs_to_adapter(f"{name}.")]
+            yield (
+                f"its decoder layers have no experts, and none of their {plural(len(linears), 'linear')} has the "
+                f"{_LEAST_ROWS} outputs from which on weights are packed (the most have "
+                f"{max((m.out_features for m in linears), default=0)})"
+            )
         if not any("lora_" in name for name, _ in model.named_parameters()):
             yield "it has no LoRA adapter, and packed weights are not trained; set lora.rank, or use peft"
             return

@@ -134,7 +134,8 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     "scales of another shape": (
         "float8 in blocks",
         _set(SCALE, lambda x: x[:1]),
-        rf"{SCALE} is \(1, 2\) in the files, and \(3, 2\) is expected of a weight of \(192, 128\)",
+        rf"{SCALE} is \(1, 2\) in the files, and \(3, 2\) is expected of a weight of \(192, 128\) by "
+        "quantization_config in config.json: scales of another form beside these are not read",
     ),
     "a scale that is no number": (
         "float8 in blocks",

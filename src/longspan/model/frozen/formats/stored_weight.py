@@ -151,7 +151,8 @@ def stored_float8_weight(
     if grid not in grids:
         raise ModelError(
             f"{scales_name} is {tensor_shape(scales)} in the files, and {' or '.join(map(str, grids))} is expected of "
-            f"a weight of {shape}; the folder is damaged, or its config.json is another's"
+            f"a weight of {shape} by quantization_config in config.json: scales of another form beside these are not "
+            "read (transformers reads the folder, and save_pretrained writes it whole), or the folder is damaged"
         )
     block_rows, block = grids[grid]
 
