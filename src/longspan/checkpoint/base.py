@@ -1,13 +1,25 @@
-"""The base model of a run that trains an adapter: a sum of its weights, kept in the run's base.json and compared."""
+"""The model that a run began with: a sum of its weights in the run's base.json, and its configuration, config.json."""
 
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
+
+import transformers
 
 from longspan.config.sections import RunConfig
 from longspan.errors import ModelError
 from longspan.files import read_json, write_atomically
-from longspan.model.weights.hf_folder import weight_files
+from longspan.model.weights.configuration_values import (
+    changed_values,
+    configuration_values,
+    decides_numbers,
+    flat_values,
+)
+from longspan.model.weights.hf_folder import quantization_settings, read_configuration, weight_files
+from longspan.plain_text import items_text
+from longspan.train.run_model.load import read_model_configuration
+from longspan.train.run_model.rope_scaling import scale_as_saved
 
 BASE = "base.json"
 BLOCKS = 8192  # that a sum reads, spread evenly over the files
@@ -15,57 +27,159 @@ BLOCK_BYTES = 1 << 14
 
 
 def record_base_weights(run_dir: Path, config: RunConfig) -> None:
-    """Write base.json: the sum of the weights of model.path, if the run's adapter or reference model needs them.
+    """Write base.json: sums of the weights of model.path, if the run's adapter or reference model needs them.
 
     A base.json that is there is removed first.
     """
     (run_dir / BASE).unlink(missing_ok=True)
     if (config.lora.rank or config.train.needs_reference) and (folder := config.model.path):
-        record = {"folder": str(Path(folder).absolute()), "sum": weights_fingerprint(Path(folder))}
+        record = {"folder": str(Path(folder).absolute()), **weight_sums(Path(folder))}
         write_atomically(run_dir / BASE, json.dumps(record, indent=1))
 
 
-def check_base_weights_unchanged(run_dir: Path, config: RunConfig, *, goes_on: bool = False) -> None:
-    """Raise ModelError where the folder of a run's model is gone, or has other weights than the run began with.
+def check_base_unchanged(run_dir: Path, config: RunConfig, *, goes_on: bool = False) -> str:
+    """Raise ModelError where the model that a run began with is gone, or has another configuration or other weights;
+    return a line about what else has changed in its configuration, or "".
 
-    It matters for a run of an adapter, whose base model it is, and where the run `goes_on` also for one whose loss
-    needs a reference model, which is read from it again. A run without base.json, which an earlier version began, may
-    have any weights.
+    Weights matter for a run of an adapter, whose base model they are, and where the run `goes_on` also for one whose
+    loss needs a reference model, which is read from them again. Where the run goes on, the configuration of every model
+    matters. A run without base.json, which an earlier version began, may have any weights.
     """
-    needs_reference = goes_on and config.train.needs_reference
-    if not ((config.lora.rank or needs_reference) and config.model.path):
-        return
-    user = "adapter" if config.lora.rank else "reference model"
-    folder = Path(config.model.path).absolute()
-    advice = f"put them back, or set model.path in {run_dir / 'config.toml'} to a folder that has them"
+    reads_weights = config.lora.rank or (goes_on and config.train.needs_reference)
+    if reads_weights and config.model.path:
+        user = "adapter" if config.lora.rank else "reference model"
+        _check_weights_unchanged(run_dir, Path(config.model.path).absolute(), user)
+    elif not goes_on:
+        return ""
+    advice = "set run.dir to a new folder" if goes_on else _other_folder_advice(run_dir)
+    return check_configuration_unchanged(run_dir, config, advice)
+
+
+def check_configuration_unchanged(run_dir: Path, config: RunConfig, advice: str) -> str:
+    """Raise ModelError where [model] now names another configuration than RUN/config.json has, as far as it decides
+    numbers; return a line about other values that differ, or "".
+
+    The error names each value that differs, and ends with this `advice` on what else can be done. A run without
+    config.json has nothing to compare.
+    """
+    file = run_dir / "config.json"
+    if not file.is_file():
+        return ""
+    try:
+        saved = read_configuration(file)
+    except ModelError as error:
+        raise ModelError(f"{file} is damaged: {error}; put it back, or remove it and it is made anew") from error
+    configuration = read_model_configuration(config, saved.get_text_config().vocab_size)
+    configuration = scale_as_saved(configuration, config.model, saved)
+    if config.model.num_labels:  # the token by which a run's rows are padded
+        configuration.pad_token_id = saved.pad_token_id
+    before, now = configuration_values(saved), configuration_values(configuration)
+    changes = changed_values(before, now)
+    deciding = [name for name in changes if decides_numbers(name)]
+    if saved.transformers_version != transformers.__version__:  # another version may write, or lack, other names
+        deciding = [name for name in deciding if name in before and name in now]
+    source = config.model.source or config.model.preset_name
+    if deciding:
+        raise ModelError(
+            f"{run_dir} began with the configuration that its config.json has, and {source} has another now: "
+            f"{items_text([changes[name] for name in deciding])}; set that back, or {advice}"
+        )
+    if not changes:
+        return ""
+    return (
+        f"{source} has another configuration than {run_dir} began with, in what decides no number or one version of "
+        f"transformers alone writes: {items_text([*changes.values()])}; {file} stays as it is"
+    )
+
+
+def _check_weights_unchanged(run_dir: Path, folder: Path, user: str) -> None:
+    """Raise ModelError where the weights of a run's base model are gone, or others than base.json has sums of; `user`
+    is what needs them.
+    """
+    advice = _other_folder_advice(run_dir)
     if not folder.is_dir():
         raise ModelError(
-            f"the {user} of {run_dir} needs the weights of {folder} (model.path), which is gone; {advice}"
+            f"the {user} of {run_dir} needs the weights of {folder} (model.path), which is gone; put them back, or "
+            f"{advice}"
         )
     if not (run_dir / BASE).is_file():
         return
-    record = read_json(run_dir / BASE)
-    old_sum = record["sum"]
-    new_sum = weights_fingerprint(folder)
-    if new_sum != old_sum:
+    record = _read_record(run_dir / BASE)
+    sums = weight_sums(folder)
+    old_sum, new_sum = record["sum"], sums["sum"]
+    files = _changed_files(record.get("files", sums["files"]), sums["files"])
+    if (old_sum == new_sum) != (not files) and "files" in record:
+        raise _damaged_record(run_dir / BASE, "its sums contradict each other")
+    if old_sum != new_sum:
         raise ModelError(
             f"the {user} of {run_dir} began over the weights of {record['folder']} (model.path) with the sum "
-            f"{old_sum[:12]}, and {folder} has others now, with the sum {new_sum[:12]}; {advice}"
+            f"{old_sum[:12]}, and {folder} has others now, with the sum {new_sum[:12]}"
+            f"{f', in {items_text(files)}' if files else ''}; put them back, or {advice}"
+        )
+    quantization = record.get("quantization", sums["quantization"])
+    if changes := changed_values(flat_values(quantization), flat_values(sums["quantization"])):
+        raise ModelError(
+            f"the {user} of {run_dir} began over the weights of {record['folder']} (model.path), and config.json of "
+            f"{folder} says now that they are quantized otherwise: {items_text([*changes.values()])}; set that back, "
+            f"or {advice}"
         )
 
 
-def weights_fingerprint(folder: Path) -> str:
-    """Return the SHA-256, in hex, of the sizes of a folder's files of weights and of about BLOCKS blocks spread over
-    them; of a small model the blocks cover every byte.
+def _other_folder_advice(run_dir: Path) -> str:
+    return f"set model.path in {run_dir / 'config.toml'} to a folder that has them"
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    """Read base.json. Raises ModelError for a damaged one."""
+    try:
+        record: dict[str, Any] = read_json(file)
+        files: dict[str, list[Any]] = record.get("files", {})
+        texts = [record["folder"], record["sum"], *(digest for _, digest in files.values())]
+        flat_values(record.get("quantization", {}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged_record(file, f"{type(error).__name__}: {error}") from error
+    if not all(isinstance(text, str) for text in texts):
+        raise _damaged_record(file, "its sums are no texts")
+    return record
+
+
+def _damaged_record(file: Path, reason: str) -> ModelError:
+    return ModelError(
+        f"{file} is damaged ({reason}): it has the sums of the weights that the run began with; put it back, or remove "
+        "it if model.path still has these weights"
+    )
+
+
+def _changed_files(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the names of files whose sizes differ, or where all sizes are the same, of those whose sums do.
+
+    Another size moves the blocks that are read of every file.
+    """
+    names = sorted(before.keys() | now.keys())
+    resized = [name for name in names if before.get(name, [-1])[0] != now.get(name, [-1])[0]]
+    return resized or [name for name in names if before[name] != now[name]]
+
+
+def weight_sums(folder: Path) -> dict[str, Any]:
+    """Return what tells a folder's weights from others: "sum", the SHA-256, in hex, of the sizes of its files of
+    weights and of about BLOCKS blocks spread over them, "files", the size and the sum of each by name, and
+    "quantization", how its config.json says to read them.
+
+    Of a small model the blocks cover every byte.
     """
     digest = hashlib.sha256()
-    files = weight_files(folder, quantized=True)
-    sizes = [file.stat().st_size for file in files]
+    files = dict[str, list[Any]]()
+    paths = weight_files(folder, quantized=True)
+    sizes = [path.stat().st_size for path in paths]
     step = max(BLOCK_BYTES, sum(sizes) // BLOCKS)
-    for file, size in zip(files, sizes, strict=True):
+    for path, size in zip(paths, sizes, strict=True):
+        file_digest = hashlib.sha256()
         digest.update(f"{size} ".encode())
-        with file.open("rb", buffering=0) as opened:
+        with path.open("rb", buffering=0) as opened:
             for place in (*range(0, size, step), max(0, size - BLOCK_BYTES)):
                 opened.seek(place)
-                digest.update(opened.read(BLOCK_BYTES))
-    return digest.hexdigest()
+                block = opened.read(BLOCK_BYTES)
+                digest.update(block)
+                file_digest.update(block)
+        files[str(path.relative_to(folder))] = [size, file_digest.hexdigest()]
+    return {"sum": digest.hexdigest(), "files": files, "quantization": quantization_settings(folder)}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.adapter_folder import ADAPTER_CONFIGURATION
-from longspan.checkpoint.base import check_base_weights_unchanged
+from longspan.checkpoint.base import check_base_unchanged
 from longspan.checkpoint.files import (
     check_file_hashes,
     checkpoints_root,
@@ -148,7 +148,7 @@ def export_checkpoint(
     if merge and not run.lora.rank:
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
     if merge:
-        check_base_weights_unchanged(run_dir, run)
+        check_base_unchanged(run_dir, run)
     checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.checkpoint.dir), checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, file_dtype, find_score_class(config) or image_text_class_of_architectures(config))

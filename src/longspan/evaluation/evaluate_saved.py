@@ -10,11 +10,13 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from longspan.checkpoint.base import check_configuration_unchanged
 from longspan.checkpoint.files import read_state
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.comm.received_signals import StopSignal
 from longspan.comm.world_machine import set_world_machine
+from longspan.config.file import load_config
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.corpus.build_documents import build_documents
@@ -32,7 +34,7 @@ from longspan.evaluation.fit_layout import Change, changes_line, fit_evaluation_
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.load_saved import CheckedWeights, find_checked_weights, load_saved_model
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
-from longspan.evaluation.reference import read_reference_log_probs
+from longspan.evaluation.reference import read_reference_log_probs, reference_digest
 from longspan.evaluation.request import EvalRequest
 from longspan.evaluation.saved_results import SetResult, SubjectResult
 from longspan.model import disable_adapter
@@ -190,6 +192,8 @@ def _fit_subject(
     flag_keys = request.flag_keys
     model = subject.config.model
     if "model.rope_scaling" in flag_keys:
+        if run_dir := subject.weights.run_dir:
+            check_configuration_unchanged(run_dir, load_config(run_dir / "config.toml"), "leave the flag out")
         configuration = read_model_configuration(subject.config, configuration.get_text_config().vocab_size)
     else:  # the saved configuration has what the run was trained with
         model = replace(model, rope_scaling="")
@@ -258,7 +262,11 @@ class _Evaluator:
                 choice = self._choose_degree(fit.config, choice, name, documents)
             train = fit.config.train
             loss = None  # the cross entropy
-            if not train.needs_reference or read_reference_log_probs([documents], fit.config, self.world):
+            has_reference = True
+            if train.needs_reference:
+                digest = reference_digest(fit.config, fit.configuration, self.world)
+                has_reference = read_reference_log_probs([documents], digest, self.world, self.log)
+            if has_reference:
                 loss = loss_of_documents(documents, train)
             else:
                 self.log(

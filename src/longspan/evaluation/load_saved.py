@@ -8,12 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from longspan.checkpoint.base import check_base_weights_unchanged
+from longspan.checkpoint.base import check_base_unchanged
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state
 from longspan.checkpoint.storage import read_metadata
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
+from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.errors import CheckpointError, DataError, ModelError
@@ -59,15 +60,17 @@ def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: Lo
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
-    run_on_first_rank(world, partial(_check_base_weights, subject, world.device.type), ModelError)
+    run_on_first_rank(world, partial(_check_base, subject, world.device.type), ModelError)
     configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
     loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)
 
 
-def _check_base_weights(subject: Subject, device: str) -> None:
-    """Raise ModelError where the weights that a run's adapter stands on are not those that it began with."""
-    check_base_weights_unchanged(subject.folder, subject.config)
+def _check_base(subject: Subject, device: str) -> None:
+    """Raise ModelError where the model that a run's adapter stands on is not the one that it began with."""
+    if subject.weights.run_dir is not None:
+        # as the run was trained: a flag may scale positions otherwise
+        check_base_unchanged(subject.folder, load_config(subject.folder / "config.toml"))
     if subject.config.lora.rank and (reason := why_drawn_otherwise(subject, device)):
         raise ModelError(f"{subject.folder} trained an adapter of random weights: {reason}")
 

@@ -5,6 +5,7 @@ first step, which a run that goes on reads again only where some are missing.
 """
 
 import hashlib
+import io
 import json
 import time
 import uuid
@@ -14,11 +15,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedConfig
 
-from longspan.checkpoint.base import weights_fingerprint
+from longspan.checkpoint.base import weight_sums
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.dtypes import compute_dtype_name
+from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import CorpusDocuments
 from longspan.errors import DataError, ModelError, plural
@@ -27,36 +30,39 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.files import name_file_in_errors
 from longspan.layout import Floats
 from longspan.model import disable_adapter
+from longspan.model.weights.configuration_values import configuration_values, decides_numbers
 from longspan.plain_text import seconds_text
 from longspan.resolve.choice import PlannerConfig
 from longspan.train.run_model.prepare import AnyModel
 
 _STEPS = 16  # whose tokens are evaluated at a time
 _NEWS_SECONDS = 30.0
+_DIGEST_BYTES = 32  # behind the array in a file
 
 
-def read_reference_log_probs(documents: Sequence[CorpusDocuments], config: RunConfig, world: World) -> bool:
-    """Read the reference's log-probabilities of each corpus from its file; return whether all of `documents` have one.
+def read_reference_log_probs(documents: Sequence[CorpusDocuments], digest: str, world: World, log: LogLine) -> bool:
+    """Read the log-probabilities of each corpus by the reference of this digest (`reference_digest`) from its file;
+    return whether all of `documents` have one.
 
     Sets `corpus.reference` (documents of the corpus,), NaN where the file has none, the same on every rank, which all
-    enter. Nothing is computed. Raises DataError, on every rank, where the disk refuses a file.
+    enter. A damaged file counts as missing, which is logged. Nothing is computed. Raises DataError, on every rank,
+    where the disk refuses a file.
     """
-    key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
-
-    def read_files() -> list[Floats]:
-        """Return the values of each corpus, by the first rank."""
-        files = [(_reference_file(selection, key), len(selection.corpus)) for selection in documents]
-        return [np.load(file) if file.is_file() else np.full(count, np.nan) for file, count in files]
-
+    files = [_reference_file(selection, digest) for selection in documents]
+    counts = [len(selection.corpus) for selection in documents]
     # Read by one rank alone: another run may write a file meanwhile.
-    for selection, values in zip(documents, run_on_first_rank(world, read_files, DataError), strict=True):
-        selection.corpus.reference = values
+    tables = run_on_first_rank(world, lambda: list(map(_read_values, files, counts)), DataError)
+    for selection, file, count, values in zip(documents, files, counts, tables, strict=True):
+        if values is None:
+            log(f"{file} is damaged: its log-probabilities by the reference model count as missing")
+        selection.corpus.reference = np.full(count, np.nan) if values is None else values
     return not any(_ids_without_reference(selection) for selection in documents)
 
 
 def compute_references(
     model: AnyModel,
     documents: Sequence[CorpusDocuments],
+    digest: str,
     config: RunConfig,
     choice: PlannerConfig,
     world: World,
@@ -65,11 +71,11 @@ def compute_references(
 ) -> None:
     """Compute what the documents lack with the reference's weights, into `corpus.reference`, and write it to files.
 
-    All ranks call it together, after `read_reference_log_probs`. Raises EvaluationStopped for a signal; what was
-    computed before is kept.
+    All ranks call it together, after `read_reference_log_probs` of the same `digest`. Raises EvaluationStopped for a
+    signal; what was computed before is kept.
     """
-    key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
-    options = EvaluationOptions(name="the reference model", stopped=stopped)
+    share_prefixes = config.data.share_prefixes == AUTO
+    options = EvaluationOptions(name="the reference model", share_prefixes=share_prefixes, stopped=stopped)
     with disable_adapter(model) if config.lora.rank else nullcontext():
         for selection in documents:
             corpus = selection.corpus
@@ -85,7 +91,7 @@ def compute_references(
                 assert corpus.reference is not None
                 corpus.reference[missing[done:stop]] = [-loss.sum for loss in result.document_losses]
                 done = stop
-                save = partial(_save_array, _reference_file(selection, key), corpus.reference)
+                save = partial(_write_values, _reference_file(selection, digest), corpus.reference)
                 run_on_first_rank(world, save, DataError)
                 now = time.monotonic()
                 if done == len(missing) or now - last_news > _NEWS_SECONDS:
@@ -107,34 +113,57 @@ def _ids_without_reference(documents: CorpusDocuments) -> list[int]:
     return ids[np.isnan(documents.corpus.reference[ids])].tolist()
 
 
-def _reference_digest(config: RunConfig, device: str) -> str:
-    """Return a digest of all that decides the log-probabilities of a corpus beside its tokens: weights
-    and arithmetic.
+def reference_digest(config: RunConfig, configuration: PreTrainedConfig, world: World) -> str:
+    """Return a digest of all that decides the log-probabilities of a corpus beside its tokens: the `configuration` with
+    which the model is built, its weights and its arithmetic. It is the same on every rank, and all enter.
     """
+    return run_on_first_rank(world, partial(_digest, config, configuration, world.device.type), ModelError)
+
+
+def _digest(config: RunConfig, configuration: PreTrainedConfig, device: str) -> str:
     model = config.model
-    weights = (
-        weights_fingerprint(Path(model.path))
-        if model.path
-        else [model.preset_name, model.config, config.train.seed]
-    )
-    values = [weights, model.dtype, compute_dtype_name(model, device), model.frozen]
-    values += [*model.rope, config.train.float8]
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+    built = configuration_values(configuration)
+    built = {name: value for name, value in sorted(built.items()) if decides_numbers(name)}
+    # Random weights of one configuration are others on another kind of device, and of a tiny preset.
+    weights = weight_sums(Path(model.path)) if model.path else [model.preset_name, config.train.seed, device]
+    values = [built, weights, model.dtype, compute_dtype_name(model, device), model.frozen, config.train.float8]
+    values.append(config.data.share_prefixes)  # shared or not, float32 and bfloat16 round differently
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _reference_file(documents: CorpusDocuments, key: str) -> Path:
+def _reference_file(documents: CorpusDocuments, digest: str) -> Path:
     """Return the file of a corpus' log-probabilities by the reference of this digest."""
-    return documents.corpus.documents_folder / f"reference-{key}.npy"
+    return documents.corpus.documents_folder / f"reference-{digest}.npy"
 
 
-def _save_array(file: Path, values: Floats) -> None:
-    """Write the values of documents, so that the file is whole at any time.
+def _read_values(file: Path, count: int) -> Floats | None:
+    """Return the values of `count` documents in a file, NaN if it is not there; None if it is not as `_write_values`
+    wrote it.
+    """
+    if not file.is_file():
+        return np.full(count, np.nan)
+    content = file.read_bytes()
+    array, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    if hashlib.sha256(array).digest() != digest:
+        return None
+    try:
+        values = np.load(io.BytesIO(array))
+    except (ValueError, EOFError):  # somebody else's file
+        return None
+    return values if values.dtype == np.float64 and values.shape == (count,) else None
 
-    Where a value is NaN, the one that the file has already stays.
+
+def _write_values(file: Path, values: Floats) -> None:
+    """Write the values of documents, and the SHA-256 of their bytes behind them, so that the file is whole at any time.
+
+    Where a value is NaN, the one that the file has already, of another run or set over the same documents, stays.
     """
     partial_file = file.with_name(f"{file.stem}.partial-{uuid.uuid4().hex[:8]}.npy")
     with name_file_in_errors(file):
-        if file.is_file():  # of another run, or set, over the same documents
-            values = np.where(np.isnan(values), np.load(file), values)
-        np.save(partial_file, values)
+        earlier = _read_values(file, len(values))
+        if earlier is not None:
+            values = np.where(np.isnan(values), earlier, values)
+        array = io.BytesIO()
+        np.save(array, values)
+        partial_file.write_bytes(array.getvalue() + hashlib.sha256(array.getvalue()).digest())
         partial_file.replace(file)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from longspan.checkpoint.base import BASE, check_base_weights_unchanged, record_base_weights
+from longspan.checkpoint.base import BASE, check_base_unchanged, record_base_weights
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, refuse_linked_root, remove_unfinished_saves
 from longspan.comm import World
@@ -28,13 +28,13 @@ from longspan.data.run_epochs import most_step_tokens, source_lines, with_epoch_
 from longspan.data.run_order import allow_sharing, forbid_sharing
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
-from longspan.evaluation.reference import compute_references, read_reference_log_probs
+from longspan.evaluation.reference import compute_references, read_reference_log_probs, reference_digest
 from longspan.files import read_json, write_atomically
 from longspan.model.load import torch_dtype
 from longspan.model.marks import find_language_model
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.randomness import refuse_randomness
-from longspan.model.weights.hf_folder import save_configuration
+from longspan.model.weights.hf_folder import read_configuration, save_configuration
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.plan import MemoryPlan
 from longspan.resolve.choice import PlannerConfig, query_heads
@@ -65,9 +65,11 @@ def write_model_files(
     log: LogLine,
     ends: Mapping[str, int],
     *,
+    goes_on: bool = False,
     adapter: bool = False,
 ) -> None:
-    """Write config.json, as the run trains the model, and generation_config.json into a folder.
+    """Write config.json, as the run trains the model, and generation_config.json into a folder; the config.json of a
+    run that `goes_on` stays.
 
     The dtype of config.json is that in which models are saved: the one that the source of the model names, or else the
     run's. To eos_token_id of generation_config.json the tokens at which answers end are added (`ends`, ids by name).
@@ -79,9 +81,12 @@ def write_model_files(
     saved_dtype = torch_dtype(settings.dtype)
     if settings.source and isinstance(named := configuration.dtype, torch.dtype) and named.is_floating_point:
         saved_dtype = named
-    config.architectures = [architecture]
-    config.dtype = saved_dtype
-    save_configuration(config, directory)
+    if goes_on and (directory / "config.json").is_file():
+        saved_dtype = read_configuration(directory).dtype or saved_dtype
+    else:
+        config.architectures = [architecture]
+        config.dtype = saved_dtype
+        save_configuration(config, directory)
     # First the source's own generation_config.json; model.config may name a file, beside which it then is.
     if settings.source:
         folder = source.parent if source.is_file() else source
@@ -122,14 +127,15 @@ def set_up_model(
     world: World,
     log: LogLine,
     *,
-    resumed: bool,
+    goes_on: bool,
+    reads_weights: bool,
 ) -> AnyModel:
     """Load the run's model with a configuration that fits its data, write its files (`write_model_files`) into the
     run's folder, and return it prepared; entered by all ranks.
 
-    A `resumed` run reads no weights, as its checkpoint has them; under [lora] the base model is read.
+    Without `reads_weights` a checkpoint has them; under [lora] the base model is read.
     """
-    if config.mtp.num_layers and not resumed:
+    if config.mtp.num_layers and reads_weights:
         log(run_on_every_rank(world, partial(depths_line, config, configuration), ModelError))
     set_images = [len(getattr(s.documents, "items", ())) for s in data.sets]  # texts alone have no items
     image_count = len(data.corpus.images or ()) + sum(set_images)
@@ -140,7 +146,7 @@ def set_up_model(
 
         refuse_other_labels(configuration.problem_type, config.model.num_labels, data.corpus.labels.shape[1])
 
-    load = make_model_without_weights if resumed and not config.lora.rank else load_run_model
+    load = load_run_model if reads_weights or config.lora.rank else make_model_without_weights
     load_model = partial(load, config, configuration=configuration, images=images)
     with silence_warnings_of_other_ranks(world):
         model: Any = run_on_every_rank(world, load_model, ModelError)
@@ -154,6 +160,7 @@ def set_up_model(
         type(model).__name__,
         log,
         data.corpus.manifest.ends,
+        goes_on=goes_on,
         adapter=config.lora.rank > 0,
     )
     run_on_first_rank(world, write, RunFolderError)
@@ -271,7 +278,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     if config.lora.rank:  # with an adapter, checkpoints hold only trained parts
         fixed.append("encoder.trainable")
     free = set[str](_FREE_KEYS)
-    # with that file `check_base_weights_unchanged` compares the weights themselves
+    # with that file `check_base_unchanged` compares the weights themselves
     if Path(config.run.dir, BASE).is_file():
         free.add("model.path")
     for name in (name for name in fixed if name not in free):
@@ -296,8 +303,9 @@ def open_run_documents(
     Returns the configuration, with node_size, the documents held out and the steps of train.epochs; the one to write as
     config.toml, with node_size as it was given and absolute folders; and the data. The world gets the machine that
     `run.machine` names. Before a corpus is made, a new run's model is checked and the sum of its base weights kept, and
-    a run that goes on finds its base weights unchanged. Afterwards schedule, steps left and longest documents are
-    checked. Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank.
+    a run that goes on finds the configuration of its model, and its base weights, unchanged. Afterwards schedule, steps
+    left and longest documents are checked. Raises ConfigError, DataError, ModelError or CheckpointError, the same on
+    every rank.
     """
     if state and config.evaluation.documents == AUTO:
         config = config.with_keys("evaluation", documents=state["config"]["evaluation"]["documents"])
@@ -306,8 +314,9 @@ def open_run_documents(
     if config.run.machine:
         set_world_machine(world, partial(read_run_machine, config), KEY)
     if checkpoint is not None:
-        check = partial(check_base_weights_unchanged, Path(config.run.dir), config, goes_on=True)
-        run_on_first_rank(world, check, ModelError)
+        check = partial(check_base_unchanged, Path(config.run.dir), config, goes_on=True)
+        if line := run_on_first_rank(world, check, ModelError):
+            log(line)
     model_config = run_on_every_rank(
         world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
     )
@@ -388,10 +397,17 @@ def set_up(
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
     reference_documents = data.list_reference_documents(config, done) if config.train.needs_reference else ()
-    has_references = read_reference_log_probs(reference_documents, config, world) if reference_documents else True
+    has_references = True
+    digest = ""
+    if reference_documents:
+        digest = reference_digest(config, configuration, world)
+        has_references = read_reference_log_probs(reference_documents, digest, world, log)
+    goes_on = checkpoint is not None
     # what the reference gives must be computed with the base weights: they are loaded even if a checkpoint follows
-    reads_checkpoint = checkpoint is not None and has_references
-    model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
+    reads_weights = not (goes_on and has_references)
+    model = set_up_model(
+        data, config, configuration, memory, world, log, goes_on=goes_on, reads_weights=reads_weights
+    )
     if data.order.sharing is not None:
         rules = call_rules(find_language_model(model))
         data.order.length_limits = rules.length_limits
@@ -401,7 +417,7 @@ def set_up(
     optimizer = build_run_optimizer(config, world, model, memory=memory)
     if not has_references:
         choice = PlannerConfig.training(config, cost=resolved.cost, heads=query_heads(configuration))
-        compute_references(model, reference_documents, config, choice, world, log, stopped)
+        compute_references(model, reference_documents, digest, config, choice, world, log, stopped)
         starts.end_part("reference")
     if checkpoint is not None:
         load_checkpoint(checkpoint, model, optimizer, world)

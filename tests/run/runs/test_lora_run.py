@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTra
 
 from longspan import World
 from longspan.checkpoint import base as unadapted_module
-from longspan.checkpoint.base import weights_fingerprint
+from longspan.checkpoint.base import check_base_unchanged, weight_sums
 from longspan.checkpoint.storage import read_metadata
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
@@ -253,6 +253,15 @@ def _set_base(run: str, folder: Path) -> None:
     Path(run, "config.toml").write_text(to_toml(replace(config, model=replace(config.model, path=str(folder)))))
 
 
+def edit_configuration(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    write_json(file, json.loads(file.read_text()) | values)
+
+
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values))
+
+
 def _refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     assert cli_main([*words]) == 2
     return capfd.readouterr().err
@@ -309,7 +318,10 @@ def test_a_base_is_known_by_its_weights(
 
     changed = tmp_path / "there" / "base"
     other_weights = re.escape(f"began over the weights of {base} (model.path) with the sum ") + "[0-9a-f]{12}, and "
-    other_weights += re.escape(f"{changed} has others now, with the sum ") + "[0-9a-f]{12}; put them back, or set"
+    other_weights += (
+        re.escape(f"{changed} has others now, with the sum ")
+        + "[0-9a-f]{12}, in model.safetensors; put them back, or set"
+    )
     _set_base(run, changed)
     for words in (["eval", run], ["export", run, str(tmp_path / "no"), "--merge"]):
         assert re.search(other_weights, _refused(capfd, *words))
@@ -321,14 +333,54 @@ def test_a_base_is_known_by_its_weights(
     assert "has others now, with the sum" in _refused_start(run)
     assert not (tmp_path / "no").exists()
 
+    settings = json.loads((moved / "config.json").read_text())
+    kept = Path(run, "config.json").read_text()
+    rope = {**settings["rope_parameters"], "rope_theta": 20.0}
+    write_json(moved / "config.json", settings | {"rope_parameters": rope, "rms_norm_eps": 0.5})
+    _set_base(run, moved)
+    edited = f"{moved} has another now: rms_norm_eps was 1e-06 and is 0.5 now, rope_parameters.rope_theta was 10000 "
+    edited += "and is 20 now; set that back, or set "
+    prompt = ("--prompt", "a", "--world", "1", "--device", "cpu")
+    for words in (["eval", run], ["generate", run, *prompt], ["export", run, str(tmp_path / "no"), "--merge"]):
+        assert f"{edited}model.path in {run}/config.toml" in _refused(capfd, *words)
+    assert f"{edited}run.dir to a new folder" in _refused_start(run)
+    write_json(moved / "config.json", settings | {"eos_token_id": 5, "dtype": "float32"})
+
     _, resumed = parse_train([f"{run}/config.toml", "--train.steps", "2", "--model.path", "../moved"])
-    assert "going on from" in lines_of(0, resumed, 1) and len(train_rows(resumed)) == 2
+    told = lines_of(0, resumed, 1)
+    assert "going on from" in told and len(train_rows(resumed)) == 2
+    assert (
+        "in what decides no number or one version of transformers alone writes: eos_token_id was null and is 5 now; "
+        in told
+    )
+    assert Path(run, "config.json").read_text() == kept
     assert f'path = "{tmp_path}/there/../moved"' in (Path(run) / "config.toml").read_text()
+    _refuse_damaged_records(run)
     (Path(run) / "base.json").unlink()  # as a run of before
     assert _eval_loss(run) == _eval_loss(run)
     _, other = parse_train([f"{run}/config.toml", "--train.steps", "3", "--model.path", str(tmp_path / "m")])
     with pytest.raises(ConfigError, match=r"model.path was '.*moved' when .* was saved and is '.*/m' now"):
         lines_of(0, other, 1)
+
+
+def _refuse_damaged_records(run: str) -> None:
+    """base.json as an earlier version wrote it is read, and what is none, or contradicts itself, is named."""
+    file = Path(run, "base.json")
+    text = file.read_text()
+    record = json.loads(text)
+    write_json(file, {key: record[key] for key in ("folder", "sum")})
+    assert _eval_loss(run)
+    flipped = "".join("b" if digit == "a" else "a" for digit in record["sum"][:1]) + record["sum"][1:]
+    contents = ["", text[:-9], "[]", "{}", '{"folder": 1, "sum": "a"}', json.dumps(record | {"sum": flipped})]
+    contents += [
+        json.dumps(record | {"files": {"model.safetensors": [1, flipped]}}),
+        '{"folder": "", "sum": "", "files": 1}',
+    ]
+    for content in contents:
+        file.write_text(content)
+        with pytest.raises(ModelError, match=re.escape(f"{file} is damaged (")):
+            check_base_unchanged(Path(run), load_config(f"{run}/config.toml"))
+    file.write_text(text)
 
 
 def test_a_base_of_the_hub_is_named_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +417,7 @@ def test_a_sum_covers_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def sum_of(**changes: Tensor) -> str:
         save_file(tensors | changes, tmp_path / "model.safetensors")
-        return weights_fingerprint(tmp_path)
+        return weight_sums(tmp_path)["sum"]
 
     first = sum_of()
     for name, tensor in tensors.items():
@@ -380,7 +432,7 @@ def test_a_sum_covers_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole = file.read_bytes()
     for changed in (whole[:-1] + b"x", b"x" + whole[1:], whole + b"x"):
         file.write_bytes(changed)
-        assert weights_fingerprint(tmp_path) != first
+        assert weight_sums(tmp_path)["sum"] != first
 
 
 def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,9 @@
 """Runs of `longspan train` on preferences: losses, gradients, figures and weights are those of TRL's trainers."""
 
+import hashlib
+import io
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +18,8 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from longspan.checkpoint.base import check_base_weights_unchanged, record_base_weights
+from longspan import World
+from longspan.checkpoint.base import check_base_unchanged, record_base_weights
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.config.file import load_config
@@ -23,6 +27,8 @@ from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, ModelError
+from longspan.evaluation.reference import read_reference_log_probs
+from longspan.layout import Layout
 from longspan.model import load_model
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
@@ -32,7 +38,7 @@ from tests.corpus.rows.conversations import says
 from tests.hf.stock import DenseHead
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, refusals, train_rows
 from tests.run.runs.test_images_run import model_folder, rows_with_images, settings
-from tests.run.runs.test_lora_run import write_base
+from tests.run.runs.test_lora_run import edit_configuration, write_base
 from tests.run.runs.test_scores_run import config_of, words
 from tests.train.small import small_config, without_times
 
@@ -185,12 +191,65 @@ def test_a_run_that_goes_on_compares_with_the_model_it_began_with(base: Path, tm
     for gone in (False, True):
         again = gone_on_from_the_first_checkpoint(config, tmp_path / f"again {gone}")
         if gone:
-            kept.unlink()
-        assert ("reference model" in lines_of(0, again, 1)) == gone
+            kept.write_bytes(bytes(kept.stat().st_size))  # as of an array of zeros that nobody computed
+        lines = lines_of(0, again, 1)
+        assert ("reference model: log" in lines) == (f"{kept} is damaged: its log-probabilities" in lines) == gone
         assert without_seconds(again) == whole
         found = np.load(kept)
         known = np.isfinite(found)
         assert known.any() and np.array_equal(found[known], values[known])
+    check_damaged_references(config, kept)
+
+
+def check_damaged_references(config: RunConfig, file: Path) -> None:
+    """Each counts as missing, with a line, and is written anew."""
+    whole = file.read_bytes()
+    corpus = Corpus(Path(config.run.dir) / "corpus")
+    values, documents = np.load(file), corpus.select(np.flatnonzero(np.isfinite(np.load(file))).tolist())
+    digest = file.stem.removeprefix("reference-")
+    damaged = [whole[:-9], b"", whole[:40], whole + b"x", whole[:200] + b"x" + whole[201:]]
+    damaged += map(sealed, (values[:-1], np.append(values, 0.0), values.astype(np.float32), values.astype(object)))
+    lines = list[str]()
+    with World(Layout(1), backend="gloo", device="cpu") as world:
+        for content in damaged:
+            file.write_bytes(content)
+            assert not read_reference_log_probs([documents], digest, world, lines.append)
+            assert corpus.reference is not None and np.isnan(corpus.reference).all()
+        file.write_bytes(sealed(values))
+        assert sealed(values) == whole and read_reference_log_probs([documents], digest, world, lines.append)
+    assert lines == [f"{file} is damaged: its log-probabilities by the reference model count as missing"] * len(damaged)
+
+
+def sealed(values: Any) -> bytes:
+    array = io.BytesIO()
+    np.save(array, values)
+    return array.getvalue() + hashlib.sha256(array.getvalue()).digest()
+
+
+@pytest.mark.usefixtures("token_cache")
+def test_a_reference_is_that_of_its_configuration(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one cache, two configurations over the same weights: at step 1 the policy is the reference, and the loss ln 2.
+
+    Without shared prefixes no pass has any.
+    """
+    folder = Path(shutil.copytree(base, tmp_path / "base"))
+    edits: list[Row] = [{}, {"rms_norm_eps": 0.5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}]
+    keys = {"train__steps": 1, "evaluation__every": 0, "data__share_prefixes": "none"}
+    configs = list[RunConfig]()
+    for number, edit in enumerate(edits):
+        edit_configuration(folder, **edit)
+        config = run_of(tmp_path / f"run {number}", folder, "dpo", **ALONE | keys)
+        configs.append(config)
+        with monkeypatch.context() as patch:
+            patch.setattr("longspan.evaluation.live.share_prefixes_where_faster", None)
+            (row,) = train_rows(config, 1)
+        assert abs(row["loss"] - math.log(2)) < 1e-12 and row["rewards/margins"] == 0
+    first = configs[0].with_keys("train", steps=2)
+    saved = (Path(first.run.dir) / "config.json").read_text()
+    named = r"base has another now: rms_norm_eps was 1e-06 and is 0.5 now, rope_\S+theta was 10000 and is 50 now; set"
+    with pytest.raises(ModelError, match=named):
+        train_rows(first, 1)
+    assert (Path(first.run.dir) / "config.json").read_text() == saved
 
 
 def without_seconds(config: RunConfig) -> list[dict[str, Any]]:
@@ -294,9 +353,9 @@ def test_the_weights_of_a_reference_model_are_those_that_a_run_began_with(base: 
     folder = Path(shutil.copytree(base, tmp_path / "base"))
     config = load_config(None, {"model.path": str(folder), "train.loss": "dpo", "optimizer.lr": 1e-6})
     record_base_weights(tmp_path, config)
-    check_base_weights_unchanged(tmp_path, config, goes_on=True)
+    check_base_unchanged(tmp_path, config, goes_on=True)
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    check_base_weights_unchanged(tmp_path, config)  # what evaluates or exports the run has its own weights
+    check_base_unchanged(tmp_path, config)  # what evaluates or exports the run has its own weights
     with pytest.raises(ModelError, match=r"the reference model of .* others now"):
-        check_base_weights_unchanged(tmp_path, config, goes_on=True)
+        check_base_unchanged(tmp_path, config, goes_on=True)

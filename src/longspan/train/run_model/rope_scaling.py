@@ -1,11 +1,13 @@
 """A model's positions scaled to the longest document of a run (`model.rope_scaling`), or the document refused."""
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import ModelConfig
 from longspan.errors import ConfigError
-from longspan.model.seams.rope import scale_rope, smallest_scaling_factor
+from longspan.model.seams.rope import rope_types, scale_rope, smallest_scaling_factor
 from longspan.plan.shape.positions import has_no_positions, position_limit
 
 
@@ -50,6 +52,21 @@ def scale_positions(
         scaled = configuration
     _check_positions(configuration, scaled, model, longest, origin, cut_by)
     return scaled
+
+
+def scale_as_saved(
+    configuration: PreTrainedConfig, model: ModelConfig, saved: PreTrainedConfig
+) -> PreTrainedConfig:
+    """Return a configuration whose positions are scaled by `model.rope_scaling` as those of a run's `saved` one are.
+
+    The given configuration is returned where the saved one is not scaled, and where it has a scaling of its own.
+    """
+    kind, _ = model.rope
+    rope: Any = getattr(saved, "rope_parameters", None)
+    own_types = rope_types(getattr(configuration, "rope_parameters", None))
+    if not kind or rope_types(rope) != {kind} or own_types - {"default"}:
+        return configuration
+    return scale_rope(configuration, kind, rope["factor"])
 
 
 def check_set_length(
