@@ -295,11 +295,15 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
 
 
 def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> None:
-    keys = ({"encoder.lr": lr / 10, "optimizer.lr": lr, "train.steps": 6} for lr in (1.0, 2.0))
+    keys = (
+        {"encoder.lr": lr / 10, "optimizer.lr": lr, "train.steps": 6, "evaluation.patience": int(lr)}
+        for lr in (1.0, 2.0)
+    )
     before, now = (load_config(None, given) for given in keys)
     state = {"step": 6, "begin": 7, "config": json.loads(json.dumps(before.tables()))}
     data: Any = SimpleNamespace(order=SimpleNamespace(begin_of_step={6: 7}.get))
-    with pytest.raises(ConfigError, match=r"encoder.lr was 0.1 and is 0.2 now; optimizer.lr was 1.0 and is 2.0 now"):
+    changes = "encoder.lr was 0.1 and is 0.2 now; evaluation.patience was 1 and is 2 now; optimizer.lr was 1.0 and is 2"
+    with pytest.raises(ConfigError, match=changes):
         set_up.check_steps_left(now, data, Path("step-000006"), state, print)
 
 

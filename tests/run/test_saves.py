@@ -1,17 +1,21 @@
 """When a run saves, what it does before an error, and which checkpoint is the best."""
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from longspan.checkpoint.export import export_checkpoint
-from longspan.comm import on_all_ranks
+from longspan.checkpoint.files import checkpoint_path
+from longspan.cli.main import main
+from longspan.comm import World, on_all_ranks
 from longspan.config.file import load_config
 from longspan.errors import (
     CheckpointError,
@@ -22,13 +26,22 @@ from longspan.errors import (
     RankLostError,
     RunFolderError,
 )
+from longspan.evaluation.evaluate_saved import evaluate_saved
+from longspan.evaluation.live import evaluate
+from longspan.evaluation.request import EvalRequest, Subject, find_saved_weights
+from longspan.layout import Layout
 from longspan.report import write_report
-from longspan.run import folder as run_folder, saves as module
+from longspan.report.follow import LiveRun
+from longspan.report.run_folder import RunFolder
+from longspan.run import evaluations as evaluations_module, folder as run_folder, saves as module
 from longspan.run.checks import check_config
 from longspan.run.folder import check_free_disk
 from longspan.run.metrics import read_metrics
 from longspan.run.saves import BestCheckpoint, Saves
+from longspan.train.start.start_times import Starts
+from tests.model.stock import without_trials
 from tests.run.runs.homes import ALONE, lines_of, train_rows
+from tests.run.runs.test_lora_run import write_base
 from tests.train.small import small_config
 
 
@@ -148,29 +161,50 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(control=SimpleNamespace(broadcast_object=lambda value: value))
 
 
+def record(best: BestCheckpoint, rows: list[dict[str, Any]], step: int) -> bool:
+    return max(best.record_if_best(row, step) for row in rows)
+
+
 def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: Any) -> None:
     said = list[str]()
     best = BestCheckpoint("eval_loss", tmp_path, world, said.append)
     losses = {10: 3.0, 20: 3.5, 30: 2.0, 40: 2.0, 50: None, 60: 1.0}
-    assert [step for step, loss in losses.items() if best.record_if_best(rows(loss), step)] == [10, 30, 60]
+    assert [step for step, loss in losses.items() if record(best, rows(loss), step)] == [10, 30, 60]
     assert said[1] == "step 30 has the best eval_loss so far, 2 (before: 3 at step 10); its checkpoint is kept"
     resumed = BestCheckpoint("eval_loss", tmp_path, world, said.append)
     resumed.restore_best_steps(60, [60, 30])
     assert resumed.step == 60
     resumed.restore_best_steps(50, [50, 30])  # what came after the checkpoint that the run goes on from is made again
-    assert resumed.step == 30 and not resumed.record_if_best(rows(2.5), 60) and resumed.record_if_best(rows(1.5), 60)
+    assert json.loads((tmp_path / "best.json").read_text())["bests"] == [{"step": 30, "value": 2.0}], "for verbs, too"
+    assert resumed.step == 30 and not record(resumed, rows(2.5), 60) and record(resumed, rows(1.5), 60)
     higher = BestCheckpoint("code/eval_hits:higher", tmp_path, world, said.append)
     higher.restore_best_steps(60, [60, 30])
     assert higher.step == 0 and "is of another figure" in said[-1]
-    assert [higher.record_if_best(rows(1.0, eval_hits=hits), step) for step, hits in ((70, 0.5), (80, 0.4))] == [
+    assert [record(higher, rows(1.0, eval_hits=hits), step) for step, hits in ((70, 0.5), (80, 0.4))] == [
         True,
         False,
     ]
     with pytest.raises(ConfigError, match=r"checkpoint.keep_best names eval_hits, and the evaluation has eval_loss"):
-        higher.record_if_best(rows(1.0), 90)
+        record(higher, rows(1.0), 90)
     (tmp_path / "best.json").write_text("{")
     higher.restore_best_steps(60, [60, 30])
     assert higher.step == 0 and "is damaged" in said[-1]
+
+
+@pytest.mark.parametrize("higher", [False, True])
+def test_a_figure_that_is_not_finite_is_none(higher: bool, tmp_path: Path, world: Any) -> None:
+    said = list[str]()
+    figure = "eval_loss:higher" if higher else "eval_loss"
+    best = BestCheckpoint(figure, tmp_path, world, said.append)
+    figures = [math.nan, math.inf, -math.inf, 3.0, math.nan, math.inf, -math.inf, 2.0, 4.0]
+    assert [step for step, value in enumerate(figures, 1) if record(best, rows(value), step)] == [4, 9 if higher else 8]
+    assert said[0] == "eval_loss of step 1 is nan: no figure by which it could be the best"
+    assert [" is nan: " in line or " is inf: " in line or " is -inf: " in line for line in said].count(True) == 6
+    for bests in ('{"step": 3, "value": NaN}', '{"step": 3, "value": "inf"}', '{"step": Infinity, "value": 1}', "7"):
+        stored = json.dumps({"set": "", "column": "eval_loss", "higher": higher, "bests": []})
+        (tmp_path / "best.json").write_text(stored.replace("[]", f"[{bests}]"))
+        best.restore_best_steps(9, [3])
+        assert best.step == 0 and said[-1] == f"{tmp_path}/best.json is damaged: no best step is known from it"
 
 
 GB = 10**9
@@ -280,31 +314,137 @@ def test_a_run_keeps_its_best_checkpoint(tmp_path: Path) -> None:
         folder = tmp_path / "run"
         assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000002", f"step-00000{steps}"}
         assert [entry["step"] for entry in json.loads((folder / "best.json").read_text())["bests"]] == [2]
+    value = evaluated_losses(folder)[0]
+    best = f"step 2 is the best by eval_loss {value:.6g}"
+    assert f"{best}; model/ has the weights of step 5, the last" in write_report(folder).read_text()
+    out, lines = tmp_path / "out", list[str]()
+    assert export_checkpoint(folder, None, out, lines.append).step == 5 and are_of_step(folder / "model", folder, 5)
+    take = f"step 5, the newest, is taken, and to take the best give {folder}/checkpoints/step-000002"
+    assert lines == [f"{folder}: {best}; {take}"]
 
 
-def test_a_run_ends_without_patience_with_its_best_weights_and_a_resume_counts_on(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"evaluation__every": 1, "checkpoint__save_total_limit": 1, "train__steps": 9, **ALONE}
-    keys["optimizer__arguments"] = ("maximize=true",)  # every step is worse than the one before
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def are_of_step(model: Path, run: Path, step: int) -> bool:
+    """Whether a folder has the weights of a checkpoint of this step, bit for bit."""
+    out = model.parent / f"exported {model.name} {step}"
+    export_checkpoint(run, checkpoint_path(run / "checkpoints", step), out, print, overwrite=True)
+    expected, weights = weights_of(out), weights_of(model)
+    return expected.keys() == weights.keys() and all(map(torch.equal, *map(dict.values, (expected, weights))))
+
+
+def evaluated_losses(run: Path) -> list[float]:
+    return [row["eval_loss"] for row in read_metrics(run / "metrics.jsonl") if "eval_loss" in row]
+
+
+WORSE: dict[str, Any] = {"evaluation__every": 1, "optimizer__arguments": ("maximize=true",), **ALONE}
+
+
+def test_a_run_ends_without_patience_with_its_best_weights_and_a_resume_counts_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys: dict[str, Any] = {"checkpoint__save_total_limit": 1, "train__steps": 9, **WORSE}
     for patience, last in ((2, 3), (3, 4), (3, 4)):  # the third start ends at once
         config = small_config(tmp_path, evaluation__patience=patience, **keys)
         assert config.checkpoint.keep_best == "eval_loss"
         lines = lines_of(0, config, 1)
         folder = Path(config.run.dir)
         summary = json.loads((folder / "summary.json").read_text())
-        evaluated = [row["eval_loss"] for row in read_metrics(folder / "metrics.jsonl") if "eval_loss" in row]
+        evaluated = evaluated_losses(folder)
         reason = f"no eval_loss better than {evaluated[0]:.6g} of step 1 in {patience} evaluations"
         assert f"the run ends after step {last}: {reason} (evaluation.patience)" in lines
         assert (summary["step"], summary["steps"], summary["end_reason"]) == (last, 9, reason)
         assert evaluated == sorted(evaluated) and len(evaluated) == last
-        assert summary["eval_at_degrees"][0]["step"] == 1
+        assert summary["eval_at_degrees"][0]["step"] == summary["model_step"] == 1
         assert summary["eval_at_degrees"][0]["eval_loss"] == evaluated[0]
+        metrics = folder / "metrics.jsonl"
+        metrics.write_text("?" + metrics.read_text().replace("\n", "\n\n", 1))  # which cuts no history
+        metrics.write_text(metrics.read_text() if patience == 3 else metrics.read_text()[1:])
+    assert "metrics.jsonl: left in place 1 line that cannot be read" in lines
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000001", "step-000004"}
-    export_checkpoint(folder, folder / "checkpoints/step-000001", tmp_path / "best", lines.__contains__)
-    best, model = (load_file(Path(path, "model.safetensors")) for path in (tmp_path / "best", folder / "model"))
-    assert best.keys() == model.keys() and all(torch.equal(best[name], model[name]) for name in best)
-    assert f"ended after step 4 of 9: {reason}" in write_report(folder).read_text()
+    assert are_of_step(folder / "model", folder, 1)
+    best = f"step 1 is the best by eval_loss {evaluated[0]:.6g}"
+    page = write_report(folder)
+    assert f"ended after step 4 of 9: {reason}; {best}; model/ has its weights" in page.read_text()
+    assert RunFolder.read(folder).newest_by_degree[0].loss == evaluated[0] and LiveRun.read(folder).state == "done"
+    check_best_is_handed_out(folder, best, 4, capfd)
     with pytest.raises(ConfigError, match=r"evaluation.patience is 2, and held-out documents are evaluated after"):
         check_config(small_config(tmp_path, evaluation__patience=2, **keys | {"evaluation__every": 0}), 1)
+
+
+def check_best_is_handed_out(run: Path, best: str, newest: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Verbs take the best step of a run, and say so; one that names another checkpoint takes that."""
+    newest_path = checkpoint_path(run / "checkpoints", newest)
+    line = f"{run}: {best} and is taken; the newest is {newest_path}\n"
+    out = run.parent / "out"
+    assert main(["export", str(run), str(out)]) == 0 and line in capfd.readouterr().out
+    assert (
+        are_of_step(out, run, 1)
+        and f"| best step | 1, by {best.rpartition('by ')[2]} |" in (out / "README.md").read_text()
+    )
+    assert main(["export", str(newest_path), str(out), "--overwrite"]) == 0
+    assert best not in capfd.readouterr().out and are_of_step(out, run, newest)
+    for target, step in ((run, 1), (newest_path, newest)):
+        lines = list[str]()
+        request = EvalRequest(subjects=(Subject(find_saved_weights(str(target)), load_config(run / "config.toml")),))
+        with World(Layout(1), backend="gloo", device="cpu") as world, without_trials():
+            (result,) = evaluate_saved(request, world, lines.append, lambda *_: None, Starts())
+        evaluation = result.sets[0].evaluation
+        assert (evaluation.step, evaluation.loss) == (step, evaluated_losses(run)[step - 1])
+        assert (line.strip() in lines) == (target == run)
+
+
+@pytest.mark.whole
+def test_every_verb_takes_the_best_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    base = write_base(tmp_path / "base")
+    keys: dict[str, Any] = {"model__path": str(base), "lora__rank": 4, "optimizer__lr": 0.05, "train__steps": 4}
+    config = small_config(tmp_path, evaluation__patience=2, **WORSE | keys)
+    lines_of(0, config, 1)
+    run = Path(config.run.dir)
+    best = run / "checkpoints" / "step-000001"
+    outputs = dict[Path, list[object]]()
+    for target in (run, best):
+        verbs = (["export"], ["export", "--merge"], ["eval", "--json"], ["generate", "--prompt", "def", "--json"])
+        for number, (verb, *flags) in enumerate(verbs):
+            out = tmp_path / f"{target.name} {number}"
+            words = [str(target), str(out)] if verb == "export" else [str(target), "--device", "cpu"]
+            capfd.readouterr()
+            assert main([verb, *words, *flags]) == 0
+            printed = capfd.readouterr()
+            said = "step 1 is the best by eval_loss" in printed.out + printed.err
+            assert said == (target == run), (target, verb, printed)
+            result = json.loads(printed.out) if verb != "export" else None
+            weights = {file.name: file.read_bytes() for file in out.glob("*.safetensors")}
+            if verb == "eval":
+                assert result["eval_loss"] == evaluated_losses(run)[0]
+            texts = [row["completion"] for row in result] if verb == "generate" else []
+            outputs.setdefault(target, []).append((weights, texts))
+    assert outputs[run] == outputs[best]
+
+
+def test_the_best_weights_are_saved_also_where_all_steps_are_done(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"train__steps": 3, "evaluation__every": 2, "evaluation__patience": 1}
+    config = small_config(tmp_path, **WORSE | keys)
+    folder = Path(config.run.dir)
+    for _ in range(2):  # the second start shows the run
+        lines_of(0, config, 1)
+        summary = json.loads((folder / "summary.json").read_text())
+        assert [row["step"] for row in read_metrics(folder / "metrics.jsonl") if "eval_loss" in row] == [2, 3]
+        assert (summary["step"], summary["end_reason"], summary["model_step"]) == (3, "", 2)
+        assert summary["best"] == {"figure": "eval_loss", "step": 2, "value": evaluated_losses(folder)[0]}
+        assert summary["eval_at_degrees"][0]["eval_loss"] == evaluated_losses(folder)[0] < evaluated_losses(folder)[1]
+        assert are_of_step(folder / "model", folder, 2)
+    better = small_config(tmp_path / "better", **WORSE | keys | {"optimizer__arguments": ()})
+    evaluations = list[int]()
+    with patch.object(evaluations_module, "evaluate", lambda *args: evaluations.append(1) or evaluate(*args)):
+        lines_of(0, better, 1)
+    folder = Path(better.run.dir)
+    assert json.loads((folder / "summary.json").read_text())["model_step"] == 3 and are_of_step(
+        folder / "model", folder, 3
+    )
+    assert len(evaluations) == len(evaluated_losses(folder)) == 2, "what decides is not evaluated once more"
 
 
 @pytest.mark.whole

@@ -21,11 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.adapter_folder import ADAPTER_CONFIGURATION
 from longspan.checkpoint.base import check_base_unchanged
+from longspan.checkpoint.best import RunCheckpoints
 from longspan.checkpoint.files import (
     check_file_hashes,
-    checkpoints_root,
-    complete_checkpoints,
-    newest_good_checkpoint,
     read_checked_manifest,
     read_state,
 )
@@ -132,7 +130,7 @@ def export_checkpoint(
     overwrite: bool = False,
     merge: bool = False,
 ) -> Exported:
-    """Write a checkpoint (None: the run's newest good one) to a folder that stock transformers loads.
+    """Write a checkpoint (None: the one that a run hands out) to a folder that stock transformers loads.
 
     An adapter ([lora]) is written to a folder that stock peft loads, or with `merge` added to the weights of its base
     model. `dtype` is the name of the files' dtype; "auto" is the model's own, and for an adapter the dtype in which it
@@ -149,7 +147,7 @@ def export_checkpoint(
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
     if merge:
         check_base_unchanged(run_dir, run)
-    checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.checkpoint.dir), checkpoint, log)
+    checkpoint = _choose_good_checkpoint(run_dir, checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, file_dtype, find_score_class(config) or image_text_class_of_architectures(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
@@ -223,9 +221,9 @@ def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
     return stock_configuration(read_configuration(run_dir))
 
 
-def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
-    """Return the checkpoint that is asked for, or the newest good one. Raises CheckpointError if its files are not
-    whole.
+def _choose_good_checkpoint(run_dir: Path, checkpoint: Path | None, log: LogLine) -> Path:
+    """Return the checkpoint that is asked for, or the one that a run hands out. Raises CheckpointError if its files are
+    not whole.
     """
 
     def check_files(path: Path) -> None:
@@ -234,10 +232,7 @@ def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -
     if checkpoint is not None:
         check_files(checkpoint)
         return checkpoint
-    newest, _ = newest_good_checkpoint(complete_checkpoints(root, log), check_files, log)
-    if newest is None:
-        raise CheckpointError(f"there is no checkpoint in {root}; train the run first")
-    return newest
+    return RunCheckpoints.find(run_dir, log).take(check_files, log)
 
 
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[str, Tensor]]:

@@ -111,7 +111,8 @@ class EvalFlags:
         "what is compared and written": ("--compare", "--metrics", "--out", "--json"),
     }
     target: Annotated[str, Word("RUN|CHECKPOINT|HF_FOLDER", TARGET, "runs/first")]
-    """A run's folder (its newest good checkpoint), the folder of one checkpoint, or a Hugging Face folder."""
+    """A run's folder (its newest good checkpoint, with evaluation.patience its best), the folder of one checkpoint, or
+    a Hugging Face folder."""
     data: Repeated = ()
     """NAME=PATH or PATH of texts (a file or folder of .txt .md .py .jsonl .json .csv, or stdlib); again for more sets.
     Default: the documents that the run holds out."""

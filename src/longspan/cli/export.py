@@ -26,7 +26,8 @@ class ExportFlags:
     """
 
     checkpoint: Annotated[str, Word("RUN_OR_CHECKPOINT", "a run's folder or a checkpoint", "runs/first")]
-    """A run's folder (its newest good checkpoint), or the folder of one checkpoint."""
+    """A run's folder (its newest good checkpoint, with evaluation.patience its best), or the folder of one
+    checkpoint."""
     folder: Annotated[str, Word("FOLDER", "a folder to write the model to", "my-model")]
     """Where to write the model; a folder that is empty or not there yet."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"

@@ -37,8 +37,8 @@ class GenerateFlags:
     target: Annotated[
         str, Word("RUN|CHECKPOINT|HF_FOLDER", "a run, a checkpoint or a model's folder", "runs/first")
     ]
-    """A run's folder (its newest good checkpoint, of an adapter with its base model), the folder of one checkpoint, or
-    a Hugging Face folder."""
+    """A run's folder (its newest good checkpoint, with evaluation.patience its best; an adapter with its base model),
+    the folder of one checkpoint, or a Hugging Face folder."""
     prompt: Repeated = ()
     """A prompt; again for more."""
     prompts: str = ""

@@ -10,11 +10,13 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from longspan import __version__
 from longspan.adapter_folder import ADAPTER_CONFIGURATION
+from longspan.checkpoint.best import read_best_steps
 from longspan.checkpoint.export import Exported
 from longspan.checkpoint.files import read_state
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.config.loss_arguments import loss_text
+from longspan.config.text_values import BestFigure
 from longspan.errors import plural
 from longspan.files import read_json, write_atomically
 from longspan.hub import hub_name
@@ -57,6 +59,10 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]
     rows += [("trained by", loss_text(config.train))] if config.train.loss else []
     rows += _card_figures(run_dir, exported.step, steps)
+    if config.checkpoint.keep_best:
+        figure = BestFigure.from_text(config.checkpoint.keep_best)
+        bests = read_best_steps(run_dir, figure, lambda _: None)
+        rows += [("best step", f"{best.step:,}, by {figure.name} {best.value:.6g}") for best in bests[-1:]]
     table = "\n".join(f"| {name} | {value} |" for name, value in dict(rows).items())
     text = f"""---
 {metadata.to_yaml()}

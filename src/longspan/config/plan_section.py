@@ -167,7 +167,7 @@ class EvaluationSection(EvaluationPlan):
     """Steps between evaluations; 0: only after the last step."""
     patience: NonNegativeInt = 0
     """End the run after so many evaluations in a row without a better figure of checkpoint.keep_best, which is then
-    eval_loss by default; model/ has the best weights. 0: never."""
+    eval_loss by default; model/, and verbs of the run, take the best weights, however it ends. 0: never."""
     prompts: Annotated[str, Needs("model.num_labels", (0,))] = ""
     """A file of prompts, a line or a row of .jsonl, .json or .csv each (docs/evaluation.md), which are completed after
     every so many steps and at the end: in RUN/completions.jsonl, the log, the loggers and the report."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,11 @@ class BestFigure:
             )
         return cls(name, column, order == "higher")
 
+    @property
+    def name(self) -> str:
+        """The figure as `checkpoint.keep_best` names it, without its order."""
+        return f"{self.set}/{self.column}" if self.set else self.column
+
     def check_sets(self, names: Collection[str]) -> None:
         """Raise ConfigError for a set that is not evaluated; `names` are the run's sets, "" the held-out documents."""
         if self.set in names:
@@ -49,16 +54,16 @@ class BestFigure:
             f"checkpoint.keep_best names {self.column} of {absent}, which the run has not; its sets: {names_text}"
         )
 
-    def figure_in_rows(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
-        """Return the figure in rows of evaluations, one a set; None without one. ConfigError for an unknown figure."""
-        for row in rows:
-            if row.get("eval_name", "") != self.set:
-                continue
-            if self.column not in row:
-                columns = ", ".join(name for name in row if name.startswith("eval_") and name != "eval_name")
-                raise ConfigError(f"checkpoint.keep_best names {self.column}, and the evaluation has {columns}")
-            return row[self.column]
-        return None
+    def figure_in_row(self, row: Mapping[str, Any]) -> float | None:
+        """Return the figure in the row of an evaluation; None for that of another set. Raises ConfigError for an
+        unknown figure.
+        """
+        if row.get("eval_name", "") != self.set:
+            return None
+        if self.column not in row:
+            columns = ", ".join(name for name in row if name.startswith("eval_") and name != "eval_name")
+            raise ConfigError(f"checkpoint.keep_best names {self.column}, and the evaluation has {columns}")
+        return row[self.column]
 
 
 @dataclass(frozen=True)

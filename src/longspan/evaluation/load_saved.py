@@ -9,11 +9,18 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from longspan.checkpoint.base import check_base_unchanged
-from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
-from longspan.checkpoint.files import checkpoints_root, read_state
+from longspan.checkpoint.best import RunCheckpoints
+from longspan.checkpoint.checkpoint import check_checkpoint, load_checkpoint
+from longspan.checkpoint.files import read_state
 from longspan.checkpoint.storage import read_metadata
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
+from longspan.comm.all_ranks import (
+    LogLine,
+    is_first_rank,
+    run_on_every_rank,
+    run_on_first_rank,
+    silence_warnings_of_other_ranks,
+)
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
@@ -55,11 +62,11 @@ def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: Lo
     elif checkpoint is not None:
         check_checkpoint(checkpoint, world)
     else:
-        checkpoint = find_checkpoint(checkpoints_root(weights.run_dir, subject.config.checkpoint.dir), world, log)
-        if checkpoint is None:
-            raise CheckpointError(
-                f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
-            )
+        find = partial(RunCheckpoints.find, weights.run_dir, log)
+        checkpoints = run_on_first_rank(world, find, CheckpointError)
+        # of a base no weights are taken from it
+        first_log = log if is_first_rank(world) and not weights.base else lambda _: None
+        checkpoint = checkpoints.take(partial(check_checkpoint, world=world), first_log)
     run_on_first_rank(world, partial(_check_base, subject, world.device.type), ModelError)
     configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
     loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)

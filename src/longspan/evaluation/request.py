@@ -24,7 +24,8 @@ from longspan.hub import find_local_path
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """Weights on disk: those of a checkpoint of `run_dir` (None: the newest good one), or of the folder `path`.
+    """Weights on disk: those of a checkpoint of `run_dir` (None: that of the step that it hands out), or of the
+    folder `path`.
 
     `base`: of a run that trains an adapter, the weights without it.
     """
@@ -41,7 +42,7 @@ class SavedWeights:
 
     @property
     def kind(self) -> Literal["run", "checkpoint", "folder"]:
-        """What the user named: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder."""
+        """What the user named: a run (the checkpoint that it hands out), one checkpoint, or a Hugging Face folder."""
         if self.run_dir is None:
             return "folder"
         return "run" if self.checkpoint is None else "checkpoint"

@@ -118,6 +118,8 @@ def _state_of(run: RunFolder, holder: str) -> State:
         return "broken"
     if run.summary.get("stopped"):
         return "stopped"
+    if run.summary.get("end_reason"):
+        return "done"
     return "done" if summary_step >= steps else "broken"  # also where `steps` is NaN, as it is not given
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from longspan.checkpoint.best import BestStep
 from longspan.config.renamed import upgraded_tables
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.files import json_safe_values, parse_json
 from longspan.plan import Plan
 from longspan.plan.plan_rows import find_plan
-from longspan.run.facts import RunFacts
+from longspan.run.facts import RunFacts, best_step_text
 from longspan.run.metrics import read_json_rows
 
 MOST = 1e30  # a larger number of a record is taken for none
@@ -238,10 +239,12 @@ class RunFolder:
 
     @property
     def newest_by_degree(self) -> tuple[EvalRow, ...]:
-        """The evaluations of the newest weights on the held-out documents, at every degree."""
+        """The evaluations of the weights in model/, or else of the newest ones, on the held-out documents, at every
+        degree.
+        """
         last = max((row.step for row in self.held_out), default=0)
-        final_is_newest = bool(self.final) and self.final[0].step >= last  # else it is of an earlier session
-        if final_is_newest:
+        # the best weights, which model/ has, may be older; else it is of an earlier session
+        if self.final and (self.final[0].step >= last or self.final[0].step == self.summary.get("model_step")):
             return self.final
         return tuple(row for row in self.held_out if row.step == last)
 
@@ -256,6 +259,18 @@ class RunFolder:
         if isinstance(size, int) and not isinstance(size, bool) and size > 1:
             return size
         return None
+
+    def best_text(self) -> str:
+        """Say which step is the best and whose weights model/ has, by summary.json; "" where it does not."""
+        best = self.summary.get("best")
+        if not isinstance(best, dict):
+            return ""
+        step, value, model_step = map(
+            number_to_draw, (best.get("step"), best.get("value"), self.summary.get("model_step"))
+        )
+        if math.isnan(step + value + model_step):
+            return ""
+        return best_step_text(str(best.get("figure")), BestStep(int(step), value), int(model_step))
 
     def value_of_planned_step(self, plan_name: str, column: str) -> float | None:
         """Return a positive value of the step of a plan; None for an evaluation, and for a step without a record."""

@@ -127,6 +127,8 @@ def run_head(run: RunFolder) -> Part:
         steps += f", stopped by {stopped} after step {run.summary.get('step')} of {run.summary.get('steps')}"
     elif reason := run.summary.get("end_reason"):
         steps += f", ended after step {run.summary.get('step')} of {run.summary.get('steps')}: {reason}"
+    if best := run.best_text():
+        steps += f"; {best}"
     versions = run.summary.get("versions")
     version_texts = (
         [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.received_signals import StopSignal, find_received_signal
@@ -26,7 +25,7 @@ from longspan.resolve.choice import PlannerConfig, degrees_to_compare, query_hea
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
-from longspan.run.saves import is_due
+from longspan.run.saves import Saves, is_due
 from longspan.train.training import loss_of_documents
 
 _SHOWN = 240  # characters of a completion in lines of the log
@@ -60,40 +59,53 @@ class Evaluations:
     records: Records
     stop: StopSignal
     prompts: Sequence[Prompt] = ()  # which the model completes
-    _recorded: list[dict[str, Any]] = field(default_factory=list)  # rows for `take_new_rows`
+    _of_last_step: dict[str, Evaluation] = field(default_factory=dict)  # by set, before the best step is chosen
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
         return load_tokenizer(self.run.dir)
 
-    def take_new_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the evaluations that were recorded since the last call, and forget them: of a set that was
-        evaluated at several degrees the row at its configured one.
-        """
-        rows = self._recorded.copy()
-        self._recorded.clear()
-        return rows
+    def are_due(self, done: int) -> bool:
+        """Return whether sets or prompts are due after `done` steps."""
+        every = {self.run.config.evaluation.every, *(entry.config.every for entry in self.run.sets)}
+        return any(self._is_due(done, steps) for steps in every)
 
-    def evaluate_due(self, done: int, *, unless_recorded: bool = False) -> str:
-        """Evaluate the sets that are due after `done` steps, record the results, and complete the prompts if they are
-        due.
+    def _is_due(self, done: int, every: int) -> bool:
+        """Return whether what is due `every` steps is due after `done` of them. The last step is evaluated at the end,
+        and with `evaluation.patience` before that, as it may be the best.
+        """
+        if done == self.run.config.train.steps:
+            return self.run.config.evaluation.patience > 0
+        return is_due(done, every)
+
+    def evaluate_due(self, saves: Saves, *, unless_recorded: bool = False) -> str:
+        """Evaluate the sets that are due after the steps that `saves` counts, record the results, and complete the
+        prompts if they are due, once the checkpoint of a best step is there.
 
         With `unless_recorded` a set that metrics.jsonl has after that step is left out. A signal ends the call: its
         name is returned, otherwise "".
         """
+        done = saves.done
+        is_last = done == self.run.config.train.steps
         for entry in self.run.sets:
-            if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
+            if not self._is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
                 continue
             evaluation = self._evaluate_set(entry, self.run.evaluation_choice(entry.config), done)
             if evaluation is not None:
                 self._record_evaluations(entry, [evaluation])
+                saves.save_if_best(evaluation.row())
+                if is_last:
+                    self._of_last_step[entry.name] = evaluation
             elif signal := find_received_signal(self.run.world, self.stop.received):
                 return signal
-        if is_due(done, self.run.config.evaluation.every):
+        if not is_last and is_due(done, self.run.config.evaluation.every):
+            saves.wait_for_best()
             self._record_completions(done)
         return ""
 
-    def evaluate_at_end(self, done: int) -> tuple[tuple[Evaluation, ...], tuple[Evaluation, ...], str]:
+    def evaluate_at_end(
+        self, done: int, saves: Saves
+    ) -> tuple[tuple[Evaluation, ...], tuple[Evaluation, ...], str]:
         """Evaluate all sets with the weights after `done` steps, record what is not recorded yet, and complete the
         prompts.
 
@@ -111,6 +123,10 @@ class Evaluations:
                     return (), (), signal
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
+                if done == saves.done:
+                    saves.save_if_best(evaluations[0].row())  # a degree changes no loss
+            elif evaluations[0] is self._of_last_step.get(entry.name):
+                self._record_evaluations(entry, evaluations[1:])
             same_kind = set_evaluations if entry.name else at_degrees
             same_kind += sorted(evaluations, key=attrgetter("cp"))
         self._record_completions(done)
@@ -132,7 +148,8 @@ class Evaluations:
         for an evaluation that a signal ended.
         """
         choice = self.run.evaluation_choice(entry.config)
-        first = self._evaluate_set(entry, choice, done)
+        first = self._of_last_step.get(entry.name) if done == self.run.config.train.steps else None
+        first = first or self._evaluate_set(entry, choice, done)
         yield first
         for degree in () if entry.name else degrees_to_compare(self.run.world.home, choice):
             if first is None or degree != first.cp:
@@ -167,12 +184,8 @@ class Evaluations:
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
-        """Write the rows and plans of a set's evaluations, in the order of degrees, and show them.
-
-        `take_new_rows` gives the row of the first evaluation alone: a degree changes no loss.
-        """
+        """Write the rows and plans of a set's evaluations, in the order of degrees, and show them."""
         world = self.run.world
-        self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])
         for evaluation in sorted(evaluations, key=attrgetter("cp")):
             row = evaluation.row()
             run_on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from longspan.checkpoint.best import BestStep
 from longspan.errors import plural
 from longspan.evaluation.result import SAME, Evaluation, evaluation_table, largest_difference
 from longspan.files import json_safe_values
@@ -65,6 +66,19 @@ class RunFacts:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
+def best_step_text(figure: str, best: BestStep, model_step: int) -> str:
+    """Say which step is the best, and whose weights RUN/model has (0: it is not saved).
+
+    >>> best_step_text("eval_loss", BestStep(12, 5.690361), 16)
+    'step 12 is the best by eval_loss 5.69036; model/ has the weights of step 16, the last'
+    """
+    text = f"step {best.step:,} is the best by {figure} {best.value:.6g}"
+    if not model_step:
+        return f"{text} so far"
+    weights = "its weights" if model_step == best.step else f"the weights of step {model_step:,}, the last"
+    return f"{text}; model/ has {weights}"
+
+
 LAST_STEPS = 10  # whose mean loss sums up a run
 
 
@@ -72,9 +86,10 @@ LAST_STEPS = 10  # whose mean loss sums up a run
 class TrainResult:
     """The result of a run on `world` ranks, of which `done` of `steps` are done.
 
-    `stopped` is the signal that stopped it, `end_reason` why it ended before its last step ("" for neither). `final`
-    are the last evaluations of held-out documents, at every degree, `named` those of named sets. `vocab_size` is 0
-    where the loss is not that of predicted tokens.
+    `stopped` is the signal that stopped it, `end_reason` why it ended before its last step ("" for neither).
+    `model_step` is the step whose weights RUN/model has (0: it was not saved), `best` the name of the figure of
+    `checkpoint.keep_best` and the best step by it. `final` are the last evaluations of held-out documents, at every
+    degree, `named` those of named sets. `vocab_size` is 0 where the loss is not that of predicted tokens.
     """
 
     dir: Path
@@ -87,6 +102,8 @@ class TrainResult:
     named: tuple[Evaluation, ...] = ()
     world: int = 1
     end_reason: str = ""
+    model_step: int = 0
+    best: tuple[str, BestStep] | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return the values of summary.json; numbers that are not finite are None."""
@@ -95,6 +112,8 @@ class TrainResult:
             "steps": self.steps,
             "stopped": self.stopped,
             "end_reason": self.end_reason,
+            "model_step": self.model_step,
+            "best": {"figure": self.best[0], **self.best[1]._asdict()} if self.best else None,
             "vocab_size": self.vocab_size,
             "loss_of_last_steps": self.last_loss,
             "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size) if self.vocab_size else None,
@@ -131,7 +150,8 @@ class TrainResult:
                 f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command {rest}"
             )
         elif self.end_reason:
-            reason = f"ended after step {self.done} of {self.steps}: {self.end_reason}"
-            lines.append(f"{reason}; model/ has the weights of the best step")
+            lines.append(f"ended after step {self.done} of {self.steps}: {self.end_reason}")
+        if self.best:
+            lines.append(best_step_text(*self.best, self.model_step))
         evaluations = (*self.final, *self.named)
         return "\n".join([*lines, *([evaluation_table(evaluations)] if evaluations else [])])

@@ -258,8 +258,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
 def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult:
     """Warm up and take the remaining steps; unless a signal stopped them, save the model and make the last evaluations.
 
-    `evaluations` has the run, its display, its records and its signals; all ranks call it. A run that ended for a lack
-    of progress (`saves.end_reason`) saves and evaluates its best weights, not the last ones.
+    `evaluations` has the run, its display, its records and its signals; all ranks call it. With `evaluation.patience`
+    the best weights are saved and evaluated, not the last ones.
     """
     run = evaluations.run
     log = evaluations.display.log
@@ -274,13 +274,13 @@ def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult
         saves = Saves(run, log)
         stopped = _run_steps(Steps(run, plans, log), evaluations, saves, starts)
     done = saves.done
+    model_step = 0
     final: tuple[Evaluation, ...] = ()
     named: tuple[Evaluation, ...] = ()
     if not stopped:
-        evaluated_step = saves.load_best() if saves.end_reason else done
+        model_step = saves.take_best()
         save_final_model(run)
-        final, named, stopped = evaluations.evaluate_at_end(evaluated_step)
-        saves.save_if_best(evaluations.take_new_rows())
+        final, named, stopped = evaluations.evaluate_at_end(model_step, saves)
         saves.remove_old_saves()
     predicts_tokens = not run.config.train.loss and run.corpus.labels is None
     return TrainResult(
@@ -289,6 +289,8 @@ def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult
         steps=run.config.train.steps,
         stopped=stopped,
         end_reason=saves.end_reason,
+        model_step=model_step,
+        best=saves.best_figure,
         final=final,
         named=named,
         last_loss=evaluations.records.last_loss(done),
@@ -312,10 +314,9 @@ def _run_steps(steps: Steps, evaluations: Evaluations, saves: Saves, starts: Sta
     stopped = ""
     is_over = False
     with saves.save_before_errors():
-        if 0 < run.done < settings.steps:
-            stopped = evaluations.evaluate_due(run.done, unless_recorded=True)
-            saves.save_if_best(evaluations.take_new_rows())
-            is_over = saves.loses_patience(records.metrics.evaluated)
+        if run.done:
+            stopped = evaluations.evaluate_due(saves, unless_recorded=True)
+            is_over = run.done < settings.steps and saves.loses_patience(records.metrics.evaluated)
         while saves.done < settings.steps and not stopped and not is_over:
             display.begin_work(f"step {saves.done + 1}/{settings.steps}")
             row, plan = steps.take_step(saves.done)
@@ -336,11 +337,9 @@ def _run_steps(steps: Steps, evaluations: Evaluations, saves: Saves, starts: Sta
             saves.reserve_memory()
             if save_on and not stopped:
                 display.log(f"{save_on} was received: step {saves.done} is saved, and the run goes on")
-            if saves.done < settings.steps and not stopped:
-                stopped = evaluations.evaluate_due(saves.done)
-                rows = evaluations.take_new_rows()
-                saves.save_if_best(rows)
-                is_over = bool(rows) and saves.loses_patience(records.metrics.evaluated)
+            if not stopped and evaluations.are_due(saves.done):
+                stopped = evaluations.evaluate_due(saves)
+                is_over = saves.done < settings.steps and saves.loses_patience(records.metrics.evaluated)
                 if stopped or is_over:
                     saves.save_if_unsaved()
         saves.wait()

@@ -6,17 +6,18 @@ rank, saves nothing: no rank can tell whether the others would join, and the las
 
 The best checkpoint is that of `checkpoint.keep_best`, by a figure of the run's evaluations. `best.json` in the run's
 folder has the last two steps that were the best when they were evaluated, with their figures: a run that ends while it
-writes the newer one's checkpoint goes on with the older.
+writes the newer one's checkpoint goes on with the older. With `evaluation.patience` the run hands out its best step.
 """
 
-import json
+import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from longspan.checkpoint.best import BestStep, read_best_steps, write_best_steps
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.checkpoint.files import checkpoint_path, complete_checkpoints, remove_old_checkpoints, step_of
 from longspan.checkpoint.saver import CheckpointSaver
@@ -34,13 +35,10 @@ from longspan.errors import (
     RunFolderError,
     plural,
 )
-from longspan.files import write_atomically
 from longspan.model import save_model
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.tokenizer_files import RunFolderFiles
 from longspan.run.run_data import TrainingRun
-
-BEST_FILE = "best.json"
 
 
 class Saves:
@@ -105,15 +103,20 @@ class Saves:
         if self.done > self._saved:
             self.save()
 
-    def save_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """If the `rows` of this step's evaluations have the best figure so far, note the step as the best, and save its
-        weights unless the last checkpoint has them; all ranks call it with the same rows. Raises ConfigError where rows
-        do not name the figure.
+    def save_if_best(self, row: Mapping[str, Any]) -> None:
+        """If the `row` of an evaluation of this step has the best figure so far, note the step as the best, and save
+        its weights unless the last checkpoint has them; all ranks call it with the same row. Raises ConfigError where
+        the row does not name the figure.
         """
-        if self._best is None or not rows or not self._best.record_if_best(rows, self.done):
+        if self._best is None or not self._best.record_if_best(row, self.done):
             return
         self.save_if_unsaved()
         self.saver.best = self.done
+
+    def wait_for_best(self) -> None:
+        """If this step is the best, wait until its checkpoint is complete; all ranks call it together."""
+        if self._best is not None and self._best.step == self.done:
+            self.wait()
 
     def loses_patience(self, evaluated: Collection[tuple[int, str]]) -> bool:
         """Return whether as many evaluations as `evaluation.patience` came after the best step; if so, log it and set
@@ -131,13 +134,28 @@ class Saves:
         self._log(f"the run ends after step {self.done}: {self.end_reason} (evaluation.patience)")
         return True
 
-    def load_best(self) -> int:
-        """Load the weights of the best checkpoint into the model, and return its step; all ranks call it together."""
-        assert self._best is not None
+    def take_best(self) -> int:
+        """With `evaluation.patience` load the weights of the best step into the model; returns the step whose weights
+        it has. All ranks call it together.
+        """
         run = self._run
+        best = self._best
+        if best is None or not run.config.evaluation.patience or best.step == self.done:
+            return self.done
+        if not best.step:
+            self._log(
+                f"no step has a finite {best.figure.name}: model/ gets the weights of step {self.done}, the last"
+            )
+            return self.done
         run.finish_update()
-        load_checkpoint(checkpoint_path(run.checkpoints, self._best.step), run.model, None, run.world)
-        return self._best.step
+        load_checkpoint(checkpoint_path(run.checkpoints, best.step), run.model, None, run.world)
+        return best.step
+
+    @property
+    def best_figure(self) -> tuple[str, BestStep] | None:
+        """The name of the figure of `checkpoint.keep_best` and the best step by it; None without one."""
+        best = self._best
+        return None if best is None or not best.steps else (best.figure.name, best.steps[-1])
 
     def remove_old_saves(self) -> None:
         """Remove checkpoints that are not kept any more, after the last evaluation; all ranks call it together."""
@@ -206,39 +224,48 @@ class BestCheckpoint:
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
         self.figure = BestFigure.from_text(figure)
-        self._file = folder / BEST_FILE
+        self.steps: Sequence[BestStep] = ()  # that were the best when they were evaluated, the best last
+        self._folder = folder
         self._world = world
         self._log = log
-        self._bests: Sequence[tuple[int, float]] = ()  # step and value, the newest last
 
     def __str__(self) -> str:
-        return f"{self._bests[-1][1]:.6g} of step {self.step}" if self._bests else "none"
+        return f"{self.steps[-1].value:.6g} of step {self.step}" if self.steps else "none"
 
     @property
     def step(self) -> int:
         """The best step; 0 for none."""
-        return self._bests[-1][0] if self._bests else 0
+        return self.steps[-1].step if self.steps else 0
 
     def restore_best_steps(self, done: int, saved: Collection[int]) -> None:
-        """Take from best.json the steps up to `done` whose checkpoints are among the `saved` ones."""
-        stored = run_on_first_rank(self._world, self._read_bests, RunFolderError)
-        self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
+        """Take from best.json the steps up to `done` whose checkpoints are among the `saved` ones, and leave the others
+        out of it: later steps are made again.
+        """
+        read = partial(read_best_steps, self._folder, self.figure, self._log)
+        stored = run_on_first_rank(self._world, read, RunFolderError)
+        self.steps = [best for best in stored if best.step <= done and best.step in saved]
+        if self.steps != stored:
+            self._write_steps()
 
-    def record_if_best(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
-        """Note a step as the best, here and in best.json, if its evaluations have a better figure than all before.
+    def record_if_best(self, row: Mapping[str, Any], step: int) -> bool:
+        """Note a step as the best, here and in best.json, if the row of its evaluation has a better figure than all
+        before. A figure that is not finite is none, which is logged.
 
-        The first rank's rows count. Returns whether it is the best; the caller keeps its checkpoint. Raises ConfigError
-        where rows do not name the figure.
+        The first rank's row counts. Returns whether it is the best; the caller keeps its checkpoint. Raises ConfigError
+        where the row does not name the figure.
         """
         try:
-            value = self._world.control.broadcast_object(self.figure.figure_in_rows(rows))
-        except ConfigError as error:  # every rank has the same rows, and raises it
+            value = self._world.control.broadcast_object(self.figure.figure_in_row(row))
+        except ConfigError as error:  # every rank has the same row, and raises it
             raise on_all_ranks(error) from None
-        if value is None:  # no row has the figure
+        if value is None:  # the row is of another set, or has nothing that was counted
+            return False
+        if not math.isfinite(value):
+            self._log(f"{self.figure.name} of step {step} is {value}: no figure by which it could be the best")
             return False
         best_before = ""
-        if self._bests:
-            best_value = self._bests[-1][1]
+        if self.steps:
+            best_value = self.steps[-1].value
             is_better = value > best_value if self.figure.higher else value < best_value
             if not is_better:
                 return False
@@ -246,29 +273,13 @@ class BestCheckpoint:
         self._log(
             f"step {step} has the best {self.figure.column} so far, {value:.6g}{best_before}; its checkpoint is kept"
         )
-        self._bests = [*self._bests[-1:], (step, value)]
-        bests = [{"step": best_step, "value": figure} for best_step, figure in self._bests]
-        text = json.dumps({**vars(self.figure), "bests": bests}, indent=1)
-        run_on_first_rank(self._world, lambda: write_atomically(self._file, text), RunFolderError)
+        self.steps = [*self.steps[-1:], BestStep(step, value)]
+        self._write_steps()
         return True
 
-    def _read_bests(self) -> list[tuple[int, float]]:
-        """Return steps and values of best.json; [] without it, and, which is logged, if it is damaged or of another
-        figure.
-        """
-        try:
-            stored = json.loads(self._file.read_text(encoding="utf-8"))
-            if {key: stored[key] for key in vars(self.figure)} != vars(self.figure):
-                self._log(
-                    f"{self._file} is of another figure than checkpoint.keep_best: the best is looked for anew"
-                )
-                return []
-            return [(int(entry["step"]), float(entry["value"])) for entry in stored["bests"]]
-        except FileNotFoundError:
-            return []
-        except (ValueError, KeyError, TypeError, AttributeError):
-            self._log(f"{self._file} is damaged: the best checkpoint is looked for anew")
-            return []
+    def _write_steps(self) -> None:
+        write = partial(write_best_steps, self._folder, self.figure, self.steps)
+        run_on_first_rank(self._world, write, RunFolderError)
 
 
 def save_final_model(run: TrainingRun) -> None:

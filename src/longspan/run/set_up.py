@@ -175,6 +175,7 @@ _FIXED_SECTIONS = ("model", "data", "lora")
 _FREE_KEYS = ("model.compute_dtype", "model.download", "data.share_prefixes")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
 _FIXED_KEYS += ("train.freeze", "train.loss", "optimizer.class", "optimizer.arguments", "evaluation.documents")
+_KEYS_OF_BEST = ("checkpoint.keep_best", "evaluation.patience")  # which decide whose weights RUN/model has
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
@@ -212,8 +213,9 @@ def check_steps_left(
     """Raise ConfigError for a checkpoint beyond the last step, and where other train.epochs would let the next step
     begin at another document.
 
-    A finished run is also refused under changed keys, but for those of [run], [checkpoint] and [evaluation], node_size,
-    and any that is "auto" now; otherwise it is logged that the run is shown.
+    A finished run is also refused under changed keys, but for those of [run], and of [checkpoint] and [evaluation] that
+    do not decide whose weights RUN/model has, node_size, and any that is "auto" now; otherwise it is logged that the
+    run is shown.
     """
     if state["step"] > config.train.steps:
         key = "train.epochs" if config.train.epochs else "train.steps"
@@ -234,8 +236,9 @@ def check_steps_left(
     sections_before, sections_now = _comparable_configurations(config, state)
     changes = [
         f"{section}.{key} was {sections_before[section][key]!r} and is {value!r} now"
-        for section in sorted(sections_now.keys() & sections_before.keys() - {"run", "checkpoint", "evaluation"})
+        for section in sorted(sections_now.keys() & sections_before.keys())
         for key, value in sorted(sections_now[section].items())
+        if section not in ("run", "checkpoint", "evaluation") or f"{section}.{key}" in _KEYS_OF_BEST
         if key in sections_before[section] and key != "node_size"
         if (section, key) != ("model", "path")  # `_check_same_run` has compared it
         if value not in (absolute_path(sections_before[section][key]), AUTO)

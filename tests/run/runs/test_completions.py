@@ -1,8 +1,11 @@
 """Completions of prompts by a run: the tokens of transformers' `generate` of the model that it saves."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,16 +19,18 @@ from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.corpus.prompts import encode_prompts, read_prompt_rows
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.errors import ConfigError, DataError, ModelError
+from longspan.evaluation.completions import Completions, complete_prompts
 from longspan.layout import Layout
 from longspan.model import stock_copy
 from longspan.model.stock_copy import StockCopy
 from longspan.report import write_report
+from longspan.run import evaluations as evaluations_module
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried
-from tests.run.runs.homes import lines_of, train_rows
+from tests.run.runs.homes import ALONE, lines_of, train_rows
 from tests.run.runs.test_lora_run import write_base
 from tests.train.small import small_config
 
@@ -107,6 +112,32 @@ def test_a_run_completes_prompts_as_its_saved_model_and_not_again_when_it_is_res
     assert "Completions" in page and json.dumps(rows[0]["completion"])[1:-1] in page
     assert "completions of" not in lines_of(0, config, 1)
     assert read_metrics(Path(config.run.dir) / "completions.jsonl") == rows
+
+
+def test_a_kill_while_samples_are_written_loses_no_evaluation_and_no_best_step(tmp_path: Path) -> None:
+    keys = {"evaluation__every": 1, "train__steps": 2, "checkpoint__keep_best": "eval_loss", **ALONE}
+    config = _prompted(tmp_path, **keys)
+    run, killed = Path(config.run.dir), tmp_path / "killed"
+
+    def copy_and_complete(*args: Any) -> Completions:
+        if not killed.exists():
+            shutil.copytree(run, killed)  # as a kill would leave it
+        return complete_prompts(*args)
+
+    with patch.object(evaluations_module, "complete_prompts", copy_and_complete):
+        lines_of(0, config, 1)
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step-000001"]
+    assert not (killed / "completions.jsonl").read_text()
+    lines = lines_of(0, replace(config, run=replace(config.run, dir=str(killed))), 1)
+    assert f"going on from {killed}/checkpoints/step-000001: 1 of 2 steps are done" in lines
+    assert (killed / "best.json").read_text() == (run / "best.json").read_text()
+    rows, resumed = (read_metrics(folder / "completions.jsonl") for folder in (run, killed))
+    texts, resumed_texts = ([(row["step"], row["completion"]) for row in group] for group in (rows, resumed))
+    assert texts == resumed_texts and [step for step, _ in texts] == [1, 1, 2, 2]
+    metrics, resumed_metrics = (read_metrics(folder / "metrics.jsonl") for folder in (run, killed))
+    losses = [(row["step"], row["eval_loss"]) for row in metrics if "eval_loss" in row]
+    assert losses == [(row["step"], row["eval_loss"]) for row in resumed_metrics if "eval_loss" in row]
+    assert [step for step, _ in losses] == [1, 2]
 
 
 @pytest.mark.whole
