@@ -235,7 +235,10 @@ def test_what_gives_no_text_is_named(tmp_path: Path, name: str, text: str, path:
 
 
 def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
-    os.mkfifo(make_folder(tmp_path / "texts") / "a.txt")
+    os.mkfifo(make_folder(tmp_path / "texts") / "a.json")
+    with pytest.raises(DataError, match=r"holds no file of .txt .*; its .json files hold no list of rows"):
+        build(tmp_path, tmp_path / "texts")
+    os.mkfifo(tmp_path / "texts" / "a.txt")
     with pytest.raises(DataError, match=r"a.txt of the corpus .* is no regular file"):
         build(tmp_path, tmp_path / "texts")
 

@@ -107,6 +107,11 @@ def test_a_row_beyond_a_limit_is_named(tmp_path: Path, line: str, message: str) 
     with pytest.raises(DataError, match=rf"a.jsonl, line 2.*({message})"):
         corpus_of(tmp_path, path=str(tmp_path / "a.jsonl"))
     assert documents(tmp_path, tmp_path / "a.jsonl") == 2
+    if message != ROWS[-1][1]:  # which has no end
+        (tmp_path / "a.json").write_text(f"[{json.dumps(GOOD[0])}, {line}, {json.dumps(GOOD[1])}]")
+        with pytest.raises(DataError, match=rf"a.json, row 2: .*({message})"):
+            corpus_of(tmp_path, path=str(tmp_path / "a.json"))
+        assert documents(tmp_path, tmp_path / "a.json") == 2
     (tmp_path / "a.jsonl").write_text(nested(99).replace('"a"', json.dumps(LONG["text"])))
     assert documents(tmp_path, tmp_path / "a.jsonl") == 1  # a hundred levels are read
 

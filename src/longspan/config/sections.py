@@ -217,8 +217,7 @@ class DataConfig(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that gives no document is an error that names file and line, or is counted and skipped."""
     max_text_bytes: NonNegativeInt = MAX_TEXT_BYTES
-    """A line, a text file or a row of a table (without its images) of more bytes is a bad row, and is not parsed;
-    0: any."""
+    """A text file or a row (of a table without its images) of more bytes is a bad row, and is not parsed; 0: any."""
     split_turns: Annotated[bool, Needs("model.num_labels", (0,))] = False
     """true: a conversation is one document for each assistant turn, with what stood before it; false: one document."""
     tokenizer: str = ""

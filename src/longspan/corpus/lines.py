@@ -48,7 +48,9 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
         kinds = ", ".join(f"{kind} ({count:,})" for kind, count in other_kinds.most_common(5))
         alone = ""
         if other_kinds.keys() & {".json", ".csv"}:
-            alone = "; .json and .csv are read where a path names the file, or a folder has no other texts and rows"
+            alone = (
+                "; a .json or .csv of rows is read where a path names it, or the folder has no other texts and rows"
+            )
         yield f"left out {plural(other_kinds.total(), 'file')} of kinds that are not read: {kinds}{alone}"
     if manifest.skipped:
         yield f"left out {plural(len(manifest.skipped), 'file')}, not UTF-8: {', '.join(manifest.skipped[:5])}"

@@ -81,13 +81,13 @@ _REFUSED_KEYS: tuple[tuple[tuple[Place, ...], str, str], ...] = (
     (
         ("tokens", "chat"),
         r"labels?|kto_tag",
-        "a label of a document, label, is learnt by a model that scores (model.num_labels) and stands in no pair, and "
-        "labels of tokens stand beside input_ids of a language model, as labels",
+        "a label of a document, label, is learnt by a model that scores (model.num_labels), or judges an answer "
+        '(train.loss = "kto"), and stands in no pair; labels of tokens stand beside input_ids, as labels',
     ),
     (
         ("tokens", "chat"),
         r"(chosen|rejected)(_.*)?",
-        "pairs are rows with chosen and rejected alone, perhaps with prompt",
+        "pairs are rows with both chosen and rejected (docs/preferences.md)",
     ),
     (
         ("tokens", "chat"),

@@ -37,7 +37,7 @@ def _checked_message(message: Any, name: str, images: bool) -> dict[str, Any]:
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         is_turn = isinstance(message, dict) and {"from", "value"} <= message.keys()
-        hint = "; from and value are called role and content here" if is_turn else ""
+        hint = '; data.rename_columns = ["conversations=messages"] reads from and value' if is_turn else ""
         raise RowError(f"{name} needs an object with a string role; found {short_repr(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):

@@ -169,10 +169,13 @@ def _names_to_read(files: Mapping[str, Path]) -> list[str]:
     if others := [name for name in described if not name.endswith(_READ_ALONE)]:
         has_rows = any(name.endswith(_TABLES) for name in others)
         return others if has_rows else [name for name in readable if not name.endswith(_READ_ALONE)]
-    rows = [
-        name for name in described if not _is_json(name) or JsonFile(name, files[name], MAX_TEXT_BYTES).has_rows()
-    ]
+    rows = [name for name in described if not _is_json(name) or _has_rows(name, files[name])]
     return rows or [name for name in readable if name not in described]
+
+
+def _has_rows(name: str, path: Path) -> bool:
+    # A pipe is not opened, as this would wait for its other end.
+    return path.is_file() and JsonFile(name, path, MAX_TEXT_BYTES).has_rows()
 
 
 def _is_json(name: str) -> bool:
