@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from longspan import World
+from longspan.config.file import load_config
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, LongspanError
 from longspan.model.presets import preset_config
 from longspan.run.checks import check_config
+from longspan.run.evaluations import Evaluations
 from longspan.run.facts import TrainResult
 from longspan.run.loop import train
 from longspan.run.metrics import read_metrics
@@ -228,3 +231,43 @@ def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> N
     with World(check_config(config, 1), backend="gloo") as world:
         data = open_data(config, model, None, world, lambda _: None)
     assert data.corpus.documents_folder == data.sets[0].documents.corpus.documents_folder
+
+
+def test_a_best_step_is_saved_before_other_sets_are_evaluated_and_samples_written() -> None:
+    """Of three steps, evaluated at each and the last: what happens, without and with patience."""
+    happened = list[str]()
+
+    class Watched(Evaluations):
+        def _evaluate_set(self, entry: Any, choice: Any, done: int) -> Any:
+            happened.append(f"evaluate {entry.name}")
+            return SimpleNamespace(row=lambda: {"eval_name": entry.name})
+
+        def _record_evaluations(self, entry: Any, evaluations: Any) -> None:
+            happened.append(f"record {entry.name}")
+
+        def _record_completions(self, done: int) -> None:
+            happened.append("samples")
+
+    class FakeSaves:
+        done = 1
+
+        def save_if_best(self, row: dict[str, str]) -> None:
+            happened.append(f"save {row['eval_name']}")
+
+        def wait_for_best(self) -> None:
+            happened.append("wait")
+
+    saves: Any = FakeSaves()
+    of_sets = [f"{action} {name}" for name in "ab" for action in ("evaluate", "record", "save")]
+    for patience in (0, 1):
+        keys = {"train.steps": 3, "evaluation.every": 1, "evaluation.patience": patience}
+        sets = [SimpleNamespace(name=name, config=SimpleNamespace(every=every)) for name, every in (("a", 1), ("b", 2))]
+        run: Any = SimpleNamespace(config=load_config(None, keys), sets=sets, evaluation_choice=lambda _: None)
+        evaluations = Watched(run, *[cast(Any, None)] * 3)
+        for saves.done, expected in ((1, [*of_sets[:3], "wait", "samples"]), (2, [*of_sets, "wait", "samples"])):
+            assert evaluations.evaluate_due(saves) == "" and happened == expected
+            happened.clear()
+        saves.done = 3
+        assert evaluations.are_due(3) == bool(patience)
+        assert evaluations.evaluate_due(saves) == "" and happened == of_sets * patience, "samples are of the best step"
+        happened.clear()

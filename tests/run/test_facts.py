@@ -10,6 +10,7 @@ import torch
 
 from longspan.attention import AttendCall, Mask
 from longspan.attention.dropout import Dropout
+from longspan.checkpoint.best import BestStep
 from longspan.comm import World
 from longspan.config.sections import RunConfig, RunSection
 from longspan.layout import Layout
@@ -54,6 +55,16 @@ def test_the_texts_of_lines_stand_in_one_column() -> None:
 def test_what_is_left_of_a_stopped_run(done: int, words: str) -> None:
     result = TrainResult(Path("run"), done, 2, "SIGTERM", 3.0, 300, ())
     assert f"stopped by SIGTERM after step {done} of 2; the same command {words}" in result.text()
+
+
+@pytest.mark.parametrize(
+    ("model_step", "rest"),
+    [(0, " so far"), (1, "; model/ has its weights"), (2, "; model/ has the weights of step 2, the last")],
+)
+def test_the_result_names_the_best_step_and_whose_weights_are_saved(model_step: int, rest: str) -> None:
+    best = "code/eval_loss", BestStep(1, 2.5)
+    result = TrainResult(Path("run"), 2, 2, "", 3.0, 300, (), model_step=model_step, best=best)
+    assert result.text().splitlines()[1] == f"step 1 is the best by code/eval_loss 2.5{rest}"
 
 
 def test_a_hybrid_says_what_its_partition_sends() -> None:
