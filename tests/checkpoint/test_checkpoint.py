@@ -33,6 +33,7 @@ from longspan.checkpoint.files import (
     read_checked_manifest,
     read_state,
     remove_old_checkpoints,
+    state_value,
     step_of,
     write_damage_notes,
 )
@@ -115,6 +116,29 @@ def test_damage_is_named_and_skipped(tmp_path: Path, name: str, damage: Any, mes
             read(bad)
     assert latest_checkpoint(tmp_path, said.append) == good
     assert len(said) == 1 and "step-000010" in said[0]
+
+
+SEALED: list[tuple[dict[str, Any], str]] = [  # states that the manifest has the hash of, and what is told
+    ({}, "no number of steps"),
+    ({"step": "5"}, "no number of steps"),
+    ({"step": 5, "config": []}, "no tables in config"),
+    ({"step": 5, "config": {"train": 3}}, "train of config is no table"),
+    ({"step": 5, "config": {"optimizer": {"groups": 3}}}, ""),
+]
+
+
+@pytest.mark.parametrize(("state", "message"), SEALED)
+def test_a_state_that_lacks_something_is_named(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+    path = tmp_path / "step-000005"
+    create_partial_folder(path.with_name("step-000005.partial"))
+    digest = {"shard": (0, sha256(b"").hexdigest())}
+    publish_checkpoint(path.with_name("step-000005.partial"), path, {"state.json": state}, [digest])
+    if message:
+        with pytest.raises(CheckpointError, match=rf"step-000005: state.json is damaged \(.*{message}"):
+            read_state(path)
+        return
+    with pytest.raises(CheckpointError, match=r"step-000005: state.json is damaged \(no config.train.steps\)"):
+        state_value(path, read_state(path), "config", "train", "steps")
 
 
 def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_path: Path) -> None:

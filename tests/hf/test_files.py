@@ -351,7 +351,7 @@ def test_an_interrupted_save_leaves_no_checkpoint_and_ranks_that_fail_end_all(ro
 
 MUTATIONS: dict[str, Change] = {
     "the learning rate is not restored": (
-        "hf.files", '_restore_group_settings(root, optimizer, state["groups"])', "pass"
+        "hf.files", '_restore_group_settings(root, optimizer, state_value(saved, state, "groups"))', "pass"
     ),
     "only the first rank saves": (
         "hf.one_process", "trainer._save(output_dir)", "trainer.args.should_save and trainer._save(output_dir)"

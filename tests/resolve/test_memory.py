@@ -23,7 +23,7 @@ from longspan.plan import FixedMemory, Machine, MemoryBudget, MemoryPlan
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.choice import home_of
 from longspan.resolve.facts import Facts
-from longspan.resolve.kept_rows import FILE, SlotRows, keys_that_decide_rows, resolve_with_kept_rows
+from longspan.resolve.kept_rows import FILE, SlotRows, halve_kept_rows, keys_that_decide_rows, resolve_with_kept_rows
 from longspan.resolve.resolved import resolve
 from longspan.resolve.run_cost import fixed_memory_keys, memory_settings_of_run
 from longspan.resolve.ways import UNIT, Fit, Way, find_longest, rank_ways, set_usual_mode
@@ -272,9 +272,13 @@ def test_kept_rows_hold_for_the_same_ranks_and_keys(tmp_path: Path) -> None:
             assert (resolved.config.context.max_tokens_per_slot, resolved.memory) == (chosen, None)
             assert _kept(tmp_path) == vars(SlotRows(chosen, 8192, 1, its_keys if chosen == rows else keys))
             assert ("77 rows (of 8,192, for which a rank had no memory)" in lines[-1]) == (chosen == 77)
-        (tmp_path / FILE).write_text("{}")
-        with pytest.raises(ConfigError, match=r"is damaged: .*; remove it and rows are chosen again"):
-            resolve_on_ranks(config, facts, world, lines.append, resolve_with_kept_rows)
+        wrong: Any = (77, "8192", 1, keys), (0, 1, 1, keys), (77, 77, 1, [])
+        for content in ("{}", "[]", "", "null", *(json.dumps(vars(SlotRows(*values))) for values in wrong)):
+            (tmp_path / FILE).write_text(content)
+            with pytest.raises(ConfigError, match=r"is damaged: .*; remove it and rows are chosen again"):
+                resolve_on_ranks(config, facts, world, lines.append, resolve_with_kept_rows)
+            with pytest.raises(ConfigError, match=rf"{FILE} is damaged: .*; remove it and rows are chosen again"):
+                halve_kept_rows(config)
         (tmp_path / FILE).unlink()
         small = replace(config, train=replace(config.train, device_memory_limit=GIB))
         two_layers = QWEN3_8B | {"num_hidden_layers": 2}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config.renamed import upgraded_tables
-from longspan.errors import CheckpointError
+from longspan.errors import CheckpointError, ConfigError
 from longspan.files import parse_json, write_atomically, write_durably
 from longspan.plain_text import LogLine
 
@@ -222,9 +222,32 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     _read_manifest(path)
     state = read_checkpoint_json(path / STATE)
-    if "config" in state:  # perhaps of version 0.3
-        state["config"] = upgraded_tables(state["config"])
-    return state
+    tables = state.get("config", {})
+    if type(state.get("step")) is not int or not isinstance(tables, dict):
+        raise CheckpointError(f"checkpoint {path}: {STATE} is damaged (no number of steps, or no tables in config)")
+    try:
+        tables = upgraded_tables(tables)  # perhaps of version 0.3
+    except ConfigError as error:
+        raise CheckpointError(f"checkpoint {path}: {STATE} is damaged ({error})") from error
+    if section := next((name for name, table in tables.items() if not isinstance(table, dict)), ""):
+        raise CheckpointError(f"checkpoint {path}: {STATE} is damaged ({section} of config is no table)")
+    return state | {"config": tables} if "config" in state else state
+
+
+def state_value(path: Path, state: Mapping[str, Any], *names: str) -> Any:
+    """Return a value of the state of the checkpoint `path`, by the names of the tables that it is in and its own.
+
+    Raises CheckpointError where the state lacks it.
+
+    >>> state_value(path, {"config": {"train": {"steps": 8}}}, "config", "train", "steps")
+    8
+    """
+    value: Any = state
+    for name in names:
+        if not isinstance(value, Mapping) or name not in value:
+            raise CheckpointError(f"checkpoint {path}: {STATE} is damaged (no {'.'.join(names)})")
+        value = value[name]
+    return value
 
 
 def _list_checkpoints(root: Path) -> list[Path]:

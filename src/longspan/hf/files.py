@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 import longspan
 from longspan.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from longspan.checkpoint.files import complete_checkpoints, read_state, sync_to_disk
+from longspan.checkpoint.files import complete_checkpoints, read_state, state_value, sync_to_disk
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
@@ -261,8 +261,8 @@ class FilesPart(StockTrainer):
             state = load_checkpoint(saved, prepared, optimizer, self.world, weights=False)
         schedule = run_on_every_rank(self.world, lambda: load_without_code(root / SCHEDULER), CheckpointError)
         self.lr_scheduler.load_state_dict(schedule)
-        _restore_group_settings(root, optimizer, state["groups"])
-        self.world.seed = state["seed"]
+        _restore_group_settings(root, optimizer, state_value(saved, state, "groups"))
+        self.world.seed = state_value(saved, state, "seed")
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
         """Return where training begins: (epoch, batches of it that are done).
@@ -357,7 +357,7 @@ class FilesPart(StockTrainer):
                 f"AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}), and train() without resume_from_checkpoint"
             )
         rows = self._rows_of_step()
-        saved_rows = read_state(saved[0])["rows"]
+        saved_rows = state_value(saved[0], read_state(saved[0]), "rows")
         if rows != saved_rows:
             size = self._stock_arguments.per_device_train_batch_size
             batches = self.args.gradient_accumulation_steps

@@ -51,13 +51,24 @@ def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
     keys = keys_that_decide_rows(config)
     if not file.is_file():
         return None
-    try:
-        slot_rows = SlotRows(**read_json(file))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{file} is damaged: {error}; remove it and rows are chosen again") from error
+    slot_rows = _read_slot_rows(file)
     if slot_rows.ranks == ranks and slot_rows.keys.items() >= keys.items():
         return slot_rows
     return None
+
+
+def _read_slot_rows(file: Path) -> SlotRows:
+    """Read rows of a slot from the file of a run. Raises ConfigError for a damaged file, OSError without one."""
+    try:
+        slot_rows = SlotRows(**read_json(file))
+        numbers = slot_rows.rows, slot_rows.planned, slot_rows.ranks
+        if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(
+            slot_rows.keys, dict
+        ):
+            raise ValueError("rows, planned and ranks are numbers of at least 1, and keys a table")
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged: {error}; remove it and rows are chosen again") from error
+    return slot_rows
 
 
 def resolve_with_kept_rows(config: RunConfig, facts: Facts) -> Resolved:
@@ -91,12 +102,14 @@ def ran_short_of_memory(error: BaseException) -> bool:
 
 
 def halve_kept_rows(config: RunConfig) -> None:
-    """Halve the kept rows, in their file. Only the first rank calls this. Raises OSError if no rows are kept."""
+    """Halve the kept rows, in their file. Only the first rank calls this. Raises OSError if no rows are kept, and
+    ConfigError for a damaged file.
+    """
     file = Path(config.run.dir) / FILE
     multiple = plan_row_multiple(config.parallel)
-    values = read_json(file)
-    rows = max(1, values["rows"] // 2 // multiple) * multiple
-    write_atomically(file, json.dumps(values | {"rows": rows}, indent=1))
+    kept = _read_slot_rows(file)
+    rows = max(1, kept.rows // 2 // multiple) * multiple
+    write_atomically(file, json.dumps(vars(kept) | {"rows": rows}, indent=1))
 
 
 def keys_that_decide_rows(config: RunConfig) -> dict[str, Any]:

@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
 from longspan.checkpoint.files import complete_checkpoints
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import ConfigError, RunFolderError, plural
-from longspan.files import name_file_in_errors, read_json
+from longspan.files import name_file_in_errors
+from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text
 from longspan.run.facts import LOCK
@@ -128,7 +127,7 @@ def _local_bytes(run: TrainingRun) -> tuple[float, int]:
     # muon has one moment of these, and a second one of all other parameters
     matrices = {p for group in groups if group.get("is_matrix") for p in group["params"]}
     # as in `save_final_model`
-    saved_dtype: Any = None if lora else getattr(torch, read_json(run.dir / "config.json")["dtype"])
+    saved_dtype: Any = None if lora else read_configuration(run.dir).dtype
     checkpoint_bytes = 0.0
     model_bytes = 0
     for parameter in run.model.parameters():

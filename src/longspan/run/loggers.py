@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from longspan.errors import ConfigError, import_object
-from longspan.files import write_atomically
+from longspan.errors import ConfigError, RunFolderError, import_object
+from longspan.files import read_json, write_atomically
 from longspan.plain_text import nearest_hint
 
 if TYPE_CHECKING:
@@ -199,10 +199,10 @@ class WandbLogger:
     """
 
     def __init__(self, start: RunStart) -> None:
+        path = start.dir / FILE
+        run_id = _read_wandb_id(path) if start.done and path.is_file() else None
         import wandb
 
-        path = start.dir / FILE
-        run_id = json.loads(path.read_text(encoding="utf-8"))["id"] if start.done and path.is_file() else None
         self._run = wandb.init(
             project=wandb.setup().settings.project or PROJECT,
             name=start.dir.resolve().name,
@@ -226,6 +226,20 @@ class WandbLogger:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _read_wandb_id(file: Path) -> str:
+    """Read the id of wandb's run. Raises RunFolderError for a damaged file."""
+    try:
+        run_id = read_json(file)["id"]
+        if not isinstance(run_id, str) or not run_id:
+            raise ValueError("id is no text")
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"{file} is damaged ({type(error).__name__}: {error}); put it back, or remove it, and wandb begins another "
+            "run"
+        ) from error
+    return run_id
 
 
 FOLDER = "tensorboard"

@@ -13,7 +13,13 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from longspan.checkpoint.base import BASE, check_base_unchanged, record_base_weights
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
-from longspan.checkpoint.files import checkpoints_root, read_state, refuse_linked_root, remove_unfinished_saves
+from longspan.checkpoint.files import (
+    checkpoints_root,
+    read_state,
+    refuse_linked_root,
+    remove_unfinished_saves,
+    state_value,
+)
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
 from longspan.comm.world_machine import set_world_machine
@@ -224,11 +230,11 @@ def check_steps_left(
         )
     begin = data.order.begin_of_step(state["step"])
     if begin != state.get("begin"):
-        before = state["config"]["train"]
+        epochs, steps = (state_value(checkpoint, state, "config", "train", key) for key in ("epochs", "steps"))
         raise ConfigError(
             f"under train.epochs {config.train.epochs:g} step {state['step'] + 1} does not begin where {checkpoint} "
             "ends, and some documents would be trained on once more or once less; it was "
-            f"{before['epochs']:g} then, with train.steps {before['steps']}: set both back, or set run.dir to a new "
+            f"{epochs:g} then, with train.steps {steps}: set both back, or set run.dir to a new "
             "folder"
         )
     if state["step"] < config.train.steps:
@@ -310,8 +316,9 @@ def open_run_documents(
     left and longest documents are checked. Raises ConfigError, DataError, ModelError or CheckpointError, the same on
     every rank.
     """
-    if state and config.evaluation.documents == AUTO:
-        config = config.with_keys("evaluation", documents=state["config"]["evaluation"]["documents"])
+    if checkpoint is not None and config.evaluation.documents == AUTO:
+        documents = state_value(checkpoint, state, "config", "evaluation", "documents")
+        config = config.with_keys("evaluation", documents=documents)
     node_size = config.context.node_size
     config = set_node_size(config, world.node_size)
     if config.run.machine:

@@ -15,7 +15,7 @@ from longspan.config.file import load_config, to_toml
 from longspan.errors import ConfigError
 from longspan.run import loggers as logger
 from longspan.run.checks import check_config
-from longspan.run.loggers import RunLoggers, RunStart, logger_classes, scalars_by_display_name
+from longspan.run.loggers import RunLoggers, RunStart, WandbLogger, logger_classes, scalars_by_display_name
 from tests.train.small import small_config
 
 FAKES = "tests.run.loggers.fake_loggers"
@@ -150,6 +150,14 @@ def test_a_resumed_run_goes_on_in_the_same_tensorboard_folder(tmp_path: Path) ->
     assert rates == [(1, 0.5), (2, 0.5), *((step, 0.25) for step in (3, 4, 5))]
     assert [(e.step, e.value) for e in read.Scalars("eval/loss_cp2")] == [(2, 1.0), (4, 0.5)]
     assert read.Tags()["tensors"] == ["run/text_summary"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"id": 3}'])
+def test_a_damaged_id_of_wandb_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "wandb.json").write_text(content)
+    named = rf"wandb of run.loggers cannot start: RunFolderError: {tmp_path}/wandb.json is damaged \(.*\); put it back"
+    with pytest.raises(ConfigError, match=named):
+        RunLoggers({"wandb": WandbLogger}, start_of(tmp_path, 2), print)
 
 
 @pytest.mark.whole
