@@ -99,7 +99,7 @@ def test_a_rest_of_one_token_is_left_out_and_nothing_else(tmp_path: Path) -> Non
 
 def test_files_and_texts_that_are_left_out_are_said(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=2)
-    for name in ("a.html", "b.html", "LICENSE", ".hidden"):
+    for name in ("a.html", "b.html", "LICENSE", ".hidden", "config.json"):
         (texts / name).write_text("more text")
     (texts / "empty.txt").write_text("")
     (texts / "latin.txt").write_bytes("\xe9t\xe9".encode("latin-1"))
@@ -107,7 +107,8 @@ def test_files_and_texts_that_are_left_out_are_said(tmp_path: Path) -> None:
     corpus = build(tmp_path, texts, max_document_tokens=0, said=said)
     assert said[-3:] == [
         "left out 1 text of fewer than 2 tokens, and ends of cut texts: 1 token in all",
-        "left out 3 files of kinds that are not read: .html (2), LICENSE (1)",
+        "left out 4 files of kinds that are not read: .html (2), LICENSE (1), .json (1); a .json or .csv of rows is "
+        "read where a path names it, or the folder has no other texts and rows",
         "left out 1 file, not UTF-8: latin.txt",
     ]
     assert corpus.manifest == Manifest.from_json(corpus.manifest.to_json())

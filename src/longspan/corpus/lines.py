@@ -46,12 +46,12 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
         other_kinds.update(count_files_of_other_kinds(path, leave_out=(run_dir,)))
     if other_kinds:
         kinds = ", ".join(f"{kind} ({count:,})" for kind, count in other_kinds.most_common(5))
-        alone = ""
+        advice = ""
         if other_kinds.keys() & {".json", ".csv"}:
-            alone = (
+            advice = (
                 "; a .json or .csv of rows is read where a path names it, or the folder has no other texts and rows"
             )
-        yield f"left out {plural(other_kinds.total(), 'file')} of kinds that are not read: {kinds}{alone}"
+        yield f"left out {plural(other_kinds.total(), 'file')} of kinds that are not read: {kinds}{advice}"
     if manifest.skipped:
         yield f"left out {plural(len(manifest.skipped), 'file')}, not UTF-8: {', '.join(manifest.skipped[:5])}"
     if (unseen := unseen_line(left_out, split_turns=settings.data.split_turns)) is not None:

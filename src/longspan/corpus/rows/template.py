@@ -129,9 +129,9 @@ class ChatTemplate:
             number = next(of_tools, None)
             if number is None or self._writes_calls[bool(tools)]:
                 raise
-            what = "is the answer of a tool" if messages[number]["role"] == "tool" else "calls a tool"
+            deed = "is the answer of a tool" if messages[number]["role"] == "tool" else "calls a tool"
             raise RowError(
-                f"messages[{number}] {what}, and its chat template writes no calls of tools ({error}); name one that "
+                f"messages[{number}] {deed}, and its chat template writes no calls of tools ({error}); name one that "
                 "does with data.chat_template, as models that were trained with tools have it, or leave the row out"
             ) from error
 

@@ -201,12 +201,12 @@ class CutFile(LineFile):
 
 def _take_bytes(rows: Iterator[CutRow], most: int) -> list[CutRow]:
     """Take rows until they have `most` bytes or more."""
-    taken = list[CutRow]()
+    batch = list[CutRow]()
     size = 0
     while size < most and (row := next(rows, None)) is not None:
-        taken.append(row)
+        batch.append(row)
         size += len(row.data)
-    return taken
+    return batch
 
 
 class JsonFile(CutFile):
