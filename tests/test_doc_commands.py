@@ -5,7 +5,10 @@ Nothing is run. A word in capitals stands for what the reader puts there.
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from longspan.cli.main import main
 from longspan.config.file import config_keys, load_config
 from longspan.config.renamed import GONE, NAMES, RENAMED
 from longspan.config.sections import section_kinds
+from longspan.errors import ConfigError
+from longspan.hf.arguments import LongspanArguments
 from longspan.run.checks import check_data, check_keys_needed_by_keys
 
 ROOT = Path(__file__).parent.parent
@@ -123,21 +128,87 @@ FOREIGN |= {"use_peft", "lora_dropout", "section.key", *" ".join(NAMES.values())
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_keys_in_the_text_of_a_page_are_there(page: Path) -> None:
-    gone = GONE if page.name == "upgrade.md" else ()
+    gone = {*RENAMED, *GONE} if page.name == "upgrade.md" else ()
     text = page.read_text(encoding="utf-8").partition("\n## From 0.2 to 0.3")[0]  # behind it: keys that are gone
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     spans = re.findall(r"`([^`\n]+)`", text)
     ours = re.sub(r"^## Megatron-LM and NeMo\n.*?^(?=## )", "", text, flags=re.DOTALL | re.MULTILINE)  # its flags
     written = re.findall(r"(?<![\w-])--([a-z][\w.-]*)", " ".join(re.findall(r"`([^`\n]+)`", ours)))
     named = {flag.rstrip(".").replace("-", "_") for flag in written}
-    assert named <= FOREIGN | known_flags() | {*config_keys(), *RENAMED, *gone}, sorted(named)
+    assert named <= FOREIGN | known_flags() | {*config_keys(), *gone}, sorted(named)
     dotted = {span for span in spans if re.fullmatch(rf"({'|'.join(section_kinds())})\.[a-z_]+", span)}
     dotted = {
         name
         for name in dotted
         if not re.search(r"\.(jsonl?|toml|lock|py)$|^mtp\.(fc|pre_fc)|^checkpoint\.save_contents$", name)
     }
-    assert dotted <= {*config_keys(), *RENAMED, *gone, "section.key"}, sorted(dotted)
+    assert dotted <= {*config_keys(), *gone, "section.key"}, sorted(dotted)
+
+
+# Words that are the last part of a key of 0.3, and something else on these pages: names of Python, of TRL, of rows.
+OTHER_WORDS = {
+    "center_rewards_coefficient": {"losses.md"},  # TRL's, in train.loss_arguments
+    "columns": {"migration.md"},  # LLaMA-Factory's
+    "betas": {"migration.md"},  # torch's
+    "eval_documents": {"evaluation.md"},  # a figure
+    "memory": {"memory.md"},  # of MemoryPlan.of
+    "max_rows": {"shared-prefixes.md"},  # of share_prefixes
+    "recompute": {"multimodal.md", "vision-models.md"},  # of Encoder
+    "targets": {"losses.md"},  # of a loss of one's own
+    "train": {"CONTRIBUTING.md", "fine-tuning.md"},  # the verb, a split of rows
+}
+
+
+def old_words_of(text: str) -> set[str]:
+    """Words in backticks, alone or before " = ", that are the last part of a key of 0.3 and of none of today."""
+    keys = {key.rpartition(".")[2] for key in (*RENAMED, *GONE)} - {key.rpartition(".")[2] for key in config_keys()}
+    return keys & {*re.findall(r"`(?:--)?([a-z_]+)(?: = [^`\n(]*)?`", text)}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "upgrade.md"], ids=lambda page: page.name)
+def test_no_page_has_a_bare_name_of_0_3(page: Path) -> None:
+    """LongspanArguments has its own names for the keys of evaluation, where a paragraph speaks of it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for paragraph in text.split("\n\n"):
+        is_of_arguments = page.name == "trainer.md" or "LongspanArguments" in paragraph
+        allowed = {field.name for field in fields(LongspanArguments)} if is_of_arguments else set[str]()
+        if "Megatron-LM | " in paragraph:  # whose key eval_context_parallel_size is
+            allowed |= {"eval_context_parallel_size"}
+        words = old_words_of(paragraph) - allowed
+        assert not {word for word in words if page.name not in OTHER_WORDS.get(word, ())}, paragraph
+
+
+SECTION = "|".join(section_kinds())
+
+
+def keys_with_values(path: Path) -> set[tuple[str, str]]:
+    """`key = value` in backticks, `section.key` and its value in two cells of a table, and in comments of examples."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".toml":
+        return {*re.findall(r"#.*?\b([a-z_]+) = (\".*?\"|true|false|[0-9.]+)", text)}
+    if path.suffix != ".md":
+        return set()
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    spans = re.findall(rf"`((?:(?:{SECTION})\.)?[a-z_]+) = ([^`\n]+)`", text)
+    cells = re.findall(rf"\| `((?:{SECTION})\.[a-z_]+)` \| `([^`\n]+)`", text)
+    return {*spans, *cells}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in (*PAGES, *EXAMPLES) if path.name != "upgrade.md"], ids=lambda p: p.name
+)
+def test_keys_with_a_value_are_keys_of_today_that_take_it(path: Path) -> None:
+    for key, value in keys_with_values(path):
+        with suppress(tomllib.TOMLDecodeError):  # Python, or a word that stands for a value
+            values = tomllib.loads(f"value = {value}")
+            names = [name for name in config_keys() if name == key or name.endswith(f".{key}")]
+            wrong = list[str]()
+            for name in names:
+                try:
+                    load_config(None, {name: values["value"]})
+                except ConfigError as error:
+                    wrong.append(str(error))
+            assert len(wrong) < len(names), f"{path.name}: {key} = {value}: {wrong or 'no key'}"
 
 
 @cache

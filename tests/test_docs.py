@@ -517,6 +517,18 @@ def test_figures_of_speed_are_recorded() -> None:
         assert not lora + their_lora
         assert any(f"| {ours} |" in line and "longspan" in line for line in lines)
         assert any(f"| {theirs} |" in line and "Hugging Face" in line for line in lines)
+    # and the price in memory on one GPU, from the least to the most
+    text = " ".join(README.split())
+    spans = re.findall(r"(\d+) to (\d+)(?: GiB)?", re.findall(r"on one GPU (\d+ to .*?\));", text)[0])
+    peaks = list[list[float]]()
+    for record, table, columns in (
+        ("one-gpu-peer-H200.md", "qlora", (5, 4)),
+        ("one-gpu-full-H200.md", "--mode full", (6, 9)),
+    ):
+        part = (ROOT / "bench/records" / record).read_text().split(table, 1)[1].split("\n\n", 2)[1]
+        cells = [line.split(" | ") for line in part.splitlines()[2:]]
+        peaks += [[float(re.findall(r"[\d.]+", row[column])[0]) for row in cells] for column in columns]
+    assert spans == [(f"{min(column):.0f}", f"{max(column):.0f}") for column in peaks]
 
 
 def test_combinations_of_the_matrix_are_recorded() -> None:

@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import json
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -405,7 +406,7 @@ def gains_by_documents(record: Row) -> Iterator[Sequence[str]]:
     for name, is_in in GROUPS.items():
         gains = sorted(row["gain"] for row in rows if is_in(row))
         many = len(gains) > 20
-        yield name + f" ({len(gains)} rows)" * many, _span(gains) + f", median {gains[len(gains) // 2]:.2f}" * many
+        yield name + f" ({len(gains)} rows)" * many, _span(gains) + f", median {statistics.median(gains):.2f}" * many
 
 
 def _span(values: Sequence[float]) -> str:

@@ -114,6 +114,10 @@ BAD_FIXED: list[tuple[dict[str, Any], str]] = [
         r"document 2 has 50 rows, .* the 40 that cp 2 x max_tokens_per_slot 20 hold \(2 ",
     ),
     (SMALL | {"lengths": [50]}, "the 40 .*; raise max_tokens_per_slot to 25, raise cp, or cut the document"),
+    (
+        SMALL | {"lengths": [90], "cp": 4},
+        "the 80 .*; raise max_tokens_per_slot to 23, use a home of more slots, or cut",
+    ),
     (SMALL | {"lengths": [35], "row_multiple": 16}, "35 rows, more than the 32 .* hold in multiples of 16 .* to 32"),
     (LEVELS | {"cp": 4}, r"\(2, 4\) multiply to 8, but the group has cp 4; use one of \(1, 4\), \(2, 2\), \(4, 1\)"),
 ]

@@ -158,10 +158,13 @@ def _unknown_section_hint(section: str, values: object, names: Iterable[str]) ->
 
 
 def _other_name_hint(name: str) -> str:
-    """Say what a name of another library is here; "" for other names."""
+    """Say what a name of another library is here, as a file has it; "" for other names."""
     other = key_of_other_name(name)
     if other is None:
         return ""
+    value, _, more = other.remark.partition(" ")
+    if value and not value.startswith("("):  # context.planner dynamic
+        return f"here it is {other.key} = {json.dumps(value)} {more}".rstrip()
     return f"here it is {other.key} {other.remark}".rstrip() if other.key else other.remark
 
 

@@ -153,7 +153,7 @@ class Request(PlanOptions):
 
     def check_longest(self, cp: int, limit: str = "") -> None:
         """Raise LongDocumentError if the longest document, or family, does not fit cp slots. `limit` is the advice that
-        the error gives in place of "raise cp", where a planner's cp cannot be higher.
+        the error gives in place of "raise cp", where a planner's cp cannot be higher; so it is where cp has all slots.
         """
         if self.rows is None or not self.lengths:
             return
@@ -163,18 +163,19 @@ class Request(PlanOptions):
         too_long = sum(length > self.rows * cp for length in self.lengths)
         rows = -(-longest // (cp * self.row_multiple)) * self.row_multiple
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
+        limit = limit or ("raise cp" if cp < self.slots else "use a home of more slots")
         if self.parents is not None:
             family = self.families[int(self.family_sizes[0].argmax())]
             raise LongDocumentError(
                 f"document {family[0]} and {plural(len(family) - 1, 'document')} that continue it have {longest} rows, "
                 f"more than the {self.rows * cp} that cp {cp} x max_tokens_per_slot {self.max_tokens_per_slot} "
-                f"hold{multiple}; raise max_tokens_per_slot to {rows}, {limit or 'raise cp'}, or give "
+                f"hold{multiple}; raise max_tokens_per_slot to {rows}, {limit}, or give "
                 f"share_prefixes(documents, max_rows={self.rows * cp})"
             )
         raise LongDocumentError(
             f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
             f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(too_long, 'such document')}); "
-            f"raise max_tokens_per_slot to {rows}, {limit or 'raise cp'}, or cut the document"
+            f"raise max_tokens_per_slot to {rows}, {limit}, or cut the document"
         )
 
     def make_group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
