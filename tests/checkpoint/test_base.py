@@ -64,26 +64,26 @@ def test_what_differs_is_named(name: str, tmp_path: Path) -> None:
         config = load_config(None, {"model.config": str(moved)})
         assert (reference_digest(config, read_configuration(moved), world) != before) == decides
     if not decides:
-        line = check_base_unchanged(tmp_path / "run", config, goes_on=True)
+        line = check_base_unchanged(tmp_path / "run", config, "cpu", goes_on=True)
         assert named in line if named else line == ""
         return
     with pytest.raises(
         ModelError, match=r"run began with .* has another now: .*; set that back, or set run.dir"
     ) as error:
-        check_base_unchanged(tmp_path / "run", config, goes_on=True)
+        check_base_unchanged(tmp_path / "run", config, "cpu", goes_on=True)
     assert named in str(error.value)
-    assert check_base_unchanged(tmp_path / "run", config) == ""  # what evaluates the run reads its own
+    assert check_base_unchanged(tmp_path / "run", config, "cpu") == ""  # what evaluates the run reads its own
 
 
 def test_a_name_of_another_version_is_told(tmp_path: Path) -> None:
     config = run_of(tmp_path)
     rope = ROPE | {"partial_rotary_factor": 1.0}
     edit(tmp_path / "run" / "config.json", {"transformers_version": "5.17.0", "rope_parameters": rope})
-    line = check_base_unchanged(tmp_path / "run", config, goes_on=True)
+    line = check_base_unchanged(tmp_path / "run", config, "cpu", goes_on=True)
     assert "rope_parameters.partial_rotary_factor was 1 and is null now" in line
     edit(tmp_path / "run" / "config.json", {"rms_norm_eps": 0.5})
     with pytest.raises(ModelError, match=r"now: rms_norm_eps was 0.5 and is 1e-06 now; set"):
-        check_base_unchanged(tmp_path / "run", config, goes_on=True)
+        check_base_unchanged(tmp_path / "run", config, "cpu", goes_on=True)
 
 
 @pytest.mark.parametrize("scaling", ["yarn", "yarn:4", "linear:4"])
@@ -91,20 +91,41 @@ def test_positions_that_a_run_scales_are_its_own(scaling: str, tmp_path: Path) -
     config = run_of(tmp_path, **{"model.rope_scaling": scaling})
     stock = read_configuration(tmp_path / "model")
     scale_rope(stock, scaling.partition(":")[0], 4).save_pretrained(tmp_path / "run")
-    assert check_base_unchanged(tmp_path / "run", config, goes_on=True) == ""
+    assert check_base_unchanged(tmp_path / "run", config, "cpu", goes_on=True) == ""
     stock.save_pretrained(tmp_path / "run")  # no document was long enough
-    assert check_base_unchanged(tmp_path / "run", config, goes_on=True) == ""
+    assert check_base_unchanged(tmp_path / "run", config, "cpu", goes_on=True) == ""
     edit(tmp_path / "model" / "config.json", {"rope_parameters": YARN})
     with pytest.raises(ModelError, match=r'rope_parameters.rope_type was "default" and is "yarn" now'):
-        check_base_unchanged(tmp_path / "run", config, goes_on=True)
+        check_base_unchanged(tmp_path / "run", config, "cpu", goes_on=True)
 
 
 def test_presets_and_what_is_no_configuration(tmp_path: Path) -> None:
     config = load_config(None, {"model.preset": "qwen3-tiny"})
-    assert check_base_unchanged(tmp_path, config, goes_on=True) == ""  # there is no config.json
+    assert check_base_unchanged(tmp_path, config, "cpu", goes_on=True) == ""  # there is no config.json
     preset_config("qwen3-tiny", vocab_size=300).save_pretrained(tmp_path)
-    assert check_base_unchanged(tmp_path, config, goes_on=True) == ""
+    assert check_base_unchanged(tmp_path, config, "cpu", goes_on=True) == ""
     for content in ("", "{", "[]", "null"):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ModelError, match=f"{tmp_path}/config.json is damaged: "):
-            check_base_unchanged(tmp_path, config, goes_on=True)
+            check_base_unchanged(tmp_path, config, "cpu", goes_on=True)
+
+
+def test_random_weights_are_drawn_again_on_the_same_kind_of_device(tmp_path: Path) -> None:
+    for keys, device, reason in (
+        ({"model.preset": "qwen3-0.6b", "lora.rank": 4}, "NVIDIA H200", "adapter of .* were drawn on NVIDIA H200, and"),
+        (
+            {"model.preset": "qwen3-0.6b", "train.loss": "dpo"},
+            "NVIDIA H200",
+            "reference model of .*cpu draws others",
+        ),
+        ({"model.preset": "qwen3-0.6b"}, "NVIDIA H200", ""),
+        ({"model.preset": "qwen3-0.6b", "lora.rank": 4}, "CPU", ""),
+        ({"model.preset": "qwen3-tiny", "lora.rank": 4}, "NVIDIA H200", ""),
+    ):
+        (tmp_path / "run.json").write_text(json.dumps({"device": device}))
+        config = load_config(None, keys)
+        if not reason:
+            assert check_base_unchanged(tmp_path, config, "cpu", goes_on=True) == ""
+            continue
+        with pytest.raises(ModelError, match=reason):
+            check_base_unchanged(tmp_path, config, "cpu", goes_on=True)

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from longspan.config.sections import RunConfig
+from longspan.config.sections import ModelConfig, RunConfig
 from longspan.errors import ModelError
 from longspan.files import read_json, write_atomically
+from longspan.model.presets import PRESETS
 from longspan.model.weights.configuration_values import (
     changed_values,
     configuration_values,
@@ -37,19 +39,22 @@ def record_base_weights(run_dir: Path, config: RunConfig) -> None:
         write_atomically(run_dir / BASE, json.dumps(record, indent=1))
 
 
-def check_base_unchanged(run_dir: Path, config: RunConfig, *, goes_on: bool = False) -> str:
-    """Raise ModelError where the model that a run began with is gone, or has another configuration or other weights;
-    return a line about what else has changed in its configuration, or "".
+def check_base_unchanged(run_dir: Path, config: RunConfig, device: str, *, goes_on: bool = False) -> str:
+    """Raise ModelError where the model that a run began with is gone, has another configuration or other weights, or
+    would be drawn otherwise on this kind of `device`; return a line about what else has changed in its configuration,
+    or "".
 
     Weights matter for a run of an adapter, whose base model they are, and where the run `goes_on` also for one whose
     loss needs a reference model, which is read from them again. Where the run goes on, the configuration of every model
     matters. A run without base.json, which an earlier version began, may have any weights.
     """
-    reads_weights = config.lora.rank or (goes_on and config.train.needs_reference)
-    if reads_weights and config.model.path:
-        user = "adapter" if config.lora.rank else "reference model"
-        _check_weights_unchanged(run_dir, Path(config.model.path).absolute(), user)
-    elif not goes_on:
+    user = "adapter" if config.lora.rank else "reference model"
+    if config.lora.rank or (goes_on and config.train.needs_reference):
+        if config.model.path:
+            _check_weights_unchanged(run_dir, Path(config.model.path).absolute(), user)
+        elif reason := _why_drawn_otherwise(run_dir, config.model, device):
+            raise ModelError(f"the {user} of {run_dir} stands on random weights: {reason}")
+    if not goes_on and not (config.lora.rank and config.model.path):
         return ""
     advice = "set run.dir to a new folder" if goes_on else _other_folder_advice(run_dir)
     return check_configuration_unchanged(run_dir, config, advice)
@@ -90,6 +95,19 @@ def check_configuration_unchanged(run_dir: Path, config: RunConfig, advice: str)
         f"{source} has another configuration than {run_dir} began with, in what decides no number or one version of "
         f"transformers alone writes: {items_text([*changes.values()])}; {file} stays as it is"
     )
+
+
+def _why_drawn_otherwise(run_dir: Path, model: ModelConfig, device: str) -> str:
+    """Say why a run's random weights cannot be drawn again on a kind of device; "" where they can."""
+    if model.preset_name and not PRESETS[model.preset_name].embedding_rows:  # it is drawn on the CPU everywhere
+        return ""
+    facts: Any = None
+    with suppress(OSError, ValueError):
+        facts = read_json(run_dir / "run.json")
+    drawn_on = facts.get("device") if isinstance(facts, dict) else None  # "CPU", or the name of a GPU
+    if drawn_on is None or (drawn_on == "CPU") == (device == "cpu"):
+        return ""
+    return f"they were drawn on {drawn_on}, and a device of the kind {device} draws others"
 
 
 def _check_weights_unchanged(run_dir: Path, folder: Path, user: str) -> None:

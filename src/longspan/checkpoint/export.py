@@ -146,7 +146,7 @@ def export_checkpoint(
     if merge and not run.lora.rank:
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
     if merge:
-        check_base_unchanged(run_dir, run)
+        check_base_unchanged(run_dir, run, "cpu")
     checkpoint = _choose_good_checkpoint(run_dir, checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, file_dtype, find_score_class(config) or image_text_class_of_architectures(config))

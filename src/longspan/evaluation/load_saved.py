@@ -1,10 +1,8 @@
 """Saved weights found and checked, and a prepared model loaded with them."""
 
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -24,10 +22,9 @@ from longspan.comm.all_ranks import (
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
-from longspan.errors import CheckpointError, DataError, ModelError
+from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.request import Subject
-from longspan.files import read_json
-from longspan.model import PRESETS, load_model
+from longspan.model import load_model
 from longspan.model.load import check_folder_weights
 from longspan.model.multimodal.multimodal_model import are_multimodal
 from longspan.model.weights.hf_folder import quantization_settings, read_configuration
@@ -67,36 +64,14 @@ def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: Lo
         # of a base no weights are taken from it
         first_log = log if is_first_rank(world) and not weights.base else lambda _: None
         checkpoint = checkpoints.take(partial(check_checkpoint, world=world), first_log)
-    run_on_first_rank(world, partial(_check_base, subject, world.device.type), ModelError)
+    if weights.run_dir is not None:
+        # as the run was trained: a flag may scale positions otherwise
+        trained = run_on_every_rank(world, partial(load_config, weights.run_dir / "config.toml"), ConfigError)
+        check = partial(check_base_unchanged, weights.run_dir, trained, world.device.type)
+        run_on_first_rank(world, check, ModelError)
     configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
     loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)
-
-
-def _check_base(subject: Subject, device: str) -> None:
-    """Raise ModelError where the model that a run's adapter stands on is not the one that it began with."""
-    if subject.weights.run_dir is not None:
-        # as the run was trained: a flag may scale positions otherwise
-        check_base_unchanged(subject.folder, load_config(subject.folder / "config.toml"))
-    if subject.config.lora.rank and (reason := why_drawn_otherwise(subject, device)):
-        raise ModelError(f"{subject.folder} trained an adapter of random weights: {reason}")
-
-
-def why_drawn_otherwise(subject: Subject, device: str) -> str:
-    """Say why a run's random weights cannot be drawn again on a kind of device; "" where they can, or are read."""
-    model = subject.config.model
-    is_tiny = (
-        model.preset_name and not PRESETS[model.preset_name].embedding_rows
-    )  # it is drawn on the CPU everywhere
-    if subject.weights.run_dir is None or model.path or is_tiny:
-        return ""
-    facts: Any = None
-    with suppress(OSError, ValueError):
-        facts = read_json(subject.folder / "run.json")
-    drawn_on = facts.get("device") if isinstance(facts, dict) else None  # "CPU", or the name of a GPU
-    if drawn_on is None or (drawn_on == "CPU") == (device == "cpu"):
-        return ""
-    return f"they were drawn on {drawn_on}, and a device of the kind {device} draws others"
 
 
 def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:

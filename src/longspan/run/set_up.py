@@ -324,7 +324,7 @@ def open_run_documents(
     if config.run.machine:
         set_world_machine(world, partial(read_run_machine, config), KEY)
     if checkpoint is not None:
-        check = partial(check_base_unchanged, Path(config.run.dir), config, goes_on=True)
+        check = partial(check_base_unchanged, Path(config.run.dir), config, world.device.type, goes_on=True)
         if line := run_on_first_rank(world, check, ModelError):
             log(line)
     model_config = run_on_every_rank(

@@ -1,6 +1,5 @@
 """A layout on other ranks: nearest degrees that fit, what is said of them, and what a flag gave stays."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,6 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.evaluation.fit_layout import ROWS, changes_line, fit_evaluation_plans, fit_home_to_ranks, layout_changes
-from longspan.evaluation.load_saved import why_drawn_otherwise
-from longspan.evaluation.request import SavedWeights, Subject
 from longspan.layout import Layout
 from longspan.resolve.choice import PlannerConfig, home_of
 from longspan.run.checks import check_config, check_longest_of_set
@@ -202,14 +199,3 @@ def test_a_base_is_evaluated_under_all_keys_of_the_run(keys: dict[str, Any], tmp
     assert home_of(request.subjects[0].config.parallel, processes.ranks).slots == 8
     run, base = request.subjects
     assert base.config == run.config and (run.weights.base, base.weights.base) == (False, True)
-
-
-def test_random_weights_are_drawn_again_on_the_same_kind_of_device(tmp_path: Path) -> None:
-    for preset, device, reason in (
-        ("qwen3-0.6b", "NVIDIA H200", "they were drawn on NVIDIA H200, and a device of the kind cpu draws others"),
-        ("qwen3-0.6b", "CPU", ""),
-        ("qwen3-tiny", "NVIDIA H200", ""),
-    ):
-        (tmp_path / "run.json").write_text(json.dumps({"device": device}))
-        subject = Subject(SavedWeights(tmp_path, tmp_path), load_config(None, {"model.preset": preset, "lora.rank": 4}))
-        assert why_drawn_otherwise(subject, "cpu") == reason

@@ -379,7 +379,7 @@ def _refuse_damaged_records(run: str) -> None:
     for content in contents:
         file.write_text(content)
         with pytest.raises(ModelError, match=re.escape(f"{file} is damaged (")):
-            check_base_unchanged(Path(run), load_config(f"{run}/config.toml"))
+            check_base_unchanged(Path(run), load_config(f"{run}/config.toml"), "cpu")
     file.write_text(text)
 
 

@@ -353,9 +353,9 @@ def test_the_weights_of_a_reference_model_are_those_that_a_run_began_with(base: 
     folder = Path(shutil.copytree(base, tmp_path / "base"))
     config = load_config(None, {"model.path": str(folder), "train.loss": "dpo", "optimizer.lr": 1e-6})
     record_base_weights(tmp_path, config)
-    check_base_unchanged(tmp_path, config, goes_on=True)
+    check_base_unchanged(tmp_path, config, "cpu", goes_on=True)
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    check_base_unchanged(tmp_path, config)  # what evaluates or exports the run has its own weights
+    check_base_unchanged(tmp_path, config, "cpu")  # what evaluates or exports the run has its own weights
     with pytest.raises(ModelError, match=r"the reference model of .* others now"):
-        check_base_unchanged(tmp_path, config, goes_on=True)
+        check_base_unchanged(tmp_path, config, "cpu", goes_on=True)
