@@ -162,10 +162,12 @@ def _other_name_hint(name: str) -> str:
     other = key_of_other_name(name)
     if other is None:
         return ""
+    if not other.key:
+        return other.remark
     value, _, more = other.remark.partition(" ")
     if value and not value.startswith("("):  # context.planner dynamic
         return f"here it is {other.key} = {json.dumps(value)} {more}".rstrip()
-    return f"here it is {other.key} {other.remark}".rstrip() if other.key else other.remark
+    return f"here it is {other.key} {other.remark}".rstrip()
 
 
 def _upgrade_advice(source: str) -> str:
