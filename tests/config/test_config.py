@@ -98,7 +98,7 @@ READ = [
     ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
     (
         "[context]\ndynamic_context_parallel = true",
-        r"context.dynamic_context_parallel .*: here it is context.planner = "dynamic"",
+        r'context.dynamic_context_parallel .*: here it is context.planner = "dynamic"$',
     ),
     ("[data]\nsample_packing = true", r"unknown key data.sample_packing in .*: leave it out, for plans pack whole doc"),
     ("[context]\ncp_comm_type = 2", r"context.cp_comm_type is 2 .* a string or a list of strings"),
