@@ -128,7 +128,7 @@ WRONG: list[tuple[Kind, dict[str, Any], str]] = [
     (
         "prompt+completion",
         {**PROMPT, "system": "c"},
-        '"system" stands beside prompt, which is a string that no templ',
+        '"system" stands beside prompt, which is a string that no template writes; data.rename_columns = ["ins',
     ),
     ("prompt+completion", {**PROMPT, "label": False}, '"label" stands beside prompt and completion, and is not read'),
     (

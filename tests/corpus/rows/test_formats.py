@@ -1,7 +1,9 @@
 """Rows of ShareGPT and Alpaca are messages; columns by other names; ends that templates lack; what the console says."""
 
 import json
+import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from longspan.corpus import build_documents as builder
 from longspan.corpus.lines import encoding_line, missing_end_line, unseen_line
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.kinds import rename_columns, row_kind
+from longspan.corpus.rows.kinds import KEYS, Kind, rename_columns, row_kind
 from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
 from longspan.corpus.run_corpus import load_configured_tokenizer, open_or_build_corpus
 from longspan.corpus.tokenizer import load_tokenizer
@@ -131,6 +133,33 @@ def test_a_template_without_tools_is_named_with_what_to_do(tmp_path: Path, templ
     )
     (bad,) = encoded(folder, {"messages": [says("user", "1?"), says("user", "2?"), {"role": "assistant"}]})
     assert isinstance(bad, BadRow) and "calls" not in bad.reason
+
+
+KEY_VALUES = {key: "a" for keys in KEYS.values() for key in keys} | {"instruction": "the prompt"}
+
+
+@pytest.mark.parametrize("kinds", [*combinations(KEYS, 2), ("text", "messages", "instruction+output")])
+def test_columns_that_a_row_of_several_kinds_names_leave_one(kinds: tuple[Kind, ...]) -> None:
+    """Each list of columns leaves the kind that it names, and a pair keeps its prompt."""
+    row = Row("line 1", {key: KEY_VALUES[key] for kind in kinds for key in KEYS[kind]})
+    if {*kinds} & {"messages", "conversations"} and "chosen+rejected" in kinds:
+        assert row_kind(row) == "chosen+rejected"  # the chat is the prompt
+        return
+    with pytest.raises(DataError) as error:
+        row_kind(row)
+    lists = re.findall(r"(\[.*?\]) reads", str(error.value))
+    assert [row_kind(rename_columns(row, json.loads(columns))) for columns in lists] == [k for k in KEYS if k in kinds]
+    of_pair = rename_columns(row, json.loads(lists[-1])).values
+    assert "chosen" not in of_pair or {"instruction", "prompt"} & row.values.keys() <= of_pair.keys()
+
+
+def test_columns_that_a_system_prompt_beside_a_text_names_make_a_chat(folder: Path) -> None:
+    """Also those of OpenOrca."""
+    row = Row("line 1", {"system": "Be brief.", "prompt": "c", "completion": "d"})
+    (bad,) = encoded(folder, dict(row.values))
+    assert isinstance(bad, BadRow)
+    columns = json.loads(bad.reason[bad.reason.index("[") : bad.reason.index("]") + 1])
+    check_same(folder, dict(rename_columns(row, columns).values), [BRIEF, *ANSWERED[:2]])
 
 
 def test_tools_of_llama_factory_are_functions_that_are_wrapped(folder: Path) -> None:

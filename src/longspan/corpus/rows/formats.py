@@ -1,5 +1,6 @@
 """Rows of ShareGPT, Alpaca, UltraFeedback, Orca and LLaMA-Factory become rows with messages, or pairs with a prompt."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -121,9 +122,10 @@ def _with_system(messages: Any, values: Values, name: str) -> list[Message]:
     if not has_value(system):
         return messages
     if not isinstance(messages, list):
+        columns = ["question=prompt"] if "chosen" in values else ["instruction=prompt", "output=completion"]
         raise RowError(
-            f'"system" stands beside {name}, which is {type_name(messages)} that no template writes; write it into '
-            "the text, or give lists of messages"
+            f'"system" stands beside {name}, which is {type_name(messages)} that no template writes; '
+            f"data.rename_columns = {json.dumps(columns)} makes a chat of them"
         )
     first = messages[0] if messages else None
     if isinstance(first, dict) and first.get("role") in ("system", "developer"):
