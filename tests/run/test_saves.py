@@ -273,7 +273,7 @@ def test_the_disk_is_compared_with_the_checkpoints_that_it_is_to_hold(
         return SimpleNamespace(free=(free if path == tmp_path else free_for_model) * GB)
 
     monkeypatch.setattr(run_folder.shutil, "disk_usage", disk_usage)
-    monkeypatch.setattr(run_folder, "read_json", lambda _: {"dtype": "bfloat16"})
+    monkeypatch.setattr(run_folder, "read_configuration", lambda _: SimpleNamespace(dtype=torch.bfloat16))
     monkeypatch.setattr(run_folder, "complete_checkpoints", lambda _: [tmp_path] * there)
     monkeypatch.setattr(run_folder, "run_on_first_rank", lambda world, work, kind: work())
     world = SimpleNamespace(

@@ -1,6 +1,5 @@
 """Files of a row a step: metrics.jsonl, whose rows loggers get too, and how they are read."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -29,7 +28,7 @@ class StepLog(AbstractContextManager["StepLog"]):
         if path is not None:
             with name_file_in_errors(path):
                 if own_file(path).exists():
-                    _remove_later_rows(path, after_step, log)
+                    self._remove_later_rows(path, after_step, log)
                 self._file = path.open("ab")
 
     def __exit__(self, *_: object) -> None:
@@ -44,55 +43,46 @@ class StepLog(AbstractContextManager["StepLog"]):
                 self._file.write(line.encode() + b"\n")
                 self._file.flush()
 
-
-_STEP = re.compile(rb'{"step": ?(\d{1,16}),')
-
-
-def _remove_later_rows(path: Path, after_step: int, log: LogLine) -> None:
-    """Remove the rows of steps later than `after_step` from a file, and a torn last line. Lines that are no rows stay,
-    damaged ones and those of other tools. Counts of both are logged.
-    """
-    later = torn = unreadable = 0
-    size = path.stat().st_size
-    end = 0  # of what stays, in bytes
-    last = b"\n"  # line that stays
-    with path.open("r+b") as file:
-        while line := file.readline(_MOST_BYTES):
-            position = file.tell()
-            step = _step_of_row(line)
-            if step is not None and step > after_step:
-                later += 1
-                continue
-            if step is None and position == size and not line.endswith(b"\n"):
-                torn = 1
-                continue
-            unreadable += step is None and bool(line.strip())
-            if position - len(line) > end:  # behind a row that goes
+    def _remove_later_rows(self, path: Path, after_step: int, log: LogLine) -> None:
+        """Remove the rows of steps later than `after_step` from a file, and a torn last line. Lines that are no rows
+        stay, damaged ones and those of other tools. Counts of both are logged.
+        """
+        later = torn = unreadable = 0
+        size = path.stat().st_size
+        end = 0  # of what stays, in bytes
+        last = b"\n"  # line that stays
+        with path.open("r+b") as file:
+            while line := file.readline(_MOST_BYTES):
+                position = file.tell()
+                step = self._step_of_line(line)
+                if step is not None and step > after_step:
+                    later += 1
+                    continue
+                if step is None and position == size and not line.endswith(b"\n"):
+                    torn = 1
+                    continue
+                unreadable += step is None and bool(line.strip())
+                if position - len(line) > end:  # behind a row that goes
+                    file.seek(end)
+                    file.write(line)
+                    file.seek(position)
+                end += len(line)
+                last = line
+            file.truncate(end)
+            if not last.endswith(b"\n"):
                 file.seek(end)
-                file.write(line)
-                file.seek(position)
-            end += len(line)
-            last = line
-        file.truncate(end)
-        if not last.endswith(b"\n"):
-            file.seek(end)
-            file.write(b"\n")
-    counts = [
-        (later, f"removed {plural(later, 'row')} of steps after {after_step}"),
-        (torn, "removed a torn last line"),
-        (unreadable, f"left in place {plural(unreadable, 'line')} that cannot be read"),
-    ]
-    if texts := [text for count, text in counts if count]:
-        log(f"{path}: {', '.join(texts)}")
+                file.write(b"\n")
+        counts = [
+            (later, f"removed {plural(later, 'row')} of steps after {after_step}"),
+            (torn, "removed a torn last line"),
+            (unreadable, f"left in place {plural(unreadable, 'line')} that cannot be read"),
+        ]
+        if texts := [text for count, text in counts if count]:
+            log(f"{path}: {', '.join(texts)}")
 
-
-def _step_of_row(line: bytes) -> int | None:
-    """Return the step of a row, by its first bytes where these have it; None for a line that is no row."""
-    step = _STEP.match(line)
-    if step is not None and line.endswith(b"\n"):
-        return int(step[1])
-    row = read_json_row(line)
-    return None if row is None else row["step"]
+    def _step_of_line(self, line: bytes) -> int | None:
+        row = read_json_row(line)
+        return None if row is None else row["step"]
 
 
 class MetricsLog(StepLog):

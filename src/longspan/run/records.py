@@ -1,6 +1,7 @@
 """The records of a session, written by its first rank: run.json, metrics, plans and rows of loggers."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -26,6 +27,8 @@ from longspan.run.metrics import (
 from longspan.run.run_data import TrainingRun
 from longspan.train.start.start_times import Starts
 
+_STEP = re.compile(rb'{"step": ?(\d{1,16}),')
+
 
 class PlanLog(StepLog):
     """The plans of steps, in plans.jsonl."""
@@ -37,6 +40,11 @@ class PlanLog(StepLog):
         # a row names its cost only where that of the row before is another
         self.write_line(plan_row(step, plan, after=self._cost))
         self._cost = plan.cost
+
+    def _step_of_line(self, line: bytes) -> int | None:
+        """The step by the first bytes: rows of large plans take long to parse."""
+        step = _STEP.match(line)
+        return int(step[1]) if step and line.endswith(b"\n") else super()._step_of_line(line)
 
 
 class Records(NamedTuple):

@@ -66,6 +66,7 @@ LINES: list[tuple[list[bytes], list[bytes], str]] = [
         [b'x"step": 1, "eval_loss": 0.5}\n', *ROWS],
         "left in place 1 line that",
     ),
+    ([b'{"step": 1, "loss" 2}\n', *ROWS], [b'{"step": 1, "loss" 2}\n', *ROWS], "left in place 1 line that"),
     ([ROWS[0], b"\n", ORDER], [ROWS[0], b"\n", ORDER], ""),
     (
         [ROWS[0], b'{"tool": 7}\n', LATER, ROWS[1]],
