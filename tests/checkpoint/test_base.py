@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from longspan import Layout, World
-from longspan.checkpoint.base import check_base_unchanged
+from longspan.checkpoint.base import check_base_unchanged, record_base_weights
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import ModelError
@@ -108,6 +108,22 @@ def test_presets_and_what_is_no_configuration(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ModelError, match=f"{tmp_path}/config.json is damaged: "):
             check_base_unchanged(tmp_path, config, "cpu", goes_on=True)
+
+
+def test_depths_that_stay_as_they_are_belong_to_the_base(tmp_path: Path) -> None:
+    for name in ("model", "depths"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(100))
+    keys = {"lora.rank": 4, "model.path": str(tmp_path / "model"), "mtp.num_layers": 1}
+    config = load_config(None, keys | {"mtp.weights": str(tmp_path / "depths")})
+    record_base_weights(tmp_path, config)
+    assert check_base_unchanged(tmp_path, config, "cpu") == ""
+    (tmp_path / "depths" / "model.safetensors").write_bytes(bytes(99) + b"x")
+    others = r"depths \(mtp.weights\) with the sum .* has others now, .*, in model.safetensors; .* set mtp.weights"
+    with pytest.raises(ModelError, match=others):
+        check_base_unchanged(tmp_path, config, "cpu")
+    trained = load_config(None, keys | {"mtp.weights": str(tmp_path / "depths"), "mtp.train_whole": True})
+    assert check_base_unchanged(tmp_path, trained, "cpu") == ""  # a checkpoint has them
 
 
 def test_random_weights_are_drawn_again_on_the_same_kind_of_device(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import transformers
 
-from longspan.config.sections import ModelConfig, RunConfig
+from longspan.config.keys import AUTO
+from longspan.config.sections import RANDOM, ModelConfig, RunConfig
 from longspan.errors import ModelError
 from longspan.files import read_json, write_atomically
 from longspan.model.presets import PRESETS
@@ -29,13 +30,17 @@ BLOCK_BYTES = 1 << 14
 
 
 def record_base_weights(run_dir: Path, config: RunConfig) -> None:
-    """Write base.json: sums of the weights of model.path, if the run's adapter or reference model needs them.
+    """Write base.json: sums of the weights of model.path, if the run's adapter or reference model needs them, and of
+    those of mtp.weights, if they stay as they are.
 
     A base.json that is there is removed first.
     """
     (run_dir / BASE).unlink(missing_ok=True)
-    if (config.lora.rank or config.train.needs_reference) and (folder := config.model.path):
-        record = {"folder": str(Path(folder).absolute()), **weight_sums(Path(folder))}
+    if (config.lora.rank or config.train.needs_reference) and config.model.path:
+        records = {
+            key: {"folder": str(folder), **weight_sums(folder)} for key, folder in _base_folders(config).items()
+        }
+        record = records.pop("model.path") | records
         write_atomically(run_dir / BASE, json.dumps(record, indent=1))
 
 
@@ -51,12 +56,13 @@ def check_base_unchanged(run_dir: Path, config: RunConfig, device: str, *, goes_
     user = "adapter" if config.lora.rank else "reference model"
     if config.lora.rank or (goes_on and config.train.needs_reference):
         if config.model.path:
-            _check_weights_unchanged(run_dir, Path(config.model.path).absolute(), user)
+            for key, folder in _base_folders(config).items():
+                _check_weights_unchanged(run_dir, key, folder, user)
         elif reason := _why_drawn_otherwise(run_dir, config.model, device):
             raise ModelError(f"the {user} of {run_dir} stands on random weights: {reason}")
     if not goes_on and not (config.lora.rank and config.model.path):
         return ""
-    advice = "set run.dir to a new folder" if goes_on else _other_folder_advice(run_dir)
+    advice = "set run.dir to a new folder" if goes_on else _other_folder_advice(run_dir, "model.path")
     return check_configuration_unchanged(run_dir, config, advice)
 
 
@@ -110,19 +116,27 @@ def _why_drawn_otherwise(run_dir: Path, model: ModelConfig, device: str) -> str:
     return f"they were drawn on {drawn_on}, and a device of the kind {device} draws others"
 
 
-def _check_weights_unchanged(run_dir: Path, folder: Path, user: str) -> None:
-    """Raise ModelError where the weights of a run's base model are gone, or others than base.json has sums of; `user`
-    is what needs them.
+def _base_folders(config: RunConfig) -> dict[str, Path]:
+    """Return the folders of weights, by key, that a run over a base model reads again whenever it goes on."""
+    mtp = config.mtp
+    keys = {"model.path": config.model.path}
+    if config.lora.rank and mtp.num_layers and not mtp.train_whole and mtp.weights not in (AUTO, RANDOM):
+        keys["mtp.weights"] = mtp.weights
+    return {key: Path(folder).absolute() for key, folder in keys.items()}
+
+
+def _check_weights_unchanged(run_dir: Path, key: str, folder: Path, user: str) -> None:
+    """Raise ModelError where weights of a run's base model are gone, or others than base.json has sums of; `key` names
+    their folder, and `user` is what needs them.
     """
-    advice = _other_folder_advice(run_dir)
+    advice = _other_folder_advice(run_dir, key)
     if not folder.is_dir():
         raise ModelError(
-            f"the {user} of {run_dir} needs the weights of {folder} (model.path), which is gone; put them back, or "
-            f"{advice}"
+            f"the {user} of {run_dir} needs the weights of {folder} ({key}), which is gone; put them back, or {advice}"
         )
-    if not (run_dir / BASE).is_file():
+    record = _read_record(run_dir / BASE, key) if (run_dir / BASE).is_file() else None
+    if record is None:  # of an earlier version
         return
-    record = _read_record(run_dir / BASE)
     sums = weight_sums(folder)
     old_sum, new_sum = record["sum"], sums["sum"]
     files = _changed_files(record.get("files", sums["files"]), sums["files"])
@@ -130,27 +144,32 @@ def _check_weights_unchanged(run_dir: Path, folder: Path, user: str) -> None:
         raise _damaged_record(run_dir / BASE, "its sums contradict each other")
     if old_sum != new_sum:
         raise ModelError(
-            f"the {user} of {run_dir} began over the weights of {record['folder']} (model.path) with the sum "
+            f"the {user} of {run_dir} began over the weights of {record['folder']} ({key}) with the sum "
             f"{old_sum[:12]}, and {folder} has others now, with the sum {new_sum[:12]}"
             f"{f', in {items_text(files)}' if files else ''}; put them back, or {advice}"
         )
     quantization = record.get("quantization", sums["quantization"])
     if changes := changed_values(flat_values(quantization), flat_values(sums["quantization"])):
         raise ModelError(
-            f"the {user} of {run_dir} began over the weights of {record['folder']} (model.path), and config.json of "
+            f"the {user} of {run_dir} began over the weights of {record['folder']} ({key}), and config.json of "
             f"{folder} says now that they are quantized otherwise: {items_text([*changes.values()])}; set that back, "
             f"or {advice}"
         )
 
 
-def _other_folder_advice(run_dir: Path) -> str:
-    return f"set model.path in {run_dir / 'config.toml'} to a folder that has them"
+def _other_folder_advice(run_dir: Path, key: str) -> str:
+    return f"set {key} in {run_dir / 'config.toml'} to a folder that has them"
 
 
-def _read_record(file: Path) -> dict[str, Any]:
-    """Read base.json. Raises ModelError for a damaged one."""
+def _read_record(file: Path, key: str) -> dict[str, Any] | None:
+    """Read what base.json has of the folder that a key names; None if it has nothing. Raises ModelError for a damaged
+    file.
+    """
     try:
-        record: dict[str, Any] = read_json(file)
+        whole: dict[str, Any] = read_json(file)
+        record = whole if key == "model.path" else whole.get(key)
+        if record is None:
+            return None
         files: dict[str, list[Any]] = record.get("files", {})
         texts = [record["folder"], record["sum"], *(digest for _, digest in files.values())]
         flat_values(record.get("quantization", {}))
@@ -164,7 +183,7 @@ def _read_record(file: Path) -> dict[str, Any]:
 def _damaged_record(file: Path, reason: str) -> ModelError:
     return ModelError(
         f"{file} is damaged ({reason}): it has the sums of the weights that the run began with; put it back, or remove "
-        "it if model.path still has these weights"
+        "it if the folders still have these weights"
     )
 
 

@@ -250,6 +250,9 @@ def test_a_reference_is_that_of_its_configuration(base: Path, tmp_path: Path, mo
     with pytest.raises(ModelError, match=named):
         train_rows(first, 1)
     assert (Path(first.run.dir) / "config.json").read_text() == saved
+    # what evaluates the run has its config.json, but scales the positions of the folder's
+    with pytest.raises(ModelError, match=f"{named} that back, or leave the flag out"):
+        eval_main([first.run.dir, "--world", "1", "--device", "cpu", "--model.rope_scaling", "yarn:2"])
 
 
 def without_seconds(config: RunConfig) -> list[dict[str, Any]]:
