@@ -26,6 +26,7 @@ from longspan.run.checks import check_data, check_keys_needed_by_keys
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += [ROOT / "bench/peers/README.md", ROOT / "examples/recipes/README.md"]
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".toml", ".sh", ".py")]
 PARTIAL = "…"  # at the end of a command in running text, which may leave required flags out
 OTHERS = {"bench/two_nodes.sh", "pip", "git", "hf", "cd", "docker", "sbatch", "srun", "echo", "export", "pytest"}

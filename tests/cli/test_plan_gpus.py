@@ -95,6 +95,8 @@ def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytes
     assert answer["tokens_per_second_per_gpu"] > 0
     check_keys(answer, model, 2)
     assert answer["keys"]["model.rope_scaling"] == "yarn" and answer["longest"] > 16384
+    factor = -(-answer["longest"] * 4 // 16384) / 4  # the smallest multiple of a quarter, as a run takes
+    assert any(f"model.rope_scaling = 'yarn' stretches them {factor:g} times" in note for note in answer["notes"])
     for tokens, fits in ((answer["longest"], True), (answer["longest"] + 2 * UNIT, False)):
         assert ask(["--model", model, *TWO, "--cp", "2", "--same", f"1x{tokens}"], capsys)["fits"] is fits
 

@@ -38,9 +38,9 @@ from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.execution import model_execution
 from longspan.model.seams.call_rules import find_position_table
 from longspan.model.seams.meta_pass import check_attention_calls
-from longspan.model.seams.rope import replace_rotary_forwards, scale_rope, smallest_scaling_factor
+from longspan.model.seams.rope import replace_rotary_forwards, scale_rope
 from longspan.model.seams.trial_shards import RecordedCall
-from longspan.plan.shape.positions import has_no_positions, position_limit
+from longspan.plan.shape.positions import has_no_positions, position_limit, smallest_scaling_factor
 from longspan.testing import backend, run_ranks
 from tests import parity
 from tests.model.seams.test_mixers import here, small_config

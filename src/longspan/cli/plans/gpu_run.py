@@ -14,7 +14,7 @@ from longspan.plan import MemoryBudget
 from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, read_experts
-from longspan.plan.shape.positions import can_scale_positions, position_limit
+from longspan.plan.shape.positions import can_scale_positions, position_limit, smallest_scaling_factor
 from longspan.resolve.choice import home_of
 from longspan.resolve.facts import Facts
 from longspan.resolve.ways import BindingKeys
@@ -122,7 +122,7 @@ def position_notes(config: RunConfig, model: Any, longest: int) -> Iterator[str]
         return
     text = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
     if scaling:
-        times = f"{longest / limit:,.1f}".removesuffix(".0")
-        yield f"{text}: model.rope_scaling = {scaling!r} stretches them {times} times"
+        factor = config.model.rope[1] or smallest_scaling_factor(model, longest)
+        yield f"{text}: model.rope_scaling = {scaling!r} stretches them {factor:g} times"
     else:
         yield f"{text}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"

@@ -5,7 +5,6 @@ packed rows is another document's. Here a fresh copy is called for each length, 
 """
 
 import copy
-import math
 from collections.abc import Mapping
 from copy import deepcopy
 from types import MethodType
@@ -25,13 +24,6 @@ from longspan.model.seams.trial_shards import Probe
 from longspan.plan.shape.positions import LengthLimit, has_no_positions, position_limit
 
 SCALINGS = ("yarn", "linear")
-_STEP = 0.25  # of factors that are chosen here
-
-
-def smallest_scaling_factor(config: PreTrainedConfig, longest: int) -> float:
-    """Return the smallest multiple of a quarter by which the limit reaches a document of `longest` tokens."""
-    limit = position_limit(config)
-    return 1.0 if limit is None else max(1.0, math.ceil(longest / limit / _STEP) * _STEP)
 
 
 def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrainedConfig:

@@ -1,6 +1,7 @@
 """How long documents may be by a configuration: its positions and their scaling, as inference engines read them; and
 lengths of documents that have the same rotary frequencies."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -10,6 +11,7 @@ from longspan.layout import Integers
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import has_mixers
 
+_STEP = 0.25  # of factors that are chosen here
 _BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
 
 
@@ -30,6 +32,12 @@ def position_limit(config: Any) -> int | None:
     if rope.get("rope_type") == "yarn":  # whose max_position_embeddings is the stretched length in some files
         return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
     return int(limit * factor) if rope.get("rope_type") in ("linear", "dynamic") else limit
+
+
+def smallest_scaling_factor(config: Any, longest: int) -> float:
+    """Return the smallest multiple of a quarter by which the limit reaches a document of `longest` tokens."""
+    limit = position_limit(config)
+    return 1.0 if limit is None else max(1.0, math.ceil(longest / limit / _STEP) * _STEP)
 
 
 def can_scale_positions(config: Any) -> bool:

@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import ModelConfig
 from longspan.errors import ConfigError
-from longspan.model.seams.rope import rope_types, scale_rope, smallest_scaling_factor
-from longspan.plan.shape.positions import has_no_positions, position_limit
+from longspan.model.seams.rope import rope_types, scale_rope
+from longspan.plan.shape.positions import has_no_positions, position_limit, smallest_scaling_factor
 
 
 def scale_positions(
