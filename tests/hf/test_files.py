@@ -21,6 +21,7 @@ from longspan.bench.benches import change_layer_count
 from longspan.checkpoint.storage import read_metadata
 from longspan.errors import CheckpointError, CommError, ConfigError
 from longspan.hf import LongspanArguments, with_longspan
+from longspan.hf.files import other_configuration_line
 from longspan.model import load_model, preset_config
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, Run
@@ -314,6 +315,17 @@ def test_other_rows_a_step_and_checkpoints_of_others_are_refused(alone: dict[str
     assert "there is no checkpoint" in texts[2]
     assert re.search(r"checkpoint-2 cannot be resumed from .*save_only_model", texts[3])
     assert "No valid checkpoint" in texts[4]
+
+
+def test_a_checkpoint_of_another_configuration_is_named(root: Path, ran: Any) -> None:
+    model, saved = make_model(dropout=0.1), root / "run" / "checkpoint-3"
+    assert other_configuration_line(saved, model) == ""
+    model.config.rope_parameters["rope_theta"] = 50.0
+    model.config.pad_token_id = 3
+    assert re.search(
+        r"goes on: rope_parameters.rope_theta was \d+ and is 50 now$", other_configuration_line(saved, model)
+    )
+    assert other_configuration_line(root, model) == ""  # an adapter's folder has no config.json
 
 
 def check_best(root: Path, of_stock: Any, of_ours: Any) -> None:

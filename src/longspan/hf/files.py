@@ -32,6 +32,9 @@ from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_files import write_adapter
 from longspan.model.saving.stock_folders import load_weights, stock_configuration, write_all_but_weights
+from longspan.model.weights.configuration_values import changed_values, configuration_values, decides_numbers
+from longspan.model.weights.hf_folder import read_configuration
+from longspan.plain_text import items_text
 
 GLOBAL_GENERATORS: tuple[Any, ...] = (
     (random.getstate, random.setstate),
@@ -243,7 +246,10 @@ class FilesPart(StockTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Check the checkpoint; `_load_optimizer_and_scheduler` reads its weights too, once the model is prepared."""
-        run_on_first_rank(self.world, lambda: self._check_resumable(Path(resume_from_checkpoint)), CheckpointError)
+        checkpoint = Path(resume_from_checkpoint)
+        run_on_first_rank(self.world, lambda: self._check_resumable(checkpoint), CheckpointError)
+        if is_first_rank(self.world) and (line := other_configuration_line(checkpoint, self.model)):
+            _log.warning(line)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load weights, optimizer, schedule and settings of groups from a checkpoint that was checked; entered by all
@@ -366,6 +372,26 @@ class FilesPart(StockTrainer):
                 f"batch_size {size} × {len(self.world.home.ranks)} processes × gradient_accumulation_steps {batches}): "
                 f"a longspan trainer resumes with as many rows a step; set these two to make {saved_rows}"
             )
+
+
+def other_configuration_line(checkpoint: Path, model: Any) -> str:
+    """Return a line that names the values of a model's configuration that decide numbers and were others when a
+    checkpoint of a Trainer was saved; "" where there are none, and where its config.json cannot be read.
+    """
+    try:
+        before = configuration_values(read_configuration(checkpoint))
+        now = configuration_values(stock_configuration(model.config))
+    except ModelError:  # an adapter's checkpoint has none, and transformers knows no class of the user's own
+        return ""
+    # The Trainer sets pad_token_id by the tokenizer.
+    changes = {name: text for name, text in changed_values(before, now).items() if decides_numbers(name)}
+    changes.pop("pad_token_id", None)
+    if not changes:
+        return ""
+    return (
+        f"{checkpoint} was saved by a model of another configuration, over which training goes on: "
+        f"{items_text([*changes.values()])}"
+    )
 
 
 @contextmanager
