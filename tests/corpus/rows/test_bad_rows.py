@@ -10,7 +10,7 @@ import pytest
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import KEYS, Kind, rename_columns
-from longspan.corpus.rows.sample import BadRow, Row, Sample
+from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, TOOL, TOOLS, asks, says
@@ -92,6 +92,7 @@ def turns(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
 BAD_TURNS: list[tuple[Any, str]] = [
     ([], '"conversations" is empty; give a list of turns'),
     ("a", '"conversations" is a string; give a list of turns'),
+    ([{"from": ["gpt"], "value": "a"}], "conversations[0] needs an object with from, one of"),
     ([{"from": "narrator", "value": "a"}], "conversations[0] needs an object with from, one of"),
     ([asks("a")], 'data.rename_columns = ["messages=conversations"] reads role and content'),
     ([{"from": "human", "value": "a", "markdown": 1}], "conversations[0].markdown is not read"),
@@ -161,6 +162,21 @@ def test_rows_that_give_no_document(qwen: RowEncoding, kind: Kind, values: dict[
     known = {key: value if key in KEYS[kind] else None for key, value in values.items()}
     if None in known.values() and any(known.values()) and "also" not in reason:
         encode_one(encoding, known)
+
+
+def test_rows_of_no_kind_among_others_are_bad_rows(qwen: RowEncoding) -> None:
+    """Whatever the kind of the first rows, and whatever is learnt of them."""
+    settings = [
+        RowSettings(),
+        RowSettings(num_labels=1),
+        RowSettings(preference="pairs"),
+        RowSettings(preference="kto"),
+    ]
+    for kind, setting, row in product(
+        KEYS, settings, ({}, {"id": 3}, {key: None for keys in KEYS.values() for key in keys})
+    ):
+        (bad,) = RowEncoding(kind, qwen.tokenizer, setting).encode([Row("line 1", row)])
+        assert isinstance(bad, BadRow), (kind, setting, row)
 
 
 def test_a_bad_row_stands_in_its_place(qwen: RowEncoding) -> None:

@@ -49,7 +49,7 @@ def convert_format(values: Values, kind: Kind, preference: RowForm = "") -> Valu
 
 def _convert_chat(values: Values, kind: Kind) -> Values:
     if kind == "conversations":
-        messages = _with_system(read_turns(values[kind]), values, kind)
+        messages = _with_system(read_turns(require_key(values, kind)), values, kind)
     elif kind == "instruction+output":
         answer = {"role": "assistant", "content": require_string(values.get("output") or "", "output")}
         messages = [*_with_system(_alpaca_prompt(values), values, "history"), answer]
@@ -178,7 +178,7 @@ def read_turns(turns: Any, name: str = "conversations") -> list[Message]:
 
 def _read_turn(turn: Any, name: str) -> dict[str, Any]:
     """Return a turn of ShareGPT, which errors call `name`, as a message. Raises RowError for a turn of another form."""
-    if not isinstance(turn, dict) or turn.get("from") not in _ROLES:
+    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or turn["from"] not in _ROLES:
         roles = ", ".join(_ROLES)
         hint = ""
         if "role" in str(turn):
