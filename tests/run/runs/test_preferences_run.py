@@ -233,7 +233,8 @@ def test_a_reference_is_that_of_its_configuration(base: Path, tmp_path: Path, mo
     Without shared prefixes no pass has any.
     """
     folder = Path(shutil.copytree(base, tmp_path / "base"))
-    edits: list[Row] = [{}, {"rms_norm_eps": 0.5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}]
+    rope = {"rope_type": "default", "rope_theta": 50.0}
+    edits: list[Row] = [{}, {"rms_norm_eps": 0.5, "rope_parameters": rope}]
     keys = {"train__steps": 1, "evaluation__every": 0, "data__share_prefixes": "none"}
     configs = list[RunConfig]()
     for number, edit in enumerate(edits):
