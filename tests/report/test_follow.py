@@ -71,14 +71,25 @@ def test_states_of_a_run_from_nothing_to_its_end(tmp_path: Path) -> None:
         assert title == "2/300 trains · run · longspan" and value["head"]["progress"] == (2, 300)
         assert value["head"]["story"] == "step 2 of 300 · about 89.4 s of steps left"
         assert "5.500000000" in words_of(value)
+        (run / "config.toml").write_text('[checkpoint]\nkeep_best = "eval_loss"\n')
+        best = {"set": "", "column": "eval_loss", "higher": False, "bests": [{"step": 2, "value": 5.5}]}
+        (run / "best.json").write_text(json.dumps(best))
+        assert "step 2 is the best by eval_loss 5.5 so far" in live_page(LiveRun.read(run))[1]["head"]["lines"]
     assert (
         lock_holder_text(run) == ""
     )  # asking for the lock did not take it; the text of a killed process stays in the file
     live = LiveRun.read(run)
     assert live.state == "broken" and is_run_over(live, has_begun=True) and not is_run_over(live, has_begun=False)
-    for stopped, steps, state in (("SIGTERM", 300, "stopped"), ("", 2, "done"), ("", 300, "broken")):
-        (run / "summary.json").write_text(json.dumps({"step": 2, "steps": steps, "stopped": stopped}))
-        assert LiveRun.read(run).state == state
+    ends = (
+        ("SIGTERM", 300, "", "stopped"),
+        ("", 2, "", "done"),
+        ("", 300, "", "broken"),
+        ("", 300, "patience", "done"),
+    )
+    for stopped, steps, reason, state in ends:
+        summary = {"step": 2, "steps": steps, "stopped": stopped, "end_reason": reason}
+        (run / "summary.json").write_text(json.dumps(summary | {"best": {"figure": 1, "step": "x", "value": []}}))
+        assert LiveRun.read(run).state == state and LiveRun.read(run).run.best_text() == ""
     (run / "summary.json").write_text(json.dumps({"step": 1, "steps": 2, "stopped": "SIGTERM"}))  # of a session before
     assert LiveRun.read(run).state == "broken"
 

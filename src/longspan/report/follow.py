@@ -159,7 +159,8 @@ def live_page(live: LiveRun) -> tuple[str, dict[str, Any]]:
                 words = f"{name}: records hold values that no run writes ({type(error).__name__}: {error})"
                 sections.append(section("", {"note": words[:500]}, key=name))
         story = " · ".join(_progress_texts(live))
-    lines = session_text(run), model_and_data_text(run), f"at work: {live.holder}" if live.holder else ""
+    holder = f"at work: {live.holder}" if live.holder else ""
+    lines = session_text(run), model_and_data_text(run), run.best_text(), holder
     title = page_head(run.name, *lines, story=story, state=state, progress=(live.step, live.steps))
     steps = f"{live.step:,}/{live.steps:,}" if live.steps else f"{live.step:,}"
     return f"{steps} {state[1]} · {run.name} · longspan", {"head": title, "sections": sections}

@@ -7,14 +7,16 @@ A run writes `metrics.jsonl` (one object a step, and evaluation rows with `eval_
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from longspan.checkpoint.best import BestStep
+from longspan.checkpoint.best import BestStep, read_best_steps
 from longspan.config.renamed import upgraded_tables
+from longspan.config.text_values import BestFigure
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.files import json_safe_values, parse_json
 from longspan.plan import Plan
@@ -261,7 +263,14 @@ class RunFolder:
         return None
 
     def best_text(self) -> str:
-        """Say which step is the best and whose weights model/ has, by summary.json; "" where it does not."""
+        """Say which step is the best and whose weights model/ has, by summary.json, or by best.json while there is no
+        summary; "" where neither says it.
+        """
+        if not self.summary:
+            with suppress(ConfigError, OSError):  # of a run that compares no figures, too
+                figure = BestFigure.from_text(str(self.configured_value("checkpoint", "keep_best")))
+                bests = read_best_steps(self.path, figure, lambda _: None)
+                return best_step_text(figure.name, bests[-1], 0) if bests else ""
         best = self.summary.get("best")
         if not isinstance(best, dict):
             return ""
