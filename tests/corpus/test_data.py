@@ -205,6 +205,8 @@ NO_TEXTS = [  # a file and what it holds, the path that is given, and what is sa
     ("a.json", '[{"text": "good"},\n {"text" "bad"}]', "a.json", r"row 2: not JSON \(Expecting ':' .* column 9"),
     ("a.json", '[{"text": "good"},\n {"text":\n"bad]"x}\n]', "a.json", r"row 2: .* at line 2, column 7 of the row"),
     ("a.json", '[{"text": "good"}, ["bad"]]', "a.json", r"row 2: needs an object, such as .*; found a list"),
+    ("a.json", '[{"text": "good"}, {"text": "bad"}}, {"text": "good"}]', "a.json", r"row 2: not JSON \(Extra da"),
+    ("a.json", '[{"text": "good"}, {"text": "bad"}}', "a.json", r"it ends inside row 2, which begins at byte 19"),
     ("a.json", '[{"text": "good"},]', "a.json", r"a.json, row 2: not JSON"),
     ("a.json", '[{"text": "good"}] {"text": "bad"}', "a.json", r"behind its list of 1 rows stands '\{\"text\""),
     ("a.json", '[{"text": "good"}, {"text": "b\xe9"}, {"text": "c"}]', "a.json", r"row 2: byte 12 of the line is"),

@@ -3,14 +3,16 @@
 import gzip
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from longspan.corpus.rows.chats.infer_turns import longest_overlap
-from longspan.corpus.rows.sample import BadRow
+from longspan.corpus.rows.sample import BadRow, Row
+from longspan.corpus.sources import cut_rows
 from longspan.corpus.sources.row_chunks import parse_chunk
 from longspan.corpus.sources.row_files import CHUNK_BYTES, make_row_file
 from longspan.data.corpus_documents import Corpus
@@ -91,6 +93,39 @@ def test_a_row_that_is_too_long_is_read_over(tmp_path: Path, name: str) -> None:
     placed = [row.row for chunk in chunks for row in parse_chunk(chunk)]
     assert [type(row) is BadRow for row in placed] == [False, True, False]
     assert [row.where for row in placed] == [f"{name}, row {n}" for n in (1, 2, 3)]
+
+
+MARKS = '"\\{}[],: \na\u00e9'
+OBJECTS = st.dictionaries(st.text(MARKS, max_size=4), st.text(MARKS, max_size=6) | st.lists(st.none()), max_size=2)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    rows=st.lists(OBJECTS, min_size=1, max_size=3),
+    place=st.floats(0, 0.999),
+    change=st.sampled_from([*MARKS[:9].encode(), None]),
+    piece=st.sampled_from([1, 3, 1 << 20]),
+)
+def test_a_list_with_another_byte_is_what_json_reads_or_an_error(
+    tmp_path: Path, rows: list[dict[str, Any]], place: float, change: int | None, piece: int
+) -> None:
+    data = bytearray(json.dumps(rows).encode())
+    at = 1 + int(place * (len(data) - 1))  # behind the bracket that opens it
+    data[at : at + 1] = b"" if change is None else bytes([change])
+    (tmp_path / "a.json").write_bytes(data)
+    found: list[Any] | None = None
+    with pytest.MonkeyPatch.context() as patch, suppress(DataError):
+        patch.setattr(cut_rows, "_PIECE", piece)
+        chunks = make_row_file("a.json", tmp_path / "a.json", 0).read_chunks()
+        found = [placed.row for chunk in chunks for placed in parse_chunk(chunk)]
+    try:
+        wanted = json.loads(data)
+    except ValueError:
+        assert found is None or any(isinstance(row, BadRow) for row in found)
+    else:
+        assert [row.values if isinstance(row, Row) else None for row in found or ()] == [
+            row if isinstance(row, dict) else None for row in wanted
+        ]
 
 
 ROWS: list[tuple[str, str]] = [

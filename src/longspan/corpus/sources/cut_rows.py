@@ -67,7 +67,7 @@ class ListEnds(RowEnds):
             at = mark.end()
             character = mark.group()
             self._in_string = character == b'"'
-            if self._depth == 0 and character in b",]}":
+            if self._depth == 0 and character in b",]":
                 self.is_closed = character != b","
                 yield mark.start()
                 if self.is_closed:
@@ -75,7 +75,7 @@ class ListEnds(RowEnds):
             elif character in b"[{":
                 self._depth += 1
             elif character in b"]}":
-                self._depth -= 1
+                self._depth = max(0, self._depth - 1)  # one brace too many is of its row alone
 
 
 class RecordEnds(RowEnds):
