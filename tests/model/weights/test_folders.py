@@ -144,10 +144,14 @@ def test_a_pickle_is_not_run(copied: Path) -> None:
     assert "its weights are a pickle with more than tensors in it" in _refusal_of(copied)
 
 
-@pytest.mark.parametrize("name", ["../outside/{}", "a/../../outside/{}", "{outside}/{}"])
+@pytest.mark.parametrize(
+    "name", ["../outside/{}", "a/../../outside/{}", "{outside}/{}", "/{outside}/{}", "link/../outside/{}"]
+)
 def test_an_index_names_no_file_outside_its_folder(copied: Path, name: str) -> None:
     outside = copied.parent / "outside"
     outside.mkdir()
+    (copied.parent / "beside").mkdir()
+    (copied / "link").symlink_to(copied.parent / "beside")  # by letters link/.. is the folder itself
     index = copied / "model.safetensors.index.json"
     weights = json.loads(index.read_text())["weight_map"]
     for file in {*weights.values()}:

@@ -3,7 +3,6 @@
 Nothing is downloaded.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,7 +106,7 @@ def weight_files(folder: Path, *, quantized: bool = False) -> list[Path]:
     index = folder / weights
     try:
         files: list[str] = sorted({*read_json(index)["weight_map"].values()})
-        outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]
+        outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is damaged: {type(error).__name__}: {error}") from error
     if outside:
