@@ -150,12 +150,15 @@ def test_figures_of_the_card(runs: dict[str, RunConfig], tmp_path: Path, capfd: 
     assert main(["export", checkpoint, str(out), "--overwrite"]) == 0  # its own card is written anew
     assert "step 1 (" in card.read_text() and f"of the last 1 step | {losses[0]:.4f}" in card.read_text()
     assert "perplexity" not in card.read_text()
+    assert "cannot be read" not in capfd.readouterr().out
     card.write_text("mine")
     assert main(["export", checkpoint, str(out), "--overwrite"]) == 0
     assert card.read_text() == "mine" and f"{card} is kept, for longspan did not write it" in capfd.readouterr().out
 
 
-def test_a_card_names_what_came_from_the_hub(runs: dict[str, RunConfig], tmp_path: Path) -> None:
+def test_a_card_names_what_came_from_the_hub(
+    runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs["tp"].run.dir, run, ignore=shutil.ignore_patterns("run.json"))
     toml = (run / "config.toml").read_text().replace("epochs = 0.0", "epochs = 1.0")
@@ -173,6 +176,9 @@ def test_a_card_names_what_came_from_the_hub(runs: dict[str, RunConfig], tmp_pat
     assert main(["export", str(run), str(tmp_path / "out"), "--overwrite"]) == 0
     text = (tmp_path / "out" / "README.md").read_text()
     assert "| trained | 2 of 2 steps, 9 tokens |" in text and "mean loss" not in text
+    out = capfd.readouterr().out
+    for name, reason in (("run.json", "No such file or directory"), ("metrics.jsonl", "TypeError: ")):
+        assert f"{run / name} cannot be read ({reason}" in out and f"so {tmp_path / 'out/README.md'} has no" in out
 
 
 class Hub:  # the calls of huggingface_hub's HfApi that an upload makes
@@ -259,4 +265,4 @@ def test_refused_checkpoints(runs: dict[str, RunConfig], tmp_path: Path, capfd: 
     assert f"{file.name} has other contents than were written" in refused(checkpoint)
     (run / "config.json").unlink()
     assert "was begun before longspan 0.1; name the folder of a run" in refused(run)
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("out*"))

@@ -336,6 +336,6 @@ def test_an_arrow_file_that_ends_between_two_batches_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, "x"]}', "9" * 10_000])
 def test_ends_of_generation_that_are_none_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    message = r"generation_config.json (is no JSON object|has eos_token_id 'x'; give the id)"
+    message = r"generation_config.json (is not a JSON object|has eos_token_id 'x'; give the id)"
     with pytest.raises(DataError, match=message):
         read_stop_token_ids(tmp_path)

@@ -75,7 +75,8 @@ OTHERS = "✗ differs | Notes | Saves | Samples | measured / predicted | Evaluat
 CASES: list[tuple[dict[str, Any], str]] = [
     ({}, "Loss 7.44 → 5.49 in 18 s of steps; 4.6 on held-out documents, the same at degrees 1, 2, 4"),
     ({}, f"qwen3-tiny on a<b>&c · steps 1 to 60 | torch 2.13.0 | of ln V = {math.log(VOCABULARY):.3f} | [context]"),
-    ({}, f"median; 18 s in all, 60 steps, 240K tokens, 239K targets | +3.0e-08 | ✓ equal but not {OTHERS}"),
+    ({"run.json": FACTS}, f"median; 18 s in all, 60 steps, 240K tokens, 239K targets | ✓ equal but not {OTHERS}"),
+    ({}, "Notes | run.json is missing: what ran, and on what, is not shown | +3.0e-08 but not summary.json"),
     ({"run.json": FACTS | SESSION}, "2026-01-01 10:00 · longspan train x.toml but not when the run ends"),
     ({"run.json": FACTS, **SHARES}, "42.5% | median; 420 TFLOP/s a device | measured / predicted | 8 of 128 experts"),
     ({"run.json": FACTS, **SHARES}, "median: the plan's lower bound, priced for the model on H200s, over the time"),

@@ -15,8 +15,9 @@ import pytest
 from longspan.checkpoint.files import write_damage_notes
 from longspan.cli.main import main
 from longspan.config.file import load_config
-from longspan.errors import RunFolderError
+from longspan.errors import ModelError, RunFolderError
 from longspan.launch.output import _Output
+from longspan.model.weights.hf_folder import read_generation_settings
 from tests.run.runs.homes import ALONE
 from tests.train.small import small_config, train_rank, write_model
 
@@ -38,7 +39,9 @@ def test_every_read_of_transformers_trusts_no_code() -> None:
             said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             calls.append(f"{file.name}: {ast.unparse(node.func.value)}")
             if said.get("trust_remote_code") != "False" and said.get(None) != "FOLDER_OPTIONS":
-                assert ast.unparse(node.func.value) == "GenerationConfig", f"{file}: {ast.unparse(node)}"
+                # settings alone, which name no code
+                place = ast.unparse(node.func.value), file.name, said.get("local_files_only")
+                assert place == ("GenerationConfig", "hf_folder.py", "True"), f"{file}: {ast.unparse(node)}"
     assert len(calls) >= 12
 
 
@@ -105,6 +108,34 @@ def test_export_and_report_import_nothing_that_a_run_names(place: Path, capfd: p
     assert main(["report", "run"]) == 0 and "hostile_part.Log" in (place / "run" / "report.html").read_text()
     assert "hostile_part" not in sys.modules
     capfd.readouterr()
+
+
+DAMAGED = {
+    "tokenizer.json": b'{"version": "1.0", "trunc',
+    "tokenizer_config.json": b'{"tokenizer_class": "PreTrai',
+    "special_tokens_map.json": b"[]",
+    "preprocessor_config.json": b"{",
+    "chat_template.jinja": b"{% for m in messages %}{{ m.cont",
+    "additional_chat_templates/tool.jinja": b"\xff",
+    "generation_config.json": b"\0" * 64,
+}
+
+
+def test_damaged_files_of_a_tokenizer_are_not_exported(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, data in DAMAGED.items():
+        file = place / "run" / name
+        old = file.read_bytes() if file.is_file() else None
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(data)
+        refused(["export", "run", "out"], place, capfd, str(Path("run", name)))
+        assert not (place / "out").exists()
+        file.unlink() if old is None else file.write_bytes(old)
+    settings = place / "model" / "generation_config.json"
+    for text in (DAMAGED[settings.name].decode(), "[]", '{"eos_token_id"'):
+        settings.write_text(text)
+        with pytest.raises(ModelError, match=r"model/generation_config.json cannot be read: "):
+            read_generation_settings(settings.parent)
+    assert main(["export", "run", "out"]) == 0
 
 
 def configuration_has_code(run: Path) -> None:

@@ -30,6 +30,7 @@ from longspan.checkpoint.files import (
 from longspan.checkpoint.storage import SafetensorsReader, first_failure_text, read_metadata
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
+from longspan.corpus.tokenizer import load_tokenizer
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.model.adapted_modules import belongs_to_adapter
 from longspan.model.adapters.adapter import AdaptedWeight, Adapter, adapted_weights, find_adapter
@@ -50,9 +51,9 @@ from longspan.model.presets import PRESETS
 from longspan.model.saving.stock_folders import stock_configuration, write_all_but_weights
 from longspan.model.weights.empty_model import empty_model, image_text_class_of_architectures
 from longspan.model.weights.fill import pop_deferred_weights, stored_formats
-from longspan.model.weights.hf_folder import read_configuration
+from longspan.model.weights.hf_folder import read_configuration, read_generation_settings
 from longspan.model.weights.local_tensors import LocalPart
-from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles
+from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles, vocabulary_files
 from longspan.model.weights.write import (
     OF_MODEL,
     WeightTotals,
@@ -136,11 +137,13 @@ def export_checkpoint(
     model. `dtype` is the name of the files' dtype; "auto" is the model's own, and for an adapter the dtype in which it
     was trained.
 
-    Raises CheckpointError for a checkpoint that is missing, damaged or of another model, and ModelError for a folder
-    that is not empty and for another base model than the run began with. With `overwrite` the weights, configuration
-    and tokenizer of a model in it are replaced.
+    Raises CheckpointError for a checkpoint that is missing, damaged or of another model, DataError for a damaged
+    tokenizer, template or processor, and ModelError for damaged settings of generation, for a folder that is not empty
+    and for another base model than the run began with. With `overwrite` the weights, configuration and tokenizer of a
+    model in it are replaced.
     """
     check_export_folder(folder, overwrite=overwrite)
+    files = _checked_files(run_dir)
     config = _read_stock_configuration(run_dir)
     run = load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
@@ -161,7 +164,7 @@ def export_checkpoint(
         if saved is not None and as_adapter:
             if dtype == "auto":
                 file_dtype = _dtype_of_adapters(run)
-            written = _write_saved_adapter(partial, saved, file_dtype, RunFolderFiles(run_dir))
+            written = _write_saved_adapter(partial, saved, file_dtype, files)
         else:
             file_dtype = empty.dtype
             groups = _weight_groups(checkpoint, empty)
@@ -171,7 +174,7 @@ def export_checkpoint(
             for group in groups:
                 writer.write_unit(group)
             written = writer.finish()
-            write_all_but_weights(empty, partial, RunFolderFiles(run_dir))
+            write_all_but_weights(empty, partial, files)
         replace_files(partial, folder, _REPLACED)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
@@ -180,6 +183,18 @@ def export_checkpoint(
     step = int(read_state(checkpoint)["step"])
     name = str(file_dtype).removeprefix("torch.")
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
+
+
+def _checked_files(run_dir: Path) -> RunFolderFiles:
+    """Return the tokenizer's and other files that a model's folder gets from its run's. Raises DataError or ModelError
+    for a damaged one.
+    """
+    files = RunFolderFiles(run_dir)
+    files.check()
+    if vocabulary_files(run_dir):
+        load_tokenizer(run_dir)
+    read_generation_settings(run_dir)
+    return files
 
 
 def _dtype_of_adapters(run: RunConfig) -> torch.dtype:

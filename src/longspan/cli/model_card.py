@@ -1,10 +1,9 @@
 """README.md of an exported model: how to load it, what it was trained on, and the figures of its run."""
 
 from collections.abc import Iterator
-from contextlib import suppress
+from functools import partial
 from math import fsum
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -58,7 +57,7 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     # not those of config.toml, which may give epochs: the run has counted their steps
     steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]
     rows += [("trained by", loss_text(config.train))] if config.train.loss else []
-    rows += _card_figures(run_dir, exported.step, steps)
+    rows += _card_figures(run_dir, exported.step, steps, file, log)
     if config.checkpoint.keep_best:
         figure = BestFigure.from_text(config.checkpoint.keep_best)
         bests = read_best_steps(run_dir, figure, lambda _: None)
@@ -87,26 +86,39 @@ tokenizer = AutoTokenizer.from_pretrained("{title}")
     write_atomically(file, str(ModelCard(text)))
 
 
-def _card_figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:
-    """Yield figures of a run, by name, up to this `step` of its `steps`, as far as its files have them.
-
-    They end at the first file that cannot be read, or lacks something. Where summary.json is not there, only the reason
-    of the end is left out.
+def _card_figures(run_dir: Path, step: int, steps: int, card: Path, log: LogLine) -> Iterator[tuple[str, str]]:
+    """Yield figures of a run, by name, up to this `step` of its `steps`; a file that the `card` does without, as it
+    cannot be read or lacks something, is logged.
     """
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
-        trained = [row for row in rows if "loss" in row]
-        yield "trained", f"{step:,} of {plural(steps, 'step')}, {sum(row['tokens'] for row in trained):,} tokens"
-        if last := [row["loss"] for row in trained[-LAST_STEPS:]]:
-            yield f"mean loss of the last {plural(len(last), 'step')}", f"{fsum(last) / len(last):.4f}"
-        for row in rows:
-            if row["step"] == step and "eval_loss" in row:
-                where = f"{row.get('eval_name', 'held-out documents')}, degree {row['cp']}"
-                perplexity = f", perplexity {row['eval_perplexity']:.4g}" if "eval_perplexity" in row else ""
-                yield f"loss of {where}", f"{row['eval_loss']:.4f}{perplexity}"
-        with suppress(OSError):  # of a run that is still at work
-            summary = read_json(run_dir / "summary.json")
-            if reason := summary.get("end_reason"):
-                yield "ended", f"after step {summary['step']:,} of {summary['steps']:,}: {reason}"
-        facts: dict[str, Any] = read_json(run_dir / "run.json")
-        yield "documents", dict(facts["lines"])["data"]
+    readers = {
+        "metrics.jsonl": partial(_measured_figures, step=step, steps=steps),
+        "summary.json": _end_figures,
+        "run.json": lambda file: [("documents", dict(read_json(file)["lines"])["data"])],
+    }
+    for name, read_figures in readers.items():
+        try:
+            yield from read_figures(run_dir / name)
+        except (OSError, AttributeError, ValueError, KeyError, TypeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            log(f"{run_dir / name} cannot be read ({reason}), so {card} has no figures from it")
+
+
+def _measured_figures(file: Path, *, step: int, steps: int) -> Iterator[tuple[str, str]]:
+    """Yield how far a run had trained at a step, its loss, and those of evaluations."""
+    rows = [row for row in read_metrics(file) if row["step"] <= step]
+    trained = [row for row in rows if "loss" in row]
+    yield "trained", f"{step:,} of {plural(steps, 'step')}, {sum(row['tokens'] for row in trained):,} tokens"
+    if last := [row["loss"] for row in trained[-LAST_STEPS:]]:
+        yield f"mean loss of the last {plural(len(last), 'step')}", f"{fsum(last) / len(last):.4f}"
+    for row in rows:
+        if row["step"] == step and "eval_loss" in row:
+            where = f"{row.get('eval_name', 'held-out documents')}, degree {row['cp']}"
+            perplexity = f", perplexity {row['eval_perplexity']:.4g}" if "eval_perplexity" in row else ""
+            yield f"loss of {where}", f"{row['eval_loss']:.4f}{perplexity}"
+
+
+def _end_figures(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield why a run ended before its last step."""
+    summary = read_json(file)
+    if reason := summary.get("end_reason"):
+        yield "ended", f"after step {summary['step']:,} of {summary['steps']:,}: {reason}"

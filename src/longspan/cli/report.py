@@ -2,8 +2,10 @@
 
 import json
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     elif flags.out:
         raise ConfigError(f"--out is for plans; a run's report goes into its folder, {target}/report.html")
     else:
-        path = write_report(target)
+        path = write_report(target, partial(print, file=sys.stderr))
     print(json.dumps({"report": str(path)}) if flags.json else path)
     return 0
 

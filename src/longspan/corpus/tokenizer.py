@@ -18,12 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_with_spans
 from longspan.errors import DataError
-from longspan.files import read_json, write_atomically
+from longspan.files import write_atomically
 from longspan.layout import Integers
 from longspan.model.weights.tokenizer_files import (
     FAST_TOKENIZER,
     TEMPLATE_FILES,
     copy_tokenizer_files,
+    read_json_object,
     replace_with_copy,
     vocabulary_files,
 )
@@ -192,11 +193,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     file = folder / FAST_TOKENIZER
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        try:
-            if not isinstance(read_json(settings), dict):
-                raise ValueError("it holds something else")
-        except ValueError as error:
-            raise DataError(f"{settings} is not a JSON object: {error}") from error
+        read_json_object(settings)
     if not file.is_file():
         return _load_other_files(folder)
     try:  # first, also where transformers reads the file again: its error for a damaged one names no file

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.corpus.prompts import Prompt
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import ModelError, plural
 from longspan.model.stock_copy import StockCopy
-from longspan.model.weights.tokenizer_files import GENERATION
+from longspan.model.weights.hf_folder import read_generation_settings
 from longspan.plain_text import bytes_text, seconds_text
 
 
@@ -93,9 +93,7 @@ def _complete_prompt(
     random generators are restored.
     """
     began = time.monotonic()
-    config: Any = deepcopy(stock.generation_config)
-    if (settings.folder / GENERATION).is_file():
-        config = GenerationConfig.from_pretrained(settings.folder)
+    config: Any = read_generation_settings(settings.folder) or deepcopy(stock.generation_config)
     if config.eos_token_id is None:
         config.eos_token_id = settings.tokenizer.end
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]

@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -34,6 +33,7 @@ from longspan.model.weights.hf_folder import (
     no_progress_bars,
     quantization_settings,
     read_configuration,
+    read_generation_settings,
     weight_files,
 )
 from longspan.plain_text import items_text
@@ -122,8 +122,8 @@ def _load_folder(
     a causal language model.
     """
     model = empty_model(config, dtype, architecture)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if (generation := read_generation_settings(folder)) is not None:
+        model.generation_config = generation
     stored: StorageMethod | None = None  # how the folder has weights in 4 or 8 bits
     if settings := quantization_settings(folder):
         from longspan.model.frozen.formats.storage_methods import find_storage_method

@@ -204,6 +204,8 @@ class RunFolder:
         train = {int(row["step"]): row for row in rows if "loss" in row}
         evaluations = {row.record_key: row for row in _evaluation_rows(rows, notes)}
         summary = _read_object(path / "summary.json", notes)
+        if not live:
+            notes += _missing_records(path)
         config_text, config = _read_config(path / "config.toml", notes)
         facts = RunFacts.from_json(_read_object(path / "run.json", notes))
         steps = sorted(train)
@@ -307,6 +309,14 @@ def _read_metric_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]
             f"{metrics} holds no step ({plural(damaged, 'unreadable line')}); the run ended before its first step"
         )
     return rows, [f"{plural(damaged, 'line')} of metrics.jsonl could not be read and left out"] if damaged else []
+
+
+def _missing_records(folder: Path) -> Iterator[str]:
+    """Yield a note for each record that is not in a run's folder, with what the page lacks without it."""
+    if not (folder / "run.json").is_file():
+        yield "run.json is missing: what ran, and on what, is not shown"
+    if not (folder / "summary.json").is_file():
+        yield "summary.json is missing, which a run writes at its end: how it ended is not shown"
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from longspan.checkpoint.files import complete_checkpoints, is_unfinished, step_
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.evaluation.result import SAME, largest_difference
 from longspan.files import name_file_in_errors, os_error_text, write_atomically
-from longspan.plain_text import bytes_text, number_text, seconds_text
+from longspan.plain_text import LogLine, bytes_text, number_text, seconds_text
 from longspan.plan.memory.memory_plan import measures_text
 from longspan.report.evaluation_page import (
     NATS,
@@ -80,8 +80,8 @@ _STEP_CHARTS: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (  # title
 )
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run's folder and return its path.
+def write_report(run_dir: str | Path, log: LogLine = lambda _: None) -> Path:
+    """Write `report.html` into a run's folder and return its path. What could not be read is logged.
 
     Raises ConfigError for a folder that is no run, RunFolderError for what the disk refuses.
 
@@ -96,6 +96,8 @@ def write_report(run_dir: str | Path) -> Path:
             f"the records in {run.path} make no report ({type(error).__name__}: {error}): metrics.jsonl, run.json, "
             "summary.json or plans/ hold values that no run writes; restore them"
         ) from error
+    for note in run.notes:
+        log(note)
     path = run.path / "report.html"
     try:
         with name_file_in_errors(path):

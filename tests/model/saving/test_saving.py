@@ -105,7 +105,9 @@ def test_a_file_is_not_replaced_and_a_link_is_followed(tmp_path: Path, world: Wo
         save_model(model_on(world), tmp_path / "weights.pt", world)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
+    download = write_files(tmp_path / "elsewhere.partial", {"notes": "mine"})  # as other tools call theirs
     save_model(model_on(world), tmp_path / "link", world)
+    assert (download / "notes").read_text() == "mine"
     assert (tmp_path / "link").is_symlink() and files_of(tmp_path / "elsewhere") == NEW
     assert (tmp_path / "weights.pt").read_text() == "mine"
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from longspan.adapter_folder import ADAPTER_CONFIGURATION, adapter_folder_advice
 from longspan.errors import ModelError, plural
 from longspan.files import read_json
 from longspan.model.presets import PRESETS
+from longspan.model.weights.tokenizer_files import GENERATION
 
 FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}  # for every from_pretrained of a folder
 OWN_MODEL = (
@@ -68,6 +69,20 @@ def remove_code_and_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
         if isinstance(sub_config, PreTrainedConfig):
             remove_code_and_quantization(sub_config)
     return config
+
+
+def read_generation_settings(folder: Path) -> GenerationConfig | None:
+    """Read the generation_config.json of a folder; None without one. Raises ModelError for one that cannot be read."""
+    file = folder / GENERATION
+    if not file.is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # json, huggingface_hub and transformers each raise their own
+        raise ModelError(
+            f"{file} cannot be read: {' '.join(str(error).split())}; restore it, or remove it, and the model's "
+            "configuration counts"
+        ) from error
 
 
 def folder_error_text(error: Exception, instead: str) -> str:

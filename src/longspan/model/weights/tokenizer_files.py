@@ -5,6 +5,7 @@ No torch.
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from longspan.errors import DataError
 from longspan.files import read_json
@@ -70,6 +71,21 @@ class RunFolderFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    def check(self) -> None:
+        """Raise DataError for one of these files that is damaged: JSON that is no object, a template that is none."""
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        for name in (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION):
+            if name.endswith(".json") and (self._folder / name).is_file():
+                read_json_object(self._folder / name)
+        templates = [self._folder / TEMPLATE_FILES[0], *sorted((self._folder / TEMPLATE_FILES[2]).glob("*.jinja"))]
+        for file in filter(Path.is_file, templates):
+            try:
+                render_jinja_template([], chat_template=file.read_text(encoding="utf-8"))
+            except (ValueError, TemplateError) as error:
+                raise DataError(f"{file} is no chat template: {error}; restore it") from error
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Copy these files into a model's folder, which is made if it is not there."""
         folder = Path(folder)
@@ -77,6 +93,17 @@ class RunFolderFiles:
         copy_tokenizer_files(self._folder, folder)
         if (self._folder / GENERATION).is_file():
             replace_with_copy(self._folder / GENERATION, folder / GENERATION)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises DataError for a damaged one."""
+    try:
+        value = read_json(file)
+        if not isinstance(value, dict):
+            raise ValueError("it holds something else")
+    except ValueError as error:
+        raise DataError(f"{file} is not a JSON object: {error}") from error
+    return value
 
 
 def read_stop_token_ids(folder: Path) -> set[int]:
@@ -87,10 +114,7 @@ def read_stop_token_ids(folder: Path) -> set[int]:
     file = folder / GENERATION
     if not file.is_file():
         return set()
-    try:
-        value = read_json(file).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{file} is no JSON object: {error}") from error
+    value = read_json_object(file).get("eos_token_id")
     ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
     # Tokenizers count ids in 32 bits.
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:

@@ -29,12 +29,16 @@ _OF_TOKENIZER = "|".join(map(re.escape, TOKENIZER_FILES))
 _CONFIGURATIONS = ("config.json", "adapter_config.json")  # without one of these a folder holds no model
 
 
+# Other tools download into NAME.partial; what has this name is of an interrupted save, and is removed.
+_PARTIAL = ".longspan-partial"
+
+
 def make_partial_folder(folder: Path) -> Path:
     """Make an empty folder beside (at a mount point in) `folder`, for a rename; ModelError where that is a file."""
     place = folder.resolve()
     if place.exists() and not place.is_dir():
         raise ModelError(f"{folder} is a file; name a folder to write the model to")
-    partial = place / ".partial" if place.is_mount() else place.with_name(f"{place.name}.partial")
+    partial = place / _PARTIAL if place.is_mount() else place.with_name(f"{place.name}{_PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
