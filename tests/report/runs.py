@@ -102,4 +102,10 @@ ROW |= {"by_length": [[0, 127, 3.5, 100, 2], [128, 255, 3.0, 158, 1]], "by_posit
 RECORD: dict[str, Any] = {"target": "runs/<b>", "kind": "run", "world": 2, "parallel": {"tp": 2, "pp": 1}}
 RECORD |= {"changes": [{"key": "parallel.tp", "before": 4, "now": 2}], "evaluations": [ROW]}
 DIFFERENCE: dict[str, Any] = {"name": "", "first": 3.25, "other": 3.0, "difference": -0.25, "lower": 2}
-DIFFERENCE |= {"standard_error": None, "documents": 3, "by_length": [[0, 127, 3.5, 3.1, 2]]}
+DIFFERENCE |= {
+    "standard_error": None,
+    "figure": "loss",
+    "unit": "document",
+    "count": 3,
+    "by_length": [[0, 127, 3.5, 3.1, 2]],
+}

@@ -102,3 +102,11 @@ def test_the_page_of_an_evaluation() -> None:
     words = words_of(value_of(eval_page({**RECORD, "compare": other})))
     assert "loss of base minus that of runs/<b>: -0.250000; 2 of 3 documents have a lower value." in words
     assert "base, held out" in words and "-0.400000" in words
+    margins = {**DIFFERENCE, "figure": "rewards/margins", "unit": "pair", "standard_error": 0.5, "by_length": []}
+    scored = [{k: v for k, v in row.items() if k != "eval_perplexity"} for row in RECORD["evaluations"]]
+    preferences = {**RECORD, "loss": "dpo, beta 0.1", "evaluations": scored}
+    value = value_of(eval_page({**preferences, "compare": {**other, "evaluations": scored, "differences": [margins]}}))
+    words = words_of(value)
+    assert "Difference of the rewards/margins, held out" in words and "loss: dpo, beta 0.1" in words
+    assert "-0.250000 ± 0.500000 (standard error over pairs); 2 of 3 pairs have a lower value." in words
+    assert {chart["unit"] for chart in charts_of(value).values()} == {"mean of what is scored"}

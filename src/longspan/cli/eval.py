@@ -354,8 +354,8 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
     pairs = [(difference, other) for other in results[1:] for difference in differences_by_set(first, other)]
     if pairs:
         yield "\n".join(
-            f"{on_set.name or HELD_OUT}: loss of {first.weights.title} {on_set.first:.6f}, of {other.weights.title} "
-            f"{on_set.other:.6f}, difference {on_set.difference:+.6f}"
+            f"{on_set.name or HELD_OUT}: {on_set.figure} of {first.weights.title} {on_set.first:.6f}, of "
+            f"{other.weights.title} {on_set.other:.6f}, difference {on_set.difference:+.6f}"
             f"{'' if on_set.standard_error is None else f' ± {on_set.standard_error:.6f}'}"
             for on_set, other in pairs
         )
@@ -365,15 +365,17 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
         is_run = result.weights.run_dir is not None and not result.weights.base
         words = [result.weights.title] + ([f"step {evaluations[0].step}"] if is_run else [])
         words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
-        yield f"{', '.join(words)} on {plural(ranks, 'rank')}\n{evaluation_table(evaluations)}"
-    for on_set, other in pairs:  # the losses of two subjects on one set, by length of document
+        loss = f"; loss: {result.loss}" if result.loss else ""
+        yield f"{', '.join(words)} on {plural(ranks, 'rank')}{loss}\n{evaluation_table(evaluations)}"
+    for on_set, other in pairs:  # a figure of two subjects on one set, by length of document
         titles = first.weights.title, other.weights.title
-        table = text_table(
-            ("tokens", *titles, "difference", "documents"),
-            [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{count:,}") for name, a, b, count in on_set.rows()],
+        lower = f"{on_set.lower:,} of {plural(on_set.count, on_set.unit)}"
+        title = (
+            f"{on_set.name or HELD_OUT}: {on_set.figure} of {titles[1]} beside {titles[0]}; {lower} have a lower "
         )
-        lower = f"{on_set.lower:,} of {plural(on_set.documents, 'document')}"
-        yield (
-            f"{on_set.name or HELD_OUT}: loss of {titles[1]} beside {titles[0]}; {lower} have a lower value under "
-            f"{titles[1]}\n{table}"
-        )
+        title += f"value under {titles[1]}"
+        cells = [
+            (name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{count:,}") for name, a, b, count in on_set.rows()
+        ]
+        table = text_table(("tokens", *titles, "difference", f"{on_set.unit}s"), cells)
+        yield f"{title}\n{table}" if on_set.by_length else title

@@ -15,7 +15,6 @@ from longspan.checkpoint.files import read_state
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.comm.received_signals import StopSignal
-from longspan.comm.world_machine import set_world_machine
 from longspan.config.file import load_config
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
@@ -34,23 +33,22 @@ from longspan.evaluation.fit_layout import Change, changes_line, fit_evaluation_
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.load_saved import CheckedWeights, find_checked_weights, load_saved_model
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
-from longspan.evaluation.reference import read_reference_log_probs, reference_digest
 from longspan.evaluation.request import EvalRequest
+from longspan.evaluation.saved_losses import SavedLosses, Sets, find_losses, price_plans
 from longspan.evaluation.saved_results import SetResult, SubjectResult
 from longspan.model import disable_adapter
 from longspan.model.execution import model_execution
+from longspan.model.load import find_score_class
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.partition import set_default_partition
 from longspan.resolve.resolved import choose_evaluation_degree
-from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine, set_node_size
+from longspan.resolve.run_cost import set_node_size
 from longspan.train.run_model.load import read_model_configuration
 from longspan.train.run_model.prepare import AnyModel
 from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.start.start_times import Starts
-from longspan.train.training import loss_of_documents
 
-Sets = dict[str, CorpusDocuments]  # by name; "" is the name of the documents that a run holds out
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
 
 
@@ -76,6 +74,7 @@ def evaluate_saved(
             f"the tokenizers of {one} and {other} differ, and losses per token of different tokens cannot be "
             "compared; evaluate each alone on the same --data, and compare the bits per byte"
         )
+    _refuse_other_scores(checked)
     if request.paths:
         sets = _build_sets(request, checked[0].tokenizer, world, log)
     else:
@@ -85,8 +84,21 @@ def evaluate_saved(
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
         log(line)
     starts.end_part("data")
-    evaluator = _Evaluator(request.degrees, world, metrics, starts, log, progress)
+    one = fits[0]
+    losses = find_losses(one.checked, one.config, one.configuration, one.sets, world, log)
+    evaluator = _Evaluator(request.degrees, world, metrics, losses, starts, log, progress)
     return tuple(evaluator.evaluate_subject(fit) for fit in fits)  # one model at a time
+
+
+def _refuse_other_scores(checked: Sequence[CheckedWeights]) -> None:
+    """Raise ConfigError where one model gives other numbers of scores than the other, or predicts tokens (0 scores)."""
+    scores = [(w.configuration.num_labels or 0) if find_score_class(w.configuration) else 0 for w in checked]
+    if len(set(scores)) > 1:
+        first, other = (f"{w.subject.weights.path} gives {n}" for w, n in zip(checked, scores, strict=True))
+        raise ConfigError(
+            f"{first} scores of a document, and {other} (0: it predicts tokens): they have no loss in common; compare "
+            "weights that give the same number of scores"
+        )
 
 
 def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
@@ -214,11 +226,14 @@ def _fit_subject(
 
 @dataclass(frozen=True)
 class _Evaluator:
-    """What evaluations of all subjects share; `degrees` are compared, () takes the configuration's."""
+    """What evaluations of all subjects share: `degrees` are compared, () takes the configuration's; `losses` are those
+    of the first subject's run, so that one quantity is compared.
+    """
 
     degrees: tuple[int, ...]
     world: World
     metrics: dict[str, Metric]
+    losses: SavedLosses
     starts: Starts
     log: LogLine
     progress: Progress
@@ -229,50 +244,32 @@ class _Evaluator:
         """
         images = any(getattr(documents, "items", ()) for documents in fit.sets.values())
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
-        model.eval()
-        set_world_machine(self.world, partial(read_run_machine, fit.config), KEY)
-        gpu = self.world.device.type == "cuda"
-        slots = self.world.home.slots
-        price = partial(find_run_cost, fit.config, model.config, self.log, gpu=gpu, slots=slots)
-        cost = run_on_every_rank(self.world, price, ConfigError)
+        cost = price_plans(fit.config, model.eval(), self.world, self.log)
         if "model" not in self.starts.parts:  # the second of two models is not part of the start
             self.starts.end_part("model")
-            if gpu:
+            if self.world.device.type == "cuda":
                 self.log(str(self.starts))
         weights = fit.checked.subject.weights
         if weights.base and (frozen := model_execution(model).frozen):
             self.log(f"{weights.title}: the base model over the values that the adapter stands on, {frozen}")
         with StopSignal() as stop, disable_adapter(model) if weights.base else nullcontext():
             sets = tuple(self._evaluate_sets(fit, model, step, cost, stop))
-        return SubjectResult(weights, fit.config, sets, fit.changes)
+        return SubjectResult(weights, fit.config, sets, fit.changes, self.losses.text)
 
     def _evaluate_sets(
         self, fit: _FittedSubject, model: AnyModel, step: int, cost: Cost, stop: StopSignal
     ) -> Iterator[SetResult]:
         """Yield the result of each set at each degree, as it is evaluated; entered by all ranks.
 
-        A loss of preferences with a reference is used where files have the reference's log-probabilities, which are
-        read into the set's corpus. An error is raised when the result that it prevents is asked for.
+        An error is raised when the result that it prevents is asked for.
         """
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         weights = fit.checked.subject.weights.title.rpartition("/")[2]
-        for name, documents in fit.sets.items():
+        for name, all_documents in fit.sets.items():
+            documents = self.losses.select(all_documents)
             choice = PlannerConfig.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
                 choice = self._choose_degree(fit.config, choice, name, documents)
-            train = fit.config.train
-            loss = None  # the cross entropy
-            has_reference = True
-            if train.needs_reference:
-                digest = reference_digest(fit.config, fit.configuration, self.world)
-                has_reference = read_reference_log_probs([documents], digest, self.world, self.log)
-            if has_reference:
-                loss = loss_of_documents(documents, train)
-            else:
-                self.log(
-                    "no log-probabilities of these documents by the reference model are kept: their loss is the cross "
-                    "entropy of their answers"
-                )
             for at_degree in _planner_configs_at_degrees(choice, self.degrees, max(documents.lengths)):
                 title = ", ".join(filter(None, (weights, name, at_degree.text)))  # held-out documents have no name
                 options = EvaluationOptions(
@@ -283,7 +280,7 @@ class _Evaluator:
                     share_prefixes=fit.config.data.share_prefixes == AUTO,
                     stopped=stop.stop_reason,
                     progress=partial(self.progress, f"of {title}"),
-                    loss=loss,
+                    loss=self.losses.losses[name],
                 )
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from longspan.comm import World
@@ -32,7 +31,7 @@ from longspan.train.rows.gather_documents import bring_gathered_rows
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
 
 if TYPE_CHECKING:
-    from longspan.train.terms.document_loss import DocumentLoss
+    from longspan.train.terms.document_loss import DocumentLoss, LossUnits
 
 
 _NOWHERE = np.arange(0)  # of a document's positions: its values are there by name
@@ -139,13 +138,15 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
     )
     columns = score_columns(inputs.language_model)
     by_position = ()
+    units = None
     if options.loss is None:
         loss = Mean(math.fsum(totals.documents.tolist()), plan.targets)
         # The last row of a document predicts nothing, but it may have a score: then it is as if a token followed.
         reached_lengths = [length + 1 for length in lengths] if columns else lengths
         by_position = totals.bucket_by_position(reached_lengths)
     elif columns:
-        totals, loss = _totals_of_sets(totals, options.loss, plan)
+        totals, units = _totals_of_sets(totals, options.loss, plan)
+        loss = Mean(math.fsum(units.figures["loss"]), len(units.documents))
     else:
         return _result_of_sets(inputs, totals, options, options.loss)
     metrics = dict[str, Mean]()
@@ -179,6 +180,7 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
             name: tuple(Mean(*pair) for pair in sums.T.tolist())
             for name, sums in zip(options.document_metrics, totals.document_metrics, strict=True)
         },
+        units=units,
     )
 
 
@@ -189,7 +191,7 @@ def _result_of_sets(
 
     It has the caller's own metrics, and the loss's figures in place of the built-in ones.
     """
-    from longspan.train.terms.document_loss import sum_set_losses
+    from longspan.train.terms.document_loss import loss_units, sum_set_losses
 
     count = len(loss.columns) + len(loss.also)  # of sums, which come before the caller's metrics of documents
     sums = totals.document_metrics[:count, 0].T
@@ -207,23 +209,24 @@ def _result_of_sets(
         by_position=(),
         by_length=(),
         document_metrics=dict([*token_result.document_metrics.items()][count:]),
+        units=loss_units(loss, sets, sums),
+        document_value="cross_entropy",
     )
 
 
-def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[Totals, Mean]:
-    """Return totals of sets from `totals`, which have a score for each document, and the mean loss of the sets.
+def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[Totals, "LossUnits"]:
+    """Return totals of sets from `totals`, which have a score for each document, and the losses of the sets.
 
     Each document has its set's loss; a set is a hit if its first document has the highest score.
     """
-    sets = loss.check_sets(plan)
+    from longspan.train.terms.document_loss import loss_units
+
+    units = loss_units(loss, loss.check_sets(plan), totals.documents)
     losses = np.zeros_like(totals.documents)
     hits = 0
-    set_losses = list[float]()
-    for documents in sets:
-        scores = totals.documents[list(documents)]
-        set_losses.append(float(loss.function(torch.from_numpy(scores), documents)))
-        losses[list(documents)] += set_losses[-1]
-        first, *others = scores
+    for documents, set_loss in zip(units.documents, units.figures["loss"], strict=True):
+        losses[list(documents)] += set_loss
+        first, *others = totals.documents[list(documents)]
         if all(first > other for other in others):
             hits += 1
-    return totals._replace(documents=losses, hits=hits, rows=len(sets)), Mean(math.fsum(set_losses), len(sets))
+    return totals._replace(documents=losses, hits=hits, rows=len(units.documents)), units

@@ -100,11 +100,10 @@ def load_saved_model(
     images: bool = False,
 ) -> tuple[AnyModel, int]:
     """Load the prepared model with the weights; return the model, and the steps that trained it (0 for a folder, and
-    for a run's base model).
+    for the weights that a run began with, which for an adapter have it as it began).
 
-    `configuration` is the model's, with positions that may have been scaled. A run's base model has the adapter that
-    the run began with. Entered by all ranks. Raises CheckpointError for documents with images and a checkpoint without
-    encoders.
+    `configuration` is the model's, with positions that may have been scaled. Entered by all ranks. Raises
+    CheckpointError for documents with images and a checkpoint without encoders.
     """
     checkpoint = checked.checkpoint
     if checkpoint is None:
@@ -131,12 +130,13 @@ def load_saved_model(
     encoders = run_on_first_rank(world, has_encoders, CheckpointError)
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     # A run with an adapter saves the adapter alone: its base model's weights are read from their own folder.
-    make_model = load_run_model if config.lora.rank else make_model_without_weights
+    base = checked.subject.weights.base
+    make_model = load_run_model if config.lora.rank or base else make_model_without_weights
     model = run_on_every_rank(
         world, lambda: make_model(config, configuration=configuration, images=encoders), ModelError
     )
     prepared = prepare_run_model(config, world, model, training=False, images=encoders)
-    if checked.subject.weights.base:
+    if base:
         return prepared, 0
     load_checkpoint(checkpoint, prepared, None, world)
     return prepared, int(state["step"])

@@ -80,6 +80,8 @@ def compute_references(
         for selection in documents:
             corpus = selection.corpus
             missing = _ids_without_reference(selection)
+            # Documents of an evaluation of saved weights are in a folder that is gone once all ranks have mapped it.
+            is_kept = run_on_first_rank(world, corpus.documents_folder.is_dir, DataError)
             ends = np.cumsum(corpus.lengths[missing], dtype=np.int64)
             done = 0
             started = last_news = time.monotonic()
@@ -91,15 +93,16 @@ def compute_references(
                 assert corpus.reference is not None
                 corpus.reference[missing[done:stop]] = [-loss.sum for loss in result.document_losses]
                 done = stop
-                save = partial(_write_values, _reference_file(selection, digest), corpus.reference)
-                run_on_first_rank(world, save, DataError)
+                if is_kept:
+                    save = partial(_write_values, _reference_file(selection, digest), corpus.reference)
+                    run_on_first_rank(world, save, DataError)
                 now = time.monotonic()
                 if done == len(missing) or now - last_news > _NEWS_SECONDS:
                     last_news = now
                     seconds_left = (now - started) * (int(ends[-1]) / int(ends[done - 1]) - 1)
                     outlook = f"{seconds_text(seconds_left)} left"
                     if done == len(missing):
-                        outlook = f"kept in {corpus.documents_folder}"
+                        outlook = f"kept in {corpus.documents_folder}" if is_kept else "for this evaluation"
                     log(
                         f"reference model: log-probabilities of {done:,} of {plural(len(missing), 'document')} in "
                         f"{now - started:.1f} s, {outlook}"

@@ -27,7 +27,7 @@ class SavedWeights:
     """Weights on disk: those of a checkpoint of `run_dir` (None: that of the step that it hands out), or of the
     folder `path`.
 
-    `base`: of a run that trains an adapter, the weights without it.
+    `base`: the weights that the run began with; of a run that trains an adapter, those without it.
     """
 
     path: Path

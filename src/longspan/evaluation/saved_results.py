@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from longspan.config.sections import RunConfig
 from longspan.evaluation.fit_layout import HOME, Change
@@ -36,12 +37,14 @@ class SubjectResult:
     config: RunConfig  # under which they were evaluated
     sets: tuple[SetResult, ...]
     changes: tuple[Change, ...]
+    loss: str = ""  # what its losses are, other than the model's own: "" for these
 
     def record(self) -> dict[str, Any]:
         """Return the result as JSON has it."""
         return {
             "target": self.weights.title,
             "kind": self.weights.kind,
+            **({"loss": self.loss} if self.loss else {}),
             "parallel": {key: getattr(self.config.parallel, key) for key in HOME},
             "changes": [change._asdict() for change in self.changes],
             "evaluations": [result.evaluation.row() | {"cp_comm_type": result.comm_types} for result in self.sets],
@@ -76,32 +79,65 @@ def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The other model's mean loss minus the first's, over all tokens of the same documents; `lower` documents fell."""
+    """The other model's mean of a `figure` minus the first's, over the same documents.
+
+    It is that of the loss over all tokens, or under a loss of preferences that of a figure over all pairs or answers.
+    `count` is the number of documents, pairs or answers (`unit`), of which `lower` fell.
+    """
 
     name: str
+    figure: str
+    unit: str
     first: float
     other: float
     difference: float
     standard_error: float | None
-    documents: int
+    count: int
     lower: int
     by_length: tuple[tuple[int, int, float, float, int], ...] = ()  # tokens from, to, first, other, documents
 
     def rows(self) -> list[tuple[str, float, float, int]]:
-        """Return (text, both losses, number of documents) of all documents, and of each range of lengths."""
+        """Return (text, both means, number of units) of all documents, and of each range of lengths."""
         lengths = [
             (f"{shortest:,} to {longest:,}", first, other, count)
             for shortest, longest, first, other, count in self.by_length
         ]
-        return [("all", self.first, self.other, self.documents), *lengths]
+        return [("all", self.first, self.other, self.count), *lengths]
 
 
 def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Difference]:
-    """Return how the other's losses differ from the first's, for each set and degree."""
-    return [_difference_of_set(*pair) for pair in zip(first.sets, other.sets, strict=True)]
+    """Return how the other's losses, and figures by pair, differ from the first's, for each set and degree."""
+    differences = list[Difference]()
+    for one, another in zip(first.sets, other.sets, strict=True):
+        units, other_units = one.evaluation.units, another.evaluation.units
+        if units is None or other_units is None:
+            differences.append(_difference_by_token(one, another))
+            continue
+        for figure, values in units.figures.items():
+            both = np.array([values, other_units.figures[figure]])
+            differences.append(_difference_by_unit(one.evaluation.name, figure, units.kind, both))
+    return differences
 
 
-def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
+def _difference_by_unit(name: str, figure: str, unit: str, values: npt.NDArray[np.float64]) -> Difference:
+    """Return the difference of means of the `values` (2, n) of n units, with its standard error."""
+    first, other = values.mean(1).tolist()
+    paired = values[1] - values[0]
+    n = len(paired)
+    return Difference(
+        name=name,
+        figure=figure,
+        unit=unit,
+        first=first,
+        other=other,
+        difference=other - first,
+        standard_error=None if n < 2 else float(paired.std(ddof=1) / math.sqrt(n)),
+        count=n,
+        lower=int((paired < 0).sum()),
+    )
+
+
+def _difference_by_token(first: SetResult, other: SetResult) -> Difference:
     """Return the difference of mean losses over the same documents, with its standard error, of all and by length.
 
     The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count. Documents without
@@ -126,11 +162,13 @@ def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
             by_length.append((bucket.first, bucket.last, *bucket_means, int(inside.sum())))
     return Difference(
         name=evaluation.name,
+        figure="loss",
+        unit="document",
         first=float(means[0]),
         other=float(means[1]),
         difference=float(means[1] - means[0]),
         standard_error=None if n < 2 else float(math.sqrt((residuals**2).sum() * n / (n - 1)) / counts.sum()),
-        documents=n,
+        count=n,
         lower=int((sums[:, 1] < sums[:, 0]).sum()),
         by_length=tuple(by_length),
     )

@@ -16,6 +16,7 @@ _STEPS = 3  # the last ones whose completions a page shows
 _ROWS = 400  # of completions on a page
 _CHARACTERS = 4000  # of a prompt or completion there
 NATS = "nats per predicted token"
+SCORED = "mean of what is scored"
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 
@@ -68,7 +69,7 @@ def loss_unit(run: RunFolder) -> str:
     """Say of what losses of a run are means: of predicted tokens, of preferences, or of what a model scores."""
     if run.configured_value("train", "loss"):
         return "mean of pairs or answers"
-    return "mean of what is scored" if run.configured_value("model", "num_labels") else NATS
+    return SCORED if run.configured_value("model", "num_labels") else NATS
 
 
 def sections_of_sets(run: RunFolder) -> Iterator[Part]:
@@ -86,9 +87,14 @@ def sections_of_sets(run: RunFolder) -> Iterator[Part]:
     if len(sets) == 1 and (rows := next(iter(sets.values())))[0].step < rows[-1].step:
         charted = {f"after step {row.step:,}": row for row in (rows[-1], rows[0])}
     if charts := [*bucket_charts(charted, loss_unit(run))]:
+        by_position = (
+            "of the tokens predicted at these positions, and "
+            if any(r.by_position for r in charted.values())
+            else ""
+        )
         note = (
-            "Mean loss of the tokens predicted at these positions, and of whole documents of these lengths, from each "
-            "mark to the next. A model that fails on long documents shows a loss that rises to the right."
+            f"Mean loss {by_position}of whole documents of these lengths, from each mark to the next. A model that "
+            "fails on long documents shows a loss that rises to the right."
         )
         yield section("Loss by position and by length", {"note": note}, {"charts": charts})
 
@@ -128,7 +134,7 @@ def _metric_text(name: str, value: float | None) -> str:
     return f"{100 * value:.2f}%" if name in ("token_accuracy", "accuracy") else number_text(value, 5)
 
 
-def bucket_charts(rows: Mapping[str, EvalRow], unit: str = NATS) -> Iterator[Part]:
+def bucket_charts(rows: Mapping[str, EvalRow], unit: str) -> Iterator[Part]:
     """Yield the chart by position and that by length, with a curve for each of the first COLORS names; one bucket makes
     no chart.
     """
@@ -175,7 +181,8 @@ def eval_page(record: Mapping[str, Any]) -> str:
     kind = "Hugging Face folder" if folder else f"{record['kind']}, step {step}"
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
     changes = [f"{row['key']} {row['before']} became {row['now']}" for row in record["changes"]]
-    layout = " · ".join([kind, plural(record["world"], "rank"), *degrees])
+    loss = [f"loss: {record['loss']}"] if "loss" in record else []
+    layout = " · ".join([kind, plural(record["world"], "rank"), *degrees, *loss])
     charted = dict[str, EvalRow]()
     rows = list[tuple[EvalRow, dict[str, str]]]()
     for model in models:
@@ -195,24 +202,27 @@ def eval_page(record: Mapping[str, Any]) -> str:
     sections = [section("Evaluations", evaluations_part(rows))]
     differences = record.get("compare", {}).get("differences", ())
     sections += [_difference_section(Difference(**difference), names) for difference in differences]
-    if charts := [*bucket_charts(charted)]:
+    unit = SCORED if any(row.scored for row, _ in rows) else NATS
+    if charts := [*bucket_charts(charted, unit)]:
         sections.append(section("Where the loss is", {"charts": charts}))
     title = page_head(names[0], " · ".join(time_and_command()), layout, *changes)
     return page(f"{names[0]} · longspan", {"head": title, "sections": sections})
 
 
 def _difference_section(difference: Difference, names: Sequence[str]) -> Part:
-    """Return what is shown of the losses of two models, of these `names`, on one set."""
+    """Return what is shown of a figure of two models, of these `names`, on one set."""
     error = difference.standard_error
+    unit = difference.unit
     words = (
-        f"loss of {names[1]} minus that of {names[0]}: "
-        f"{difference.difference:+.6f}{'' if error is None else f' ± {error:.6f} (standard error over documents)'}; "
-        f"{difference.lower:,} of {plural(difference.documents, 'document')} have a lower value."
+        f"{difference.figure} of {names[1]} minus that of {names[0]}: "
+        f"{difference.difference:+.6f}{'' if error is None else f' ± {error:.6f} (standard error over {unit}s)'}; "
+        f"{difference.lower:,} of {plural(difference.count, unit)} have a lower value."
     )
     rows = difference.rows()
     cells = (
         [name, f"{first:,.6f}", f"{other:,.6f}", f"{other - first:+.6f}", f"{count:,}"]
         for name, first, other, count in rows
     )
-    rows_by_length = table(["tokens of the document", *names, "difference", "documents"], cells)
-    return section(f"Difference, {difference.name or HELD_OUT}", {"note": words}, rows_by_length)
+    rows_by_length = table(["tokens of the document", *names, "difference", f"{unit}s"], cells)
+    title = f"Difference of the {difference.figure}, {difference.name or HELD_OUT}"
+    return section(title, {"note": words}, rows_by_length)

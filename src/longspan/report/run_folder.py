@@ -58,6 +58,8 @@ _NO_METRIC = {
     "eval_tokens",
     "eval_targets",
     "eval_documents",
+    "eval_pairs",
+    "eval_answers",
     "eval_perplexity",
     "eval_activation_bytes",
 }

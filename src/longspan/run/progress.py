@@ -149,7 +149,7 @@ def _evaluation_texts(row: Mapping[str, Any]) -> list[str]:
         "accuracy": "accuracy {:.1%}",
         "bits_per_byte": "{:.3f} bits/byte",
         "rewards/margins": "margin {:.4g}",
-        "rewards/accuracies": "accuracy {:.1%}",
+        "rewards/accuracies": "rewards/accuracies {:.1%}",
     }
     values = {
         key.removeprefix("eval_"): value

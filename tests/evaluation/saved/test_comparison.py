@@ -52,7 +52,7 @@ def test_the_difference_is_that_of_the_losses_and_its_error_that_of_documents(pl
     assert made.difference == pytest.approx((paired * COUNTS).sum() / COUNTS.sum(), rel=1e-12)
     residuals = COUNTS * (paired - made.difference) / COUNTS.sum()
     assert made.standard_error == pytest.approx(math.sqrt(5 / 4 * (residuals**2).sum()), rel=1e-12)
-    assert (made.documents, made.lower) == (5, int((paired < 0).sum()))
+    assert (made.unit, made.count, made.lower) == ("document", 5, int((paired < 0).sum()))
     means = [(OTHER * COUNTS)[i].sum() / COUNTS[i].sum() for i in ([0, 1, 3], [4], [2])]
     assert [row[3] for row in made.by_length] == pytest.approx(means, rel=1e-12)
     assert [row[4] for row in made.by_length] == [3, 1, 1]

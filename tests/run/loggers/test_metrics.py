@@ -175,9 +175,11 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
         wait_for("after step   7/300")
         display.show_eval_progress("of books at cp 2", 3, 40)
         wait_for("evaluation of books at cp 2, 3 of 40 micro-batches")
-        display.show_evaluation({"step": 7, "eval_loss": 2.25, "eval_tokens": 70, "cp": 4, "seconds": 1.0})
+        pairs = {"eval_rewards/accuracies": 1.0, "eval_rewards/margins": 0.5, "eval_logps/chosen": -3.0}
+        display.show_evaluation({"step": 7, "eval_loss": 2.25, "eval_tokens": 70, "cp": 4, "seconds": 1.0} | pairs)
         wait_for("after an evaluation")  # the seconds of the next one are its own
     lines = out.getvalue()
+    assert "(70 tokens, rewards/accuracies 100.0%, margin 0.5, in " in lines
     time.sleep(0.1)
     assert out.getvalue() == lines, "nothing is written after the end"
 

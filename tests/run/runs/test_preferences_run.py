@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, ModelError
 from longspan.evaluation.reference import read_reference_log_probs
+from longspan.evaluation.saved_results import Difference, SetResult, differences_by_set
 from longspan.layout import Layout
 from longspan.model import load_model
 from longspan.run.checks import check_config
@@ -35,11 +37,12 @@ from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
 from longspan.train.run_model.load import add_configured_adapter
 from tests.corpus.rows.conversations import says
+from tests.evaluation.saved.evaluating import evaluate_here
 from tests.hf.stock import DenseHead
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, refusals, train_rows
 from tests.run.runs.test_images_run import model_folder, rows_with_images, settings
 from tests.run.runs.test_lora_run import edit_configuration, write_base
-from tests.run.runs.test_scores_run import config_of, words
+from tests.run.runs.test_scores_run import END, config_of, words
 from tests.train.small import small_config, without_times
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL
@@ -130,8 +133,8 @@ def loss_and_figures(trainer: Any, rows: Sequence[int]) -> tuple[torch.Tensor, d
     return loss, figures
 
 
-def check_run(config: RunConfig, base: Path, name: str, folder: Path) -> None:
-    """Steps, evaluations and weights are those of a loop over the same rows with TRL's trainer."""
+def check_run(config: RunConfig, base: Path, name: str, folder: Path) -> Any:
+    """Steps, evaluations and weights are those of a loop over the same rows with TRL's trainer, which is returned."""
     trainer = trainer_of(config, base, LOSSES[name], folder)
     order = make_step_order(config, Corpus(Path(config.run.dir) / "corpus"))
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
@@ -154,6 +157,66 @@ def check_run(config: RunConfig, base: Path, name: str, folder: Path) -> None:
     for row in evaluations:
         compare({k.removeprefix("eval_"): v for k, v in row.items()}, figures | {"loss": loss.item()})
         assert "eval_perplexity" not in row
+    return trainer
+
+
+def compare_saved(config: RunConfig, trainer: Any, *words: str) -> tuple[SetResult, list[Difference]]:
+    """The evaluation of saved weights on all rows as new ones, after a comparison with TRL, and how others differ."""
+    (own, other), lines = evaluate_here(config.run.dir, "--data", config.data.path, *words)
+    assert "22 of 22 documents" in "\n".join(lines)  # whose log-probabilities by the reference are computed
+    (result,) = own.sets
+    loss, figures = loss_and_figures(trainer, range(11))
+    row = {k.removeprefix("eval_"): v for k, v in result.evaluation.row().items()}
+    compare(row, figures | {"loss": loss.item()})
+    assert own.record()["loss"].startswith(config.train.loss) and "perplexity" not in row
+    return result, differences_by_set(own, other)
+
+
+def check_difference(difference: Difference, first: np.ndarray, other: np.ndarray) -> None:
+    assert abs(difference.first - first.mean()) < 1e-9 and abs(difference.other - other.mean()) < 1e-9
+    error = (other - first).std(ddof=1) / math.sqrt(len(first))
+    assert difference.standard_error == pytest.approx(error, rel=1e-7)
+    assert (difference.count, difference.lower) == (len(first), int((other < first).sum()))
+
+
+def check_pairs_beside_the_base(config: RunConfig, trainer: Any) -> None:
+    result, (losses, margins) = compare_saved(config, trainer, "--compare", "base")
+    each = [loss_and_figures(trainer, [i]) for i in range(11)]
+    by_pair = np.array([[loss.item(), figures["rewards/margins"]] for loss, figures in each])
+    assert (losses.unit, losses.figure, margins.figure) == ("pair", "loss", "rewards/margins")
+    check_difference(losses, by_pair[:, 0], np.full(11, math.log(2)))
+    check_difference(margins, by_pair[:, 1], np.zeros(11))
+    rows = result.evaluation.document_rows(result.sources)
+    for row, (pair, side) in zip(rows, product(range(11), ("chosen", "rejected")), strict=True):
+        assert (row["pair"], row["side"]) == (pair, side) and abs(row["loss"] - by_pair[pair, 0]) < 1e-9
+        entropy = -each[pair][1][f"logps/{side}"] / row["targets"]
+        assert abs(row["cross_entropy"] - entropy) < 1e-9 and "perplexity" not in row
+
+
+def check_answers_beside_the_base(config: RunConfig, trainer: Any, base: Path) -> None:
+    flags = "--compare", str(base), "--model.dtype", "float64"
+    result, (losses,) = compare_saved(config, trainer, *flags)
+    _, figures = loss_and_figures(trainer, range(11))
+    encode = AutoTokenizer.from_pretrained(base)
+    texts = [([*encode(row["prompt"] + row["completion"]).input_ids, END], len(row["prompt"])) for row in ANSWERS]
+    models = trainer.model, load_model(base, dtype="float64")
+    sums = [np.array([log_prob(m, *text) for text in texts]) for m in models]
+    signs, weights = np.array([(1.0, 1.3) if row["label"] else (-1.0, 0.7) for row in ANSWERS]).T
+    by_answer = weights * (1 - 1 / (1 + np.exp(-0.1 * signs * (sums[0] - sums[1] - figures["kl"]))))
+    assert (losses.unit, losses.figure) == ("answer", "loss")
+    check_difference(losses, by_answer, weights / 2)
+    rows = result.evaluation.document_rows(result.sources)
+    assert [row.get("answer") for row in rows] == [i // 2 if i % 2 == 0 else None for i in range(22)]
+    assert all("loss" not in row for row in rows[1::2])  # of a prompt with another row's answer
+    assert result.evaluation.row()["eval_answers"] == 11
+
+
+def log_prob(model: Any, ids: Sequence[int], start: int) -> float:
+    """Of the tokens from `start` on, by a stock model."""
+    row = torch.tensor([ids])
+    with torch.no_grad():
+        log_probs = model(input_ids=row).logits[0, :-1].log_softmax(-1)
+    return log_probs.gather(1, row[0, 1:, None])[start - 1 :].sum().item()
 
 
 def compare(row: dict[str, Any], wanted: dict[str, float]) -> None:
@@ -168,8 +231,8 @@ def test_dpo_and_kto_are_those_of_trl(base: Path, tmp_path: Path, exact: None) -
     dpo = run_of(tmp_path / "dpo", base, "dpo", **LORA)
     kto = run_of(tmp_path / "kto", base, "kto", context__max_tokens_per_slot=40)
     assert refusals([dpo, kto]) == [None, None]
-    check_run(dpo, base, "dpo", tmp_path / "trl")
-    check_run(kto, base, "kto", tmp_path / "trl")
+    check_pairs_beside_the_base(dpo, check_run(dpo, base, "dpo", tmp_path / "trl"))
+    check_answers_beside_the_base(kto, check_run(kto, base, "kto", tmp_path / "trl"), base)
 
 
 def references_of(config: RunConfig) -> list[Path]:
@@ -264,7 +327,7 @@ def without_seconds(config: RunConfig) -> list[dict[str, Any]]:
 def test_saved_weights_are_evaluated_by_their_loss(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The card says the loss. Of other rows no reference is kept: the cross entropy of their answers is told."""
+    """The card says the loss. Of other rows the log-probabilities of the reference are computed anew."""
     config = run_of(tmp_path / "run", base, "dpo", **ALONE)
     train_rows(config, 1)
     (*_, trained) = read_metrics(Path(config.run.dir) / "metrics.jsonl")
@@ -273,10 +336,14 @@ def test_saved_weights_are_evaluated_by_their_loss(
     assert abs(found["eval_loss"] - trained["eval_loss"]) < 1e-12
     assert abs(found["eval_rewards/margins"] - trained["eval_rewards/margins"]) < 1e-12
     (tmp_path / "other.jsonl").write_text(json.dumps(PAIRS[0]))
-    assert eval_main([config.run.dir, "--data", str(tmp_path / "other.jsonl"), "--json"]) == 0
-    told = capfd.readouterr()
-    (other,) = json.loads(told.out)["evaluations"]
-    assert other["eval_perplexity"] > 1 and "by the reference model are kept" in told.err
+    told = ["--data", str(tmp_path / "other.jsonl"), "--out", str(tmp_path / "out")]
+    assert eval_main([config.run.dir, *told]) == 0
+    assert "; loss: dpo, beta 0.3, label_smoothing 0.2" in capfd.readouterr().out
+    (other,) = json.loads((tmp_path / "out/results.json").read_text())["evaluations"]
+    assert "eval_perplexity" not in other and other["eval_pairs"] == 1
+    rows = [json.loads(line) for line in (tmp_path / "out/documents.jsonl").read_text().splitlines()]
+    assert [(row["pair"], row["side"]) for row in rows] == [(0, "chosen"), (0, "rejected")]
+    assert all(row["loss"] == other["eval_loss"] for row in rows)
     assert export_main([config.run.dir, str(tmp_path / "model"), "--json"]) == 0
     assert "| trained by | dpo, beta 0.3, label_smoothing 0.2 |" in (tmp_path / "model/README.md").read_text()
 
@@ -363,3 +430,24 @@ def test_the_weights_of_a_reference_model_are_those_that_a_run_began_with(base: 
     check_base_unchanged(tmp_path, config, "cpu")  # what evaluates or exports the run has its own weights
     with pytest.raises(ModelError, match=r"the reference model of .* others now"):
         check_base_unchanged(tmp_path, config, "cpu", goes_on=True)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_without_its_reference_the_cross_entropy_of_answers_is_named(base: Path, tmp_path: Path, name: str) -> None:
+    """The weights that a run of all weights began with are gone: neither rejected nor mismatched answers count."""
+    folder = Path(shutil.copytree(base, tmp_path / "base"))
+    config = run_of(tmp_path / name, folder, name, **ALONE | {"train__steps": 1})
+    train_rows(config, 1)
+    shutil.rmtree(folder)
+    (own,), lines = evaluate_here(config.run.dir, "--data", config.data.path)
+    text = f"cross entropy of {'answers' if name == 'kto' else 'chosen answers'}"
+    assert f"the loss {name} cannot be computed: the reference model of {config.run.dir} needs" in "\n".join(lines)
+    assert own.record()["loss"] == text
+    stock = load_model(Path(config.run.dir) / "model", dtype="float64")
+    encode = AutoTokenizer.from_pretrained(base)
+    texts = [(row["prompt"], row["completion" if name == "kto" else "chosen"]) for row in LOSSES[name].rows]
+    sums = [log_prob(stock, [*encode(a + b).input_ids, END], len(a)) for a, b in texts]
+    (result,) = own.sets
+    targets = sum(len(answer) + 1 for _, answer in texts)
+    assert (result.evaluation.documents, result.evaluation.targets) == (11, targets)
+    assert result.evaluation.loss == pytest.approx(-sum(sums) / targets, rel=1e-9)

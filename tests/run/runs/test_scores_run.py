@@ -23,11 +23,13 @@ from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.data.step_order import sample_documents
-from longspan.errors import LongspanError
+from longspan.errors import ConfigError, LongspanError
+from longspan.evaluation.saved_results import differences_by_set
 from longspan.model import add_score_head, load_model
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
+from tests.evaluation.saved.evaluating import evaluate_here
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, refusals, train_rows
 from tests.run.runs.test_lora_run import write_base
 from tests.train.small import small_config
@@ -148,6 +150,25 @@ def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> float | Non
     return right
 
 
+def check_pairs_beside_each_other(config: RunConfig, saved: Any) -> None:
+    """Two checkpoints are compared by the loss of each pair, which counts once; a model without scores is refused."""
+    folder = Path(config.run.dir) / "model"
+    words = "--compare", f"{config.run.dir}/checkpoints/step-000002", "--evaluation.context_parallel_size", "1"
+    (own, other), _ = evaluate_here(config.run.dir, "--data", config.data.path, *words)
+    (difference,) = differences_by_set(own, other)
+    losses = np.array([dense_loss(saved, [row], 0.1)[0].item() for row in PAIRS])
+    (units, others) = (s.sets[0].evaluation.units for s in (own, other))
+    assert units is not None and others is not None and np.abs(losses / units.figures["loss"] - 1).max() < 1e-9
+    error = np.std(np.array(others.figures["loss"]) - losses, ddof=1) / len(PAIRS) ** 0.5
+    assert (difference.unit, difference.count) == ("pair", len(PAIRS))
+    assert difference.first == pytest.approx(losses.mean(), rel=1e-9)
+    assert difference.standard_error == pytest.approx(error, rel=1e-6)
+    rows = own.sets[0].evaluation.document_rows()
+    assert [row["loss"] for row in rows] == [loss for loss in units.figures["loss"] for _ in range(2)]
+    with pytest.raises(ConfigError, match=f"{folder.parent} gives 1 scores of a document, and .* gives 0 "):
+        evaluate_here(config.run.dir, "--compare", config.model.path)
+
+
 def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
     text, pair, one, two = {"text": "abc"}, PAIRS[0], {"model__num_labels": 1}, {"model__num_labels": 2}
     add_score_head(load_model(base), 2).save_pretrained(folder / "two")
@@ -210,6 +231,7 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     saved = AutoModelForSequenceClassification.from_pretrained(Path(pairs.run.dir) / "model", dtype="auto")
     assert abs(other[0]["eval_loss"] / dense_loss(saved, chosen, 0.1)[0].item() - 1) < 1e-9
     assert other[0]["eval_documents"] == 6
+    check_pairs_beside_each_other(pairs, saved)
     check_run(classes, LABELS, stock(base, 3))
     check_run(numbers, NUMBERS, stock(base, 1))
     again = gone_on_from_the_first_checkpoint(pairs, tmp_path / "again")

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,17 @@ from longspan.train.terms.micro_batch_loss import SameOnRanks, check_scalar, los
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
+class LossUnits(NamedTuple):
+    """What an evaluation's loss is the mean of: n units of a `kind` ("pair", "answer" or "set").
+
+    `documents` are those of each; `figures` has n numbers by name, the "loss" first.
+    """
+
+    kind: str
+    documents: tuple[tuple[int, ...], ...]
+    figures: Mapping[str, tuple[float, ...]]
+
+
 @dataclass(frozen=True)
 class DocumentLoss:
     """A loss of sets of documents, as `loss=` of `run_step`: pairs of DPO, or groups of one prompt's answers.
@@ -42,7 +54,8 @@ class DocumentLoss:
 
     `columns` names several numbers of tokens in place of their weights: the function gets (k, columns) sums then.
     `also` as of `token_log_probs`; its sums, by the first weights, are no arguments of the function. `figures` makes
-    what the step's result and evaluations tell beside the loss of all documents' sums (D, columns and also).
+    what the step's result and evaluations tell beside the loss of all documents' sums (D, columns and also), and
+    `units` what evaluations tell of each unit that the loss is the mean of, by default the loss of each set.
     """
 
     function: SetFunction
@@ -50,6 +63,7 @@ class DocumentLoss:
     columns: Sequence[str] = (WEIGHTS,)
     also: Sequence[str] = ()
     figures: Callable[[Floats], Mapping[str, float]] | None = None
+    units: Callable[[Floats], LossUnits] | None = None
 
     def check_sets(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
         """Return the sets, checked against a plan.
@@ -111,6 +125,22 @@ def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums:
             if gradient is not None:
                 np.add.at(coefficients, list(documents), gradient.numpy())
     return total, coefficients
+
+
+def loss_units(loss: DocumentLoss, sets: Sequence[tuple[int, ...]], sums: Floats) -> LossUnits:
+    """Return what an evaluation tells of each unit of a loss, by the sums of documents, (D,) scores or (D, columns and
+    also).
+    """
+    if loss.units is not None:
+        return loss.units(sums)
+    numbers = sums
+    if sums.ndim > 1:
+        width = len(loss.columns)
+        numbers = sums[:, 0] if width == 1 else sums[:, :width]
+    losses = tuple(
+        float(loss.function(torch.from_numpy(numbers[list(documents)]), documents)) for documents in sets
+    )
+    return LossUnits("set", tuple(sets), {"loss": losses})
 
 
 class DocumentPasses:

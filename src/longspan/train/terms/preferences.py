@@ -19,7 +19,7 @@ from longspan.config.sections import TrainConfig
 from longspan.data.corpus_documents import CorpusDocuments
 from longspan.layout import Floats
 from longspan.train.rows.read_rows import WEIGHTS
-from longspan.train.terms.document_loss import DocumentLoss
+from longspan.train.terms.document_loss import DocumentLoss, LossUnits
 
 
 def preference_loss(documents: CorpusDocuments, train: TrainConfig) -> DocumentLoss:
@@ -53,6 +53,7 @@ def preference_loss(documents: CorpusDocuments, train: TrainConfig) -> DocumentL
         columns=("answer", WEIGHTS) if train.loss == "orpo" else (WEIGHTS,),
         also=("mean_logits",) if train.needs_reference else (),
         figures=preferences.figures,
+        units=preferences.units,
     )
 
 
@@ -125,6 +126,18 @@ class Preferences:
                 tokens = self.answer_tokens[documents].sum()
                 means[f"logits/{name}"] = (table[documents, 1].sum() / tokens).item()
         return means
+
+    def units(self, sums: Floats) -> LossUnits:
+        """Return the loss of each answer (kto) or pair, and of pairs the margin of rewards; sums as of `figures`."""
+        table = torch.from_numpy(sums[: len(self.answer_tokens)])
+        documents = range(len(table))
+        if self.name == "kto":
+            losses = self._kto_figures(table[:, 0])[0]
+            return LossUnits("answer", tuple((i,) for i in documents[::2]), {"loss": tuple(losses.tolist())})
+        pairs = self._pair_figures(table, [*documents])
+        margins = pairs.rewards[::2] - pairs.rewards[1::2]
+        figures = {"loss": tuple(pairs.losses.tolist()), "rewards/margins": tuple(margins.tolist())}
+        return LossUnits("pair", tuple((i, i + 1) for i in documents[::2]), figures)
 
     def _kto_figures(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the losses (n,) of KTO's answers, their rewards (n,) and the divergence, by sums (2 n,) of the

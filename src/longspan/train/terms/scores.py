@@ -24,7 +24,7 @@ from longspan.train.passes import Passes, read_step_batches, run_passes
 from longspan.train.rows.read_rows import WEIGHTS
 from longspan.train.step_inputs import check_step_arguments
 from longspan.train.terms.collected_log_probs import CollectedLogProbs
-from longspan.train.terms.document_loss import DocumentLoss
+from longspan.train.terms.document_loss import DocumentLoss, LossUnits
 from longspan.train.terms.loss_tokens import LossFunction, LossTokens
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
@@ -112,7 +112,8 @@ def reward_loss(
     """
     if margins is not None and (len(margins) != len(pairs) or not all(map(math.isfinite, margins))):
         raise LossError(f"{plural(len(pairs), 'pair')} have {len(margins)} margins; give a finite number for each")
-    by_pair = dict(zip(map(tuple, pairs), margins or [0.0] * len(pairs), strict=True))
+    sets = tuple(map(tuple, pairs))
+    by_pair = dict(zip(sets, margins or [0.0] * len(sets), strict=True))
 
     def loss_of_pair(scores: Tensor, documents: tuple[int, ...]) -> Tensor:
         """Return the loss of one pair, of the scores (2,) of its chosen and its rejected document."""
@@ -121,7 +122,12 @@ def reward_loss(
         loss = -F.logsigmoid(scores[0] - scores[1] - by_pair[documents])
         return loss + (center_rewards_coefficient or 0.0) * scores.sum().square()
 
-    return DocumentLoss(loss_of_pair, pairs)
+    def units(scores: Floats) -> LossUnits:
+        """Return the loss of each pair, by the scores (D,) of documents."""
+        losses = tuple(float(loss_of_pair(torch.from_numpy(scores[list(pair)]), pair)) for pair in sets)
+        return LossUnits("pair", sets, {"loss": losses})
+
+    return DocumentLoss(loss_of_pair, pairs, units=units)
 
 
 @dataclass(frozen=True, eq=False)
