@@ -41,6 +41,7 @@ CASES: list[tuple[dict[str, object], object, list[int], list[int], int, str]] = 
         6,
         "no best step by eval_loss is known; step 6, the newest, is taken",
     ),
+    ({"evaluation.patience": 2}, "folder", [6], [], 6, "best.json is damaged: no best step is known from it"),
     ({"evaluation.patience": 2}, 7, [6], [], 6, "best.json is damaged: no best step is known from it"),
     (
         {"evaluation.patience": 2},
@@ -73,7 +74,9 @@ def test_a_run_with_patience_hands_out_its_best_step_and_another_names_it(
     create_partial_folder(partial_path(checkpoint_path(root, 8)))
     for step in saved:
         checkpoint_path(root, step).mkdir(parents=True)
-    if bests is not None:
+    if bests == "folder":
+        (tmp_path / "best.json").mkdir()
+    elif bests is not None:
         (tmp_path / "best.json").write_text(json.dumps({**BEST, "bests": bests}))
     (tmp_path / "config.toml").write_text(to_toml(load_config(None, keys)))
     assert RunCheckpoints.find(tmp_path, lines.append).take(check, lines.append) == checkpoint_path(root, taken)

@@ -47,7 +47,7 @@ def read_best_steps(run_dir: Path, figure: BestFigure, log: LogLine) -> list[Bes
             raise ValueError("a best step without a finite figure")
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         log(f"{file} is damaged: no best step is known from it")
         return []
     return bests

@@ -271,7 +271,7 @@ class RunFolder:
         summary; "" where neither says it.
         """
         if not self.summary:
-            with suppress(ConfigError, OSError):  # of a run that compares no figures, too
+            with suppress(ConfigError):  # of a run that compares no figures, too
                 figure = BestFigure.from_text(str(self.configured_value("checkpoint", "keep_best")))
                 bests = read_best_steps(self.path, figure, lambda _: None)
                 return best_step_text(figure.name, bests[-1], 0) if bests else ""
