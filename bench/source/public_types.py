@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-LEAST = 0.95
+LEAST = 0.99
 ANY_BASES = ("LongspanMixin", "LongspanTrainer", "LongspanLM")  # classes of another library's base, Any on purpose
 
 

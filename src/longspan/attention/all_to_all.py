@@ -56,12 +56,12 @@ class HeadSwap:
         self.slices = slices
         self._degree = split.degree
         self._shared = split.slices_per_kv_head(slices)  # slices in a row that use the same key/value head
-        self.heads_of_slice = split.member_heads // slices
+        self.heads_of_slice: int = split.member_heads // slices
         self.members = members
         self._channel = members.inner_channel
         self._counts = members.inner_counts
         self._local_counts = (self._counts[self._channel.index],) * self._degree
-        self.own_heads = split.q_heads(self._channel.index)  # query heads that are computed here
+        self.own_heads: slice = split.q_heads(self._channel.index)  # query heads that are computed here
 
     @property
     def kv_runs(self) -> list[range]:

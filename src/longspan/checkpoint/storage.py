@@ -153,7 +153,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
     def __init__(self, path: Path, waiting: AbstractContextManager[None] | None = None) -> None:
         super().__init__(str(path), save_distributed=True)
         self.path = path
-        self.digests = dict[str, Digest]()
+        self.digests: dict[str, Digest] = {}
         self._waiting = waiting or nullcontext()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -322,7 +322,7 @@ class Channels:
         self._choice = CommunicatorChoice(max_groups)
         self._by_slots: dict[tuple[int, ...], Channel] = {}
         # What attention has bound so far: the type and the degree of a group, one of its levels, and the ranks of that.
-        self.attended = set[tuple[str, int, str, tuple[int, ...]]]()
+        self.attended: set[tuple[str, int, str, tuple[int, ...]]] = set()
         groups.make_parent("plane", home.planes(), "parent")
         if home.slots > 1:
             self._warm_up_channel(self.find_channel(range(home.slots)))

@@ -39,17 +39,17 @@ class Notes:
     """Notes about some rows; `left_out` counts fields of LeftOut, `unseen` what a chat template leaves out."""
 
     def __init__(self) -> None:
-        self.rows = 0
+        self.rows: int = 0
         # the largest token id, labels included, and the place of its first row
         self.largest: tuple[int, str] = -1, ""
         # how many numbers a document has as its label, and the place of its first row
-        self.sizes = dict[int, str]()
+        self.sizes: dict[int, str] = {}
         self.left_out: Counter[str] = Counter[str]()
         self.unseen: Counter[str] = Counter[str]()
         self.unread: Counter[str] = Counter[str]()  # keys that nothing reads
-        self.bad = list[str]()  # the first bad rows
-        self.skipped = list[str]()  # files that are not UTF-8
-        self.ends = dict[str, int]()  # the special tokens with which answers end, and their ids
+        self.bad: list[str] = []  # the first bad rows
+        self.skipped: list[str] = []  # files that are not UTF-8
+        self.ends: dict[str, int] = {}  # the special tokens with which answers end, and their ids
 
     def add_notes(self, other: "Notes") -> None:
         """Add the notes of later rows. Where only the first are kept (`largest`, `sizes`, `bad`), earlier ones stay."""

@@ -65,7 +65,7 @@ class GrowingArray:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._dtype = np.dtype(dtype)
-        self.count = 0
+        self.count: int = 0
         self._file: BinaryIO = path.open("wb")
         self._write_header()
 

@@ -72,7 +72,10 @@ class Corpus:
             names = ("source_of", "targets", "texts", "hashes")
             is_there = {name: (documents_folder / f"{name}.npy").is_file() for name in names}
             arrays = (self._map_column(name) if is_there[name] else None for name in names)
-            source_of, self.targets, self.texts, self.hashes = arrays
+            source_of, targets, texts, hashes = arrays
+            self.targets: npt.NDArray[Any] | None = targets
+            self.texts: npt.NDArray[Any] | None = texts
+            self.hashes: npt.NDArray[Any] | None = hashes
             # what a model that scores, or a loss of preferences, reads of each document
             columns = self.manifest.labels
             table = self._map_column("labels", columns).reshape(-1, columns) if columns else None
@@ -100,7 +103,7 @@ class Corpus:
                 f"{documents_folder} is not a corpus: {error}; remove it and it is built again"
             ) from error
         self.folder: Path = folder
-        self.rows_read = 0
+        self.rows_read: int = 0
         self.pad = -1  # no token: the last has the score
         self.reference: npt.NDArray[np.float64] | None = None
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.

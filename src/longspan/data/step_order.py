@@ -51,7 +51,7 @@ class StepOrder:
         unit: int = 1,
         group: Callable[[Integers], Sequence[Integers]] | None = None,
     ) -> None:
-        self.lengths = np.asarray(lengths)
+        self.lengths: npt.NDArray[Any] = np.asarray(lengths)
         self.targets = targets
         self.unit = unit
         unit_lengths = self.lengths
@@ -76,8 +76,8 @@ class StepOrder:
             left_out = held_out_units[:0]
             if mixture is not None:
                 mixture = mixture._replace(source_of=mixture.source_of[[documents[0] for documents in groups]])
-        self.training_texts = all_texts - len(held_out_texts)
-        self.held_out_texts = len(held_out_texts)
+        self.training_texts: int = all_texts - len(held_out_texts)
+        self.held_out_texts: int = len(held_out_texts)
         self.stream: DocumentStream = DocumentStream(
             stream_lengths, shuffled_sources(stream_lengths, mixture, left_out, seed)
         )

@@ -161,8 +161,8 @@ class CaseRun:
     def __init__(self, task: Task, world: World, first: Case) -> None:
         self.task = task
         self.world = world
-        self.refusal = ""
-        self.model = nn.Module()
+        self.refusal: str = ""
+        self.model: nn.Module = nn.Module()
         self._began = time.perf_counter()
         expected = task.expected[first.dtype, False, first.encoder > 0]
         # float64 without casts to float32, as the stock model ran

@@ -27,7 +27,8 @@ from longspan.model.sharding import (
     reshards_after_forward,
 )
 from longspan.plan import MicroBatch, Plan
-from longspan.train.passes import Passes, run_passes
+from longspan.plan.items.item_table import ItemTable
+from longspan.train.passes import Passes, Term, run_passes
 from longspan.train.rows.agreed_reading import reading_error
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, read_micro_batches
 from longspan.train.step_inputs import StepInputs
@@ -71,7 +72,7 @@ class Portions:
         self.started: float = started
         self.plan: Plan = inputs.plan
         self.world: World = inputs.world
-        self.items = inputs.documents.items
+        self.items: ItemTable | None = inputs.documents.items
         self.sums: RowSums = RowSums(
             self.plan.path_lengths, options, self.world, _score_loss(inputs.language_model, options.loss)
         )
@@ -79,7 +80,7 @@ class Portions:
         self.long: bool = False  # whether the last portion took long here
         self.any_long: bool = False  # and on any rank
         self.gathered: int = 0  # bytes of parameters that stay gathered until the end
-        self.terms = encoder_terms(inputs)
+        self.terms: tuple[Term, ...] = encoder_terms(inputs)
         self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure)
 
     def evaluate_all(self) -> Totals:

@@ -34,7 +34,7 @@ class OneProcess:
         """Note accelerate's state, which `_close` puts back; nothing is patched yet."""
         self.home: Layout = home
         self.world: World = world
-        self.trainers = 0  # that are open
+        self.trainers: int = 0  # that are open
         self._state = dict(PartialState._shared_state)
         self._patched: list[tuple[Any, str, Any]] = []  # class, name of an attribute, and its value before
 

@@ -45,7 +45,7 @@ class Worker:
         self.connection: Connection[Any, Any]
         self.connection, worker_end = Pipe()
         arguments = [str(worker_end.fileno()), str(os.getpid()), serve.__module__, serve.__name__]
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=[worker_end.fileno()],

@@ -51,9 +51,9 @@ class Feature:
 
     def __init__(self, call: Call) -> None:
         """Take the call. A feature that has options of its own checks them here, and raises for wrong ones."""
-        self.world = call.world
-        self.options = call.options
-        self.description = dict[str, Any]()  # fields of the Execution
+        self.world: World = call.world
+        self.options: PrepareOptions = call.options
+        self.description: dict[str, Any] = {}  # fields of the Execution
 
     def checks_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context around all checks, which changes what they must find, and takes it back if one raises."""

@@ -59,8 +59,8 @@ class HostStore:
     """
 
     def __init__(self, device: torch.device, bytes: int) -> None:
-        self.arena = HostArena(device, bytes)
-        self.groups = list[HostParamGroup]()  # the root's first
+        self.arena: HostArena = HostArena(device, bytes)
+        self.groups: list[HostParamGroup] = []  # the root's first
         self.last_in_forward: HostParamGroup | None = None  # of the groups gathered in forward passes, the newest
         self.root_is_ahead = False  # its copies are for the next pass of a step: weights stay as they are
         self._device = device
@@ -141,7 +141,7 @@ class HostParam(FSDPParam):
         """
         super().init_dtype_attrs(mp_policy)
         self.gathered_dtype = self.param_dtype
-        self.param_dtype = None
+        self.param_dtype: torch.dtype | None = None
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
@@ -186,7 +186,7 @@ class HostParam(FSDPParam):
         gradient._local_tensor.copy_(tensor, non_blocking=True)
         record_norm_on_device(gradient, norm)
         if tensor.is_cuda:
-            self.grad_offload_event = torch.cuda.current_stream(tensor.device).record_event()
+            self.grad_offload_event: torch.Event | None = torch.cuda.current_stream(tensor.device).record_event()
         return gradient
 
 

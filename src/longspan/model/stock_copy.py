@@ -49,9 +49,9 @@ class StockCopy:
         self._first = FirstRank(world, {"weights": self._gather_weights})
         self._room = room
         # on the first rank, from the first run on
-        self.gathered_bytes = 0
-        self.layers = 0
-        self.staying = 0  # layers whose weights stay
+        self.gathered_bytes: int = 0
+        self.layers: int = 0
+        self.staying: int = 0  # layers whose weights stay
         if is_first_rank(world):
             config = stock_configuration(prepared_model.config)
             dtype = model_execution(prepared_model).compute_dtype

@@ -4,7 +4,7 @@ Of heads that are exchanged, who computes which, and in how many slices; under a
 just the rows that others see.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import ceil, gcd
@@ -78,7 +78,7 @@ class HeadSplit:
         return max(1, slices // self.member_kv_heads)
 
 
-head_split = cache(HeadSplit)  # worked out once
+head_split: Callable[[int, int, int], HeadSplit] = cache(HeadSplit)  # worked out once
 
 
 def count_head_groups(query_bytes: float, kv_heads: int) -> int:

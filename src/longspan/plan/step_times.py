@@ -37,8 +37,8 @@ class GroupTable:
             squares += 2 * rows * bases
             unpadded += 2 * lengths * bases
         first = np.cumsum(counts) - counts  # the first document of each group
-        self.micro_batch = _int_array([m for m, batch in enumerate(micro_batches) for _ in batch.groups])
-        self.degree = _int_array([len(group.slots) for group in groups])
+        self.micro_batch: Integers = _int_array([m for m, batch in enumerate(micro_batches) for _ in batch.groups])
+        self.degree: Integers = _int_array([len(group.slots) for group in groups])
         self.documents = counts
         self.tokens: Integers = np.add.reduceat(rows, first)  # laid-out rows
         self.squares: Integers = np.add.reduceat(squares, first)  # sum of squared laid-out rows of a document
@@ -48,15 +48,19 @@ class GroupTable:
             [0.0 if group.pad_to is None else _count_skipped_rows(group, group.pad_to) for group in groups]
         )
         self.group: Integers = np.repeat(np.arange(len(groups)), self.degree)  # of each membership
-        self.slot = np.fromiter(chain.from_iterable(group.slots for group in groups), np.int64, len(self.group))
+        self.slot: Integers = np.fromiter(
+            chain.from_iterable(group.slots for group in groups), np.int64, len(self.group)
+        )
         way_numbers: dict[TypeAndPartition, int] = {}
         way = list[int]()
         for group in groups:
             kind = most_common_type(group.cp_comm_type) if group.degree > 1 else "p2p"
             size = (group.hierarchical_context_parallel_sizes or (1,))[0]
             way.append(way_numbers.setdefault((kind, size, group.partition), len(way_numbers)))
-        self.way = _int_array(way)  # index into `ways`
-        self.ways = tuple(way_numbers)  # the types, a2a sizes and partitions that groups have
+        self.way: Integers = _int_array(way)  # index into `ways`
+        self.ways: tuple[TypeAndPartition, ...] = tuple(
+            way_numbers
+        )  # the types, a2a sizes and partitions that groups have
 
     def group_seconds(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""

@@ -99,7 +99,9 @@ class MetricsLog(StepLog):
         super().__init__(path, after_step=after_step, log=log)
         self._loggers = loggers
         # (step, set) of every recorded evaluation; on ranks without a file those of this session
-        self.evaluated = recorded_evaluations(read_metrics(path)) if path and after_step else set[tuple[int, str]]()
+        self.evaluated: set[tuple[int, str]] = (
+            recorded_evaluations(read_metrics(path)) if path and after_step else set[tuple[int, str]]()
+        )
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row, and hand it to the loggers. Raises OSError for what the disk refuses."""
@@ -122,7 +124,7 @@ class CompletionsLog(StepLog):
     ) -> None:
         super().__init__(path, after_step=after_step, log=log)
         self._loggers = loggers
-        self.steps = {row["step"] for row in read_metrics(path)} if path and after_step else set[int]()
+        self.steps: set[int] = {row["step"] for row in read_metrics(path)} if path and after_step else set[int]()
 
     def write_rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append the completions of a step, and hand them to the loggers together."""

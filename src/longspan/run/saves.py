@@ -223,7 +223,7 @@ class BestCheckpoint:
     """The best step so far by `checkpoint.keep_best`; made and used by all ranks together."""
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
-        self.figure = BestFigure.from_text(figure)
+        self.figure: BestFigure = BestFigure.from_text(figure)
         self.steps: Sequence[BestStep] = ()  # that were the best when they were evaluated, the best last
         self._folder = folder
         self._world = world

@@ -197,7 +197,8 @@ class Passing:
         return states, transitions
 
 
-chains_by_shard = WeakKeyDictionary[SequenceShard, tuple[Chains, ...]]()  # freed with their shards
+# freed with their shards
+chains_by_shard: WeakKeyDictionary[SequenceShard, tuple[Chains, ...]] = WeakKeyDictionary()
 
 
 def shard_chains(shard: SequenceShard) -> tuple[Chains, ...]:

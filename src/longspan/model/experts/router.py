@@ -98,9 +98,9 @@ class RouterStatistics:
         self.coefficients = coefficients
         self.world = world
         self.experts = experts
-        self.token_layers = max(tokens * layers, 1)  # at least 1, to divide by
-        self.micro_batches = list[RouterSums]()
-        self.counted_ahead = list[RouterSums]()  # of micro-batches that run again, with a graph
+        self.token_layers: int = max(tokens * layers, 1)  # at least 1, to divide by
+        self.micro_batches: list[RouterSums] = []
+        self.counted_ahead: list[RouterSums] = []  # of micro-batches that run again, with a graph
         self.fractions: Tensor | None = None  # F (E,)
 
     def add_micro_batch(self, *, counting: bool = False) -> RouterSums:

@@ -142,7 +142,7 @@ class Float8Weight:
     """A weight in float8: rows for forward, columns for backward, made when needed, kept after `set_keeping(True)`."""
 
     def __init__(self) -> None:
-        self.keeps = False
+        self.keeps: bool = False
         self._rows: ScaledRows | None = None
         self._columns: ScaledRows | None = None
 

@@ -155,7 +155,7 @@ class PackedParam(FSDPParam):
     def init_dtype_attrs(self, mp_policy: Any) -> None:
         """Set FSDP2's types, but gather bytes as they are, whatever FSDP2 casts parameters to."""
         super().init_dtype_attrs(mp_policy)
-        self.param_dtype = None
+        self.param_dtype: torch.dtype | None = None
 
     def init_unsharded_param(self) -> None:
         """Write the weight from the gathered bytes, and free these; FSDP2 frees the weight as it frees any other."""

@@ -40,7 +40,10 @@ class MtpDepth(nn.Module):
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
         """Take norms of embeddings, of hidden states and behind the layer, the projection, and the decoder layer."""
         super().__init__()
-        self.enorm, self.hnorm, self.post_norm = norms
+        enorm, hnorm, post_norm = norms
+        self.enorm: nn.Module = enorm
+        self.hnorm: nn.Module = hnorm
+        self.post_norm: nn.Module = post_norm
         self.eh_proj = eh_proj
         self.mtp_block = block
 

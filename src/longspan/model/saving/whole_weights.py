@@ -112,7 +112,7 @@ class WholeWeights:
         self._entries = dict[str, _WeightEntry]()
         for entry in entries:
             self._entries.setdefault(entry.name, entry)
-        self.names = [*self._entries]
+        self.names: list[str] = [*self._entries]
 
     def _gather_entries(self, entries: list[_WeightEntry]) -> list[_WeightEntry]:
         """Return the entries of all stages, in the order of stages, on every rank; all ranks enter with their own."""

@@ -81,13 +81,13 @@ class Bins:
     """Runs of equally busy slots inside a block, as columns."""
 
     def __init__(self) -> None:
-        self.micro_batch = list[int]()
-        self.start = list[int]()
-        self.width = list[int]()
-        self.long = list[int]()  # index of the long document on these slots, or −1
-        self.seconds = list[float]()  # until it ends
-        self.room = list[int]()  # tokens that it can still hold
-        self.short = list[list[int]]()  # items, longest first
+        self.micro_batch: list[int] = []
+        self.start: list[int] = []
+        self.width: list[int] = []
+        self.long: list[int] = []  # index of the long document on these slots, or −1
+        self.seconds: list[float] = []  # until it ends
+        self.room: list[int] = []  # tokens that it can still hold
+        self.short: list[list[int]] = []  # items, longest first
 
     def add_bin(self, micro_batch: int, part: tuple[int, int], long: int, seconds: float, rows: int) -> None:
         """Add a bin of a `part` (first slot, slots) that is busy for `seconds` already and has `rows` left a slot."""
@@ -267,23 +267,23 @@ class DegreeTable:
         self.item_class: Integers = np.where(may_be_long, np.searchsorted(longest, problem.tokens), -1)
         squares = np.ones_like(longest)
         np.maximum.at(squares, self.item_class[may_be_long], problem.squares[may_be_long])
-        self.degrees = problem.degrees_to_try()  # (degrees,) rising
+        self.degrees: Integers = problem.degrees_to_try()  # (degrees,) rising
         tokens_of_class = longest[:, None]
         inside = self.degrees <= problem.widest_in_node
         # both (classes, degrees); rows are those of a slot
-        self.seconds = cost.group_seconds(tokens_of_class, squares[:, None], self.degrees, inside)
+        self.seconds: Floats = cost.group_seconds(tokens_of_class, squares[:, None], self.degrees, inside)
         self.rows: Integers = -(-tokens_of_class // self.degrees)
         self.fits: Flags = self.rows <= problem.cap  # (classes, degrees)
         short_item = len(problem.tokens) * SHORT_FROM[0] // SHORT_FROM[1]
         # seconds a token of the items that fill gaps
-        self.short_density = float(problem.work[short_item] / problem.tokens[short_item])
+        self.short_density: float = float(problem.work[short_item] / problem.tokens[short_item])
         light = 2 * np.cumsum(problem.tokens) > int(problem.tokens.sum())
         tokens, square_sum = (int(values[light].sum()) for values in (problem.tokens, problem.squares))
         # of a slot full of the shortest items, which together hold half of all tokens
-        self.full_seconds = float(cost.work_seconds(tokens, square_sum)) / tokens * problem.cap
-        self.work = cost.work_seconds(longest, squares)  # (classes,)
+        self.full_seconds: float = float(cost.work_seconds(tokens, square_sum)) / tokens * problem.cap
+        self.work: Floats = cost.work_seconds(longest, squares)  # (classes,)
         # of groups of 1, 2, … slots of the widest block, however few rows they have
-        self.latency = cost.latency_seconds(np.arange(1, problem.widest_block + 1))
+        self.latency: Floats = cost.latency_seconds(np.arange(1, problem.widest_block + 1))
 
     @cached_property
     def item_seconds(self) -> Floats:
@@ -492,7 +492,9 @@ class LeastLoaded:
 
     def __init__(self, bins: Bins, durations: list[float], problem: Problem) -> None:
         self.bins = bins
-        self.late = [seconds - durations[m] for seconds, m in zip(bins.seconds, bins.micro_batch, strict=True)]
+        self.late: list[float] = [
+            seconds - durations[m] for seconds, m in zip(bins.seconds, bins.micro_batch, strict=True)
+        ]
         widths = sorted({width for width in bins.width if width in problem.degrees})
         idle: dict[int, list[tuple[float, int]]] = {width: [] for width in widths}
         for b, width in enumerate(bins.width):
@@ -501,7 +503,9 @@ class LeastLoaded:
         for heap in idle.values():
             heapify(heap)
         # of each width: bins that may hold the next item, (seconds late, bin), and those too full, (−room, bin)
-        self.heaps = [(width, heap, list[tuple[int, int]]()) for width, heap in idle.items()]
+        self.heaps: list[tuple[int, list[tuple[float, int]], list[tuple[int, int]]]] = [
+            (width, heap, list[tuple[int, int]]()) for width, heap in idle.items()
+        ]
 
     def fill_bins(self, items: list[int], first: int, tokens: list[int], work: list[float]) -> int:
         """Give items, from position `first` on, to bins; returns the position of the first that fits none, or their

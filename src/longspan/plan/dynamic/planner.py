@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Literal, Unpack, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from longspan.layout import Floats, Integers, Layout
 from longspan.plan.check import check_choice
@@ -230,8 +231,8 @@ class GroupPrices:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.degrees = np.array(problem.degrees, dtype=np.int64)
-        self.inside = self.degrees <= problem.widest_in_node
+        self.degrees: Integers = np.array(problem.degrees, dtype=np.int64)
+        self.inside: npt.NDArray[np.bool_] = self.degrees <= problem.widest_in_node
         self._seconds: dict[tuple[int, ...], Floats] = {}
 
     def seconds_at_degrees(self, groups: list[list[int]]) -> Floats:

@@ -59,9 +59,13 @@ class Problem:
         # (items,) whether it is a family
         self.families: Flags = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
         # ids of the documents of each item
-        self.documents = tuple(tuple(chain.from_iterable(request.families[i] for i in item)) for item in items)
+        self.documents: tuple[tuple[int, ...], ...] = tuple(
+            tuple(chain.from_iterable(request.families[i] for i in item)) for item in items
+        )
         # first slot and number of slots
-        self.blocks = divide_into_blocks(request.slots, request.node_size, degrees[0], degrees[-1])
+        self.blocks: tuple[tuple[int, int], ...] = divide_into_blocks(
+            request.slots, request.node_size, degrees[0], degrees[-1]
+        )
 
     @property
     def min_cp(self) -> int:
@@ -230,7 +234,7 @@ class FreeSlots:
         self.blocks = blocks
         self.degrees = degrees
         self.left: list[int] = [size for _, size in blocks]
-        self.total = sum(self.left)
+        self.total: int = sum(self.left)
         self.by_left: list[list[int]] = [[] for _ in range(max(self.left) + 1)]  # blocks by free slots
         # backwards: the last of a list, a first block, is taken first
         for block in range(len(self.left) - 1, -1, -1):

@@ -138,11 +138,13 @@ class Packer:
         self.order: Integers = np.argsort(-rows, kind="stable")  # ids, longest first, equal lengths by id
         lengths = rows[self.order]
         self.lengths: list[int] = lengths.tolist()  # in that order, as squares and work
-        self.squares = squares[self.order]  # of families as `Request.family_sizes`
+        self.squares: Integers = squares[self.order]  # of families as `Request.family_sizes`
         self.work: list[float] = request.cost.work_seconds(lengths, self.squares).tolist()  # seconds
-        self.room = int(lengths.sum()) if request.rows is None else request.rows * cp  # rows that a group holds
+        self.room: int = (
+            int(lengths.sum()) if request.rows is None else request.rows * cp
+        )  # rows that a group holds
         first = np.arange(0, request.slots, cp)
-        self.groups = len(first)
+        self.groups: int = len(first)
         # (groups,) whether all its slots share a node
         self.inside: Flags = first // request.node_size == (first + cp - 1) // request.node_size
 

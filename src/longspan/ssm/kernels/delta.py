@@ -303,7 +303,7 @@ class KimiForward:
         w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, **chunk_arguments(self._runs))
         self._states = DeltaStates({"k": kg, "w": w, "u": u, "gk": self._g}, pieces)
         self.summaries = self._states.summaries
-        self.activations = (self._g, self._qk, kk, self._states.transitions)
+        self.activations: tuple[Tensor, ...] = (self._g, self._qk, kk, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
         """Compute the outputs; the states that enter pieces join `activations` only here."""
@@ -384,7 +384,7 @@ class DeltaForward:
         w, u, a = chunk_kernel(k=self._k, v=v, g=self._g, beta=beta, **chunk_arguments(self._runs))
         self._states = DeltaStates({"k": self._k, "w": w, "u": u, "g": self._g}, pieces)
         self.summaries = self._states.summaries
-        self.activations = (self._g, a, self._states.transitions)
+        self.activations: tuple[Tensor, ...] = (self._g, a, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
         """Compute the outputs; the states that enter pieces join `activations` only here."""

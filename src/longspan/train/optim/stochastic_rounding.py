@@ -112,7 +112,9 @@ class RoundingBits:
         # Copies on several pipeline stages have one name.
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._step = -1
-        self.draws = Counter[nn.Parameter]()  # updates of each in this step, whose next one has another key
+        self.draws: Counter[nn.Parameter] = (
+            Counter()
+        )  # updates of each in this step, whose next one has another key
         self._places = dict[nn.Parameter, Places]()
 
     def key(self, parameter: nn.Parameter) -> RandomKey:

@@ -166,7 +166,7 @@ class DocumentPasses:
         """Sort the sets of documents by where their loss can be computed."""
         self.error: Exception | None = None
         self.forward_twice = 0  # micro-batches that `compute_coefficients_ahead` runs
-        self.check = SameOnRanks()
+        self.check: SameOnRanks = SameOnRanks()
         self.loss: DocumentLoss = loss
         self._plan = plan
         self._world = world

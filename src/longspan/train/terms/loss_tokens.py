@@ -129,8 +129,9 @@ class BatchTargets:
     def __init__(self, batch: LocalBatch, device: torch.device) -> None:
         """Find the batch's rows with a label, and copy their places and ids to the device."""
         rows = target_rows(batch)
-        self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
-        self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
+        documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
+        self.documents: Integers = documents
+        self.weights: Floats = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
         self.positions = positions  # among the document's own rows
         self.path_positions: Integers = positions
         groups = batch.shard.micro_batch.groups

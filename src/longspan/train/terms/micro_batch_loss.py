@@ -85,7 +85,7 @@ class MicroBatchPasses:
     def __init__(self, loss: MicroBatchLoss, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
         """Check the loss for this plan, and note what its function gets. Raises LossError as `MicroBatchLoss.check`."""
         self.error: Exception | None = None
-        self.check = SameOnRanks()
+        self.check: SameOnRanks = SameOnRanks()
         self._also = loss.check(plan, scores)
         self._names = ("scores" if scores else "log_probs", *self._also)
         self._ahead = 0 if scores else 1  # a log-probability is of the token after a row
