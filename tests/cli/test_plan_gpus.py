@@ -14,12 +14,13 @@ from longspan.cli.main import main
 from longspan.cli.plans import answer as plans_answer, gpus as gpus_module, which_gpu
 from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.gpus import Gpus, read_gpus
-from longspan.cli.plans.question import GpuFlags
+from longspan.cli.plans.question import GpuFlags, preset_line
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.data.run_order import order_lengths
 from longspan.errors import PlanError
 from longspan.layout import Layout
+from longspan.model.presets import find_published_preset
 from longspan.model.seams import rope
 from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
 from longspan.plan.memory import memory_choice
@@ -454,6 +455,25 @@ def test_every_gpu_answers_as_it_does_alone(
     longest = ask(["--model", model, "--gpu", "all", "--longest", *FIXED], capsys)["gpus"]
     assert [row["gpu"] for row in longest] == ["H200", "A10"]  # the longest first
     assert longest[0]["longest"] == ask(["--model", model, "--gpu", "h200", "--longest", *FIXED], capsys)["longest"]
+
+
+@pytest.mark.whole
+def test_the_page_shows_the_table_of_all_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text(encoding="utf-8")
+    command, shown = re.findall(
+        r"```bash\nlongspan (plan [^\n]*--gpu all[^\n]*)\n```\n\n```\n(.*?)\n```", page, re.DOTALL
+    )[0]
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.strip() == shown
+
+
+def test_a_language_model_alone_is_said_to_be_one() -> None:
+    line = preset_line("google/gemma-3-12b-it", find_published_preset("google/gemma-3-12b-it"))
+    assert line.endswith("its sizes are those of the preset gemma-3-12b, without its tower")
 
 
 def test_a_question_to_all_gpus_reads_the_data_once(

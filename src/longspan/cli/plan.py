@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from longspan.cli.flags import Groups, check_flags_at_least, flag_text, parse_flags, write_text_file
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.planning import PlanningFlags, read_lengths
-from longspan.cli.plans.question import OF_PRESET, GpuFlags, is_gpu_question, parse_question
+from longspan.cli.plans.question import GpuFlags, is_gpu_question, parse_question, preset_line
 from longspan.cli.plans.which_gpu import ALL_GPUS, answer_which_gpu
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
@@ -152,7 +152,7 @@ def _plan_one_step(flags: PlanFlags) -> int:
         *([reason] if reason else []),
     ]
     if preset := find_published_preset(flags.model):
-        notes.append(OF_PRESET.format(flags.model, preset))
+        notes.append(preset_line(flags.model, preset))
     with suppress(PlanError):  # of a model without a tower whose work is known
         if flags.model and EncoderShape.of(flags.model):
             notes.append("the model has a tower for images, which is not in these seconds (docs/planning.md)")

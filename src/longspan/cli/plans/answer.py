@@ -18,7 +18,7 @@ from longspan.cli.plans.documents import open_planned_documents
 from longspan.cli.plans.gpu_run import GpuRun, choose_position_scaling, position_notes
 from longspan.cli.plans.gpus import Gpus, choose_gpus, read_gpus
 from longspan.cli.plans.planning import read_lengths
-from longspan.cli.plans.question import OF_PRESET, GpuFlags, Question, find_document_source
+from longspan.cli.plans.question import GpuFlags, Question, find_document_source, preset_line
 from longspan.cli.processes import prints_results
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
@@ -271,7 +271,7 @@ def print_preset(run: GpuRun) -> None:
     """Say on standard error that a preset stands for a model that is not here."""
     source = run.config.model.source
     if preset := find_published_preset(source):
-        print(OF_PRESET.format(source, preset), file=sys.stderr)
+        print(preset_line(source, preset), file=sys.stderr)
 
 
 def read_step(flags: GpuFlags, run: GpuRun) -> tuple[tuple[int, ...], str]:

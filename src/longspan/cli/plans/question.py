@@ -21,13 +21,12 @@ from longspan.cli.train_flags import TrainFlags
 from longspan.config.local_folders import with_local_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
-from longspan.model.presets import find_published_preset
+from longspan.model.presets import PRESETS, find_published_preset
 
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
 PROG = "longspan plan"
 ASKING = ("--gpu", "--gpu_bytes", "--compare")  # one of them makes a question of memory and time
 DEFAULT_MODEL = "qwen3-8b"  # of a comparison that names none
-OF_PRESET = "{} is not on this machine: its sizes are those of the preset {}"
 OF_DOCUMENTS = ("lengths", "same", "distribution", "tokens", "longest_document", "seed")
 
 
@@ -159,6 +158,12 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
         other_folders = with_local_folders(config.with_keys("model", path=""), weights=False)
         config = other_folders.with_keys("model", path=path)  # its sizes are those of the preset
     return flags, Question(config, frozenset(key[2:] for key in flag_by_key))
+
+
+def preset_line(model: str, preset: str) -> str:
+    """Say that a preset stands for a model that is not here."""
+    line = f"{model} is not on this machine: its sizes are those of the preset {preset}"
+    return f"{line}, without its tower" if PRESETS[preset].config_class.endswith("TextConfig") else line
 
 
 def find_document_source(flags: GpuFlags, question: Question) -> str:
