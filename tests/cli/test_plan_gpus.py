@@ -16,6 +16,7 @@ from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.gpus import Gpus, read_gpus
 from longspan.cli.plans.question import GpuFlags, preset_line
 from longspan.config.file import load_config
+from longspan.config.keys import read_own_texts
 from longspan.config.sections import RunConfig
 from longspan.data.run_order import order_lengths
 from longspan.errors import PlanError
@@ -23,6 +24,7 @@ from longspan.layout import Layout
 from longspan.model.presets import find_published_preset
 from longspan.model.seams import rope
 from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
+from longspan.plan.cost.machine import KNOWN, find_known_name
 from longspan.plan.memory import memory_choice
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.facts import Facts
@@ -469,6 +471,13 @@ def test_the_page_shows_the_table_of_all_gpus(
     )[0]
     assert main(command.split()) == 0
     assert capsys.readouterr().out.strip() == shown
+
+
+def test_help_and_page_name_every_known_gpu() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text(encoding="utf-8")
+    for text in (read_own_texts(GpuFlags)["gpu"], page.partition("- **GPUs.**")[2].partition("\n- ")[0]):
+        named = {find_known_name(word) for word in re.findall(r"[\w-]+", text)}
+        assert named >= {*KNOWN}, text
 
 
 def test_a_language_model_alone_is_said_to_be_one() -> None:
