@@ -174,6 +174,13 @@ class Corpus:
         """Return the token ids of a document, as they are stored: none is read until it is looked at."""
         return self._tokens[self._places_of(document)]
 
+    def count_targets(self, document: int, start: int = 0) -> int:
+        """Count the tokens from number `start` of a document on that are predicted, which its first one never is."""
+        first = max(start, 1)
+        if self._codes is None:
+            return int(self.lengths[document]) - first
+        return int((self._codes[self._places_of(document)][first:] != NOTHING).sum())
+
     def count_rows_before_targets(self, document: int) -> int:
         """Count the rows of a document before the one that predicts its first target; without a target, all but one."""
         if self._codes is None:

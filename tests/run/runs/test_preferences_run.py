@@ -235,6 +235,33 @@ def test_dpo_and_kto_are_those_of_trl(base: Path, tmp_path: Path, exact: None) -
     check_answers_beside_the_base(kto, check_run(kto, base, "kto", tmp_path / "trl"), base)
 
 
+# whose prompts are one token each: then every token but a document's first is a target, and none are stored
+SHORT: list[Row] = [{"prompt": "a", "chosen": words(4 + i % 3), "rejected": words(9 + i % 5)} for i in range(6)]
+
+
+@pytest.mark.parametrize("name", ["dpo", *(pytest.param(x, marks=pytest.mark.whole) for x in ("simpo", "orpo", "kto"))])
+def test_prompts_of_one_token(base: Path, tmp_path: Path, exact: None, name: str) -> None:
+    """Of the run's documents, and of a set of its own."""
+    answers = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 > 0} for i, row in enumerate(SHORT)
+    ]
+    rows = answers if name == "kto" else SHORT
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOSSES, name, LOSSES[name]._replace(rows=tuple(rows)))
+        (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        sets = [{"name": "set", "path": str(tmp_path / "set.jsonl")}]
+        config = run_of(tmp_path / "run", base, name, **ALONE, evaluation__sets=sets, train__steps=1)
+        assert refusals([config], 1) == [None]
+        corpus = Corpus(Path(config.run.dir) / "corpus")
+        assert (corpus.targets is None) == (name in ("dpo", "simpo"))
+        (*_, told) = (row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "loss" in row)
+        order = make_step_order(config, corpus)
+        trainer = trainer_of(config, base, LOSSES[name], tmp_path / "trl")
+        trainer.model.train()
+        loss, figures = loss_and_figures(trainer, [d // 2 for d in order.documents_of_step(0)[::2]])
+        compare(told, figures | {"loss": loss.item()})
+
+
 def references_of(config: RunConfig) -> list[Path]:
     return [*Corpus(Path(config.run.dir) / "corpus").documents_folder.glob("reference-*.npy")]
 

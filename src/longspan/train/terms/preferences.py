@@ -26,14 +26,12 @@ def preference_loss(documents: CorpusDocuments, train: TrainConfig) -> DocumentL
     """Return the loss of these documents of a corpus by the keys of [train]; its figures have TRL's names."""
     corpus = documents.corpus
     ids = [*documents.ids]
-    assert corpus.targets is not None
-    targets = corpus.targets[ids].astype(np.float64)
+    targets = (corpus.lengths - 1 if corpus.targets is None else corpus.targets)[ids].astype(np.float64)
     answer_tokens = targets.copy()
     is_desirable = None
     if train.loss == "orpo":  # the targets of a chosen document are its prompt's tokens too
         assert corpus.numbers is not None
-        answer_starts = corpus.numbers[ids[::2]]
-        answer_tokens[::2] = corpus.lengths[ids[::2]] - answer_starts
+        answer_tokens[::2] = [corpus.count_targets(d, int(corpus.numbers[d])) for d in ids[::2]]
     elif train.loss == "kto":
         assert corpus.numbers is not None
         is_desirable = torch.from_numpy(corpus.numbers[ids][::2] > 0)
