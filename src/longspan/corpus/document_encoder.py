@@ -130,8 +130,7 @@ class DocumentEncoder:
                 unseen_counts = sample.unseen._asdict()  # by fields of LeftOut, except for "others"
                 batch.notes.unseen.update(unseen_counts.pop("others"))
                 batch.notes.left_out.update(unseen_counts)
-                if sample.labels is not None:
-                    batch.notes.ends |= encoding.learnt_end(sample.ids, sample.labels)
+                batch.notes.ends.update(sample.ends)
                 batch.add_sample(sample, places[sample.row], rows[sample.row].where)
         return batch.collect_documents()
 

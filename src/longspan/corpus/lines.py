@@ -4,14 +4,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from longspan.corpus.recipe import CorpusSettings, Recipe
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.kinds import CHATS, KIND_TEXTS
+from longspan.corpus.rows.kinds import CHATS, KIND_TEXTS, is_chat, rename_columns
 from longspan.corpus.rows.sample import Row, Sample
 from longspan.corpus.rows.values import short_repr
 from longspan.corpus.sources.find_files import count_files_of_other_kinds
+from longspan.corpus.sources.first_rows import FIRST_ROWS, read_file_rows
 from longspan.corpus.tokenizer import any_name_pattern
 from longspan.data.corpus_documents import Corpus
 from longspan.data.document import NO_TARGET
@@ -81,11 +83,23 @@ def row_lines(recipe: Recipe) -> Iterator[str]:
     """Yield a line for each source, of what its rows hold and how they are encoded, and a warning where no end of a
     chat is learnt.
     """
-    for (key, _), encoding in zip(recipe.settings.source_paths(), recipe.encodings, strict=True):
+    for number, (key, _) in enumerate(recipe.settings.source_paths()):
+        encoding = recipe.encodings[number]
         source_text = f"{key}: " if recipe.settings.data.sources else ""
         yield source_text + encoding_line(encoding)
-        if encoding.kind in CHATS and (line := missing_end_line(encoding)) is not None:
+        if _holds_chats(recipe, number) and (line := missing_end_line(encoding)) is not None:
             yield source_text + line
+
+
+def _holds_chats(recipe: Recipe, source: int) -> bool:
+    """Return whether rows of a source are conversations: by their kind or, where that leaves it open, the first one."""
+    encoding = recipe.encodings[source]
+    if encoding.kind not in ("prompt+completion", PAIRS):
+        return encoding.kind in CHATS
+    most_bytes = recipe.settings.data.max_text_bytes
+    rows = (row for file in recipe.files if file.source == source for row in read_file_rows(file, most_bytes))
+    first = next((row for row in islice(rows, FIRST_ROWS) if isinstance(row, Row)), None)
+    return first is not None and is_chat(rename_columns(first, encoding.settings.columns).values, encoding.kind)
 
 
 _WORDS = ("Zq0user", "Zq1assistant")
@@ -149,7 +163,8 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     if encoding.settings.end_of_chat or encoding.settings.num_labels:
         return None
     turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
-    (sample,) = replace(encoding, kind="messages").encode([Row("", {"messages": turns})])
+    settings = replace(encoding.settings, preference="")
+    (sample,) = replace(encoding, kind="messages", settings=settings).encode([Row("", {"messages": turns})])
     if not isinstance(sample, Sample) or sample.labels is None:
         return None
     engine = encoding.tokenizer.engine

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.document_encoder import EncodedDocuments
-from longspan.data.array_files import NOTHING, OWN_TOKEN
+from longspan.data.array_files import NOTHING
 
 
 class MismatchedAnswers:
@@ -20,7 +20,8 @@ class MismatchedAnswers:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest or None
-        self._answers = list[npt.NDArray[Any]]()  # of the last documents of the batch before
+        # ids and codes, of the last documents of the batch before
+        self._answers = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]()
 
     def add_mismatched_documents(self, encoded: EncodedDocuments) -> EncodedDocuments:
         """Return a batch with twice as many documents: each, and behind it its prompt with another answer.
@@ -33,7 +34,10 @@ class MismatchedAnswers:
         bounds = [*pairwise((0, *np.cumsum(encoded.lengths).tolist()))]
         # where each answer begins: at the first target after the document's first token
         firsts = [start + 1 + int(np.argmax(token_codes[start + 1 : stop] != NOTHING)) for start, stop in bounds]
-        answers = [encoded.ids[first:stop] for first, (_, stop) in zip(firsts, bounds, strict=True)]
+        answers = [
+            (encoded.ids[first:stop], token_codes[first:stop])
+            for first, (_, stop) in zip(firsts, bounds, strict=True)
+        ]
         rows = [*zip(encoded.files.tolist(), encoded.positions.tolist(), strict=True)]
         shift = 2 if rows[::2] == rows[1::2] else 1  # both answers of a pair have one prompt
         earlier_answers = self._answers if len(self._answers) >= shift else answers
@@ -42,12 +46,10 @@ class MismatchedAnswers:
         ids = list[npt.NDArray[Any]]()
         codes = list[npt.NDArray[Any]]()
         counts = list[tuple[int, int]]()  # tokens and targets
-        for (start, stop), first, other_answer in zip(bounds, firsts, other_answers, strict=True):
-            mismatched_ids = np.concatenate([encoded.ids[start:first], other_answer])[: self._longest]
-            ids += [encoded.ids[start:stop], mismatched_ids]
-            answer_codes = np.full(len(mismatched_ids) - (first - start), OWN_TOKEN, token_codes.dtype)
-            codes += [token_codes[start:stop], np.append(token_codes[start:first], answer_codes)]
-            counts += [(stop - start, stop - first), (len(mismatched_ids), len(answer_codes))]
+        for (start, stop), first, (other_ids, other_codes) in zip(bounds, firsts, other_answers, strict=True):
+            ids += [encoded.ids[start:stop], np.append(encoded.ids[start:first], other_ids)[: self._longest]]
+            codes += [token_codes[start:stop], np.append(token_codes[start:first], other_codes)[: self._longest]]
+            counts += [(len(document), int((document[1:] != NOTHING).sum())) for document in codes[-2:]]
         lengths, targets = np.array(counts).T
         # both documents have the images of their prompt
         images = [image._replace(document=2 * image.document + i) for image in encoded.images for i in (0, 1)]

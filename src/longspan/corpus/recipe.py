@@ -24,6 +24,7 @@ from longspan.errors import DataError
 # of texts and token ids alone, which changes of chats leave as they are.
 VERSION = 5
 TEXT_VERSION = 2
+PREFERENCE_VERSION = 2  # of rows for a loss of preferences, beside that of chats
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Recipe:
             deciding.append(data.max_text_bytes)
         if self.records_texts:
             deciding.append("texts")
+        if self.settings.preference:
+            deciding.append(PREFERENCE_VERSION)
         digest = hashlib.sha256(json.dumps(deciding).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             rows = "" if file.rows is None else f" {file.rows}"
@@ -73,7 +76,7 @@ class Recipe:
     def records_texts(self) -> bool:
         """Whether a text may become several documents, and it is recorded which."""
         splits = any(encoding.settings.turns == "split" or encoding.kind == PAIRS for encoding in self.encodings)
-        return splits or self.settings.data.max_document_tokens > 0
+        return splits or self.settings.preference == "kto" or self.settings.data.max_document_tokens > 0
 
     @property
     def encoder(self) -> DocumentEncoder:

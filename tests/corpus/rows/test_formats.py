@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from longspan.config.file import load_config
-from longspan.config.sections import DataConfig
+from longspan.config.sections import DataConfig, RowForm
 from longspan.corpus import build_documents as builder
 from longspan.corpus.lines import encoding_line, missing_end_line, unseen_line
 from longspan.corpus.recipe import CorpusSettings
@@ -292,11 +292,13 @@ def test_chats_name_their_template_and_how_targets_are_found(tmp_path: Path) -> 
     assert encoding_line(encoding_of(folder)).endswith("whose {% generation %} marks name the targets")
 
 
-def lines_of(folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", num_labels: int = 0) -> list[str]:
+def lines_of(
+    folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", num_labels: int = 0, loss: RowForm = ""
+) -> list[str]:
     lines, path = list[str](), folder / "rows" / f"rows.{form}"
     path = path if path.exists() else rows_as(form, folder / "rows", rows)
     data = DataConfig(path=str(path), max_document_tokens=0)
-    settings = CorpusSettings(data, num_labels=num_labels)
+    settings = CorpusSettings(data, num_labels=num_labels, preference=loss)
     open_or_build_corpus(settings, folder / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
     return lines
 
@@ -389,9 +391,18 @@ def test_a_template_that_never_ends_the_last_turn_is_named(
         assert line.endswith(f"chats of one turn do not teach a model to stop (at <|endoftext|> or <|end|>){advice}")
 
 
-def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path) -> None:
-    turns = [says("user", "a"), says("assistant", "b")]
-    lines = lines_of(write_folder(tmp_path, "phi3", template=OPEN), [{"messages": turns}] * 3)
+@pytest.mark.parametrize(("loss", "keys"), [
+    ("", {}), ("", {"prompt", "completion"}), ("pairs", {"prompt", "chosen", "rejected"}),
+    ("orpo", {"chosen", "rejected"}), ("kto", {"prompt", "completion", "label"}),
+])  # fmt: skip
+def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path, loss: RowForm, keys: set[str]) -> None:
+    asked, said, other = says("user", "a"), says("assistant", "b"), says("assistant", "no")
+    values = {"messages": [asked, said], "prompt": [asked], "completion": [said], "label": True}
+    values |= {"chosen": [said], "rejected": [other]}
+    if keys and "prompt" not in keys:
+        values |= {"chosen": [asked, said], "rejected": [asked, other]}
+    row = {key: values[key] for key in keys or {"messages"}}
+    lines = lines_of(write_folder(tmp_path, "phi3", template=OPEN), [row] * 3, loss=loss)
     assert lines[1].startswith("the chat template writes no token behind the last turn of a conversation")
 
 

@@ -18,7 +18,7 @@ from longspan.corpus.rows.sample import BadRow, Row as DataRow, RowSettings, Sam
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.document import NO_TARGET
 from tests.corpus.rows.conversations import TOOL, asks, says
-from tests.corpus.rows.families import write_folder
+from tests.corpus.rows.families import marked_template, write_folder
 
 QUESTION, GOOD, BAD = asks("Why?"), says("It scatters."), says("No.")
 AGAIN = [QUESTION, says("Guess."), asks("Dust?")]
@@ -157,6 +157,100 @@ def test_answers_with_labels_of_other_formats(folder: Path, values: dict[str, An
     assert (documents_of(found), found.numbers) == (documents_of(sample), sample.numbers)
     encoding = RowEncoding(row_kind(DataRow("", values)), load_tokenizer(folder), RowSettings(preference="kto"))
     assert encoding.unread_columns(values) == []
+
+
+LATER = [says("yes"), asks("more"), says("SECRET"), asks("and"), says("end")]
+MASKED = {"weight": 0, "train": False, "training": False, "trainable": 0, "loss": False}
+# how a row is made of a prompt and the turns behind it, and for which loss
+ROWS_OF_TURNS: dict[str, tuple[RowForm, Any]] = {
+    "pair": ("pairs", lambda prompt, turns: {"prompt": prompt, "chosen": turns, "rejected": [BAD]}),
+    "rejected": ("pairs", lambda prompt, turns: {"prompt": prompt, "chosen": [BAD], "rejected": turns}),
+    "no prompt": ("pairs", lambda prompt, turns: {"chosen": prompt + turns, "rejected": [*prompt, BAD]}),
+    "orpo": ("orpo", lambda prompt, turns: {"prompt": prompt, "chosen": turns, "rejected": [BAD]}),
+    "pair for kto": ("kto", lambda prompt, turns: {"prompt": prompt, "chosen": turns, "rejected": [BAD]}),
+    "kto": ("kto", lambda prompt, turns: {"prompt": prompt, "completion": turns, "label": True}),
+    "completion": ("", lambda prompt, turns: {"prompt": prompt, "completion": turns}),
+    "messages": ("", lambda prompt, turns: {"messages": prompt + turns}),
+    "sharegpt": ("", lambda prompt, turns: {"conversations": [
+        {"from": "gpt" if role == "assistant" else "human", "value": content, **keys}
+        for role, content, keys in ((m["role"], m["content"], {k: m[k] for k in m if k in MASKED})
+                                    for m in prompt + turns)
+    ]}),
+}  # fmt: skip
+
+
+def learnt_text(folder: Path, samples: list[Sample | BadRow]) -> tuple[list[int], str]:
+    """Token ids of a row, and what its targets say, with a bar between runs of them."""
+    engine = load_tokenizer(folder).engine
+    ids = np.concatenate([sample.ids for sample in samples if isinstance(sample, Sample)])
+    labels = np.concatenate([sample.labels for sample in samples if isinstance(sample, Sample) and len(sample.labels)])
+    runs = np.split(labels, np.flatnonzero(np.diff(labels == NO_TARGET)) + 1)
+    texts = [engine.decode(run.tolist(), skip_special_tokens=False) for run in runs if run[0] != NO_TARGET]
+    return ids.tolist(), "".join(texts)
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "generation"])
+@pytest.mark.parametrize("case", ROWS_OF_TURNS)
+def test_a_turn_that_a_row_keeps_out_is_no_target(tmp_path: Path, case: str, marked: bool) -> None:
+    """It alone: all other targets are those of the row without the key."""
+    folder = (
+        write_folder(tmp_path, "phi3", template=marked_template("phi3"))
+        if marked
+        else write_folder(tmp_path, "qwen2.5")
+    )
+    form, row_of = ROWS_OF_TURNS[case]
+    ids, text = learnt_text(folder, encode(folder, row_of([QUESTION], LATER), form))
+    end = "<|end|>" if marked else "<|im_end|>"
+    assert f"SECRET{end}" in text
+    for key, value in MASKED.items():
+        turns = [{**turn, key: value} if turn["content"] == "SECRET" else turn for turn in LATER]
+        found = learnt_text(folder, encode(folder, row_of([QUESTION], turns), form))
+        assert found == (ids, text.replace(f"SECRET{end}", "")), key
+
+
+def test_what_cannot_be_kept_out_is_refused(folder: Path) -> None:
+    """Tokens of other roles, which losses of preferences learn; and for orpo a turn of the prompt is kept out too."""
+    turns = [says("yes"), {**asks("more"), "train": False}, says("end")]
+    (bad,) = encode(folder, {"prompt": [QUESTION], "chosen": turns, "rejected": [BAD]})
+    assert isinstance(bad, BadRow) and "train of a message is false, its role is user" in bad.reason
+    prompt = [QUESTION, says("Guess.", weight=0), asks("Dust?")]
+    row = {"prompt": prompt, "chosen": [GOOD], "rejected": [BAD]}
+    assert "Guess." not in learnt_text(folder, encode(folder, row, "orpo"))[1]
+    assert learnt_text(folder, encode(folder, row)) == learnt_text(folder, encode(folder, row | {"prompt": AGAIN}))
+
+
+@pytest.mark.parametrize("form", ["pairs", "orpo", "kto"])
+def test_a_prompt_that_answers_repeat_is_taken_once(folder: Path, form: RowForm) -> None:
+    row = PAIRS["of several turns"]
+    repeated = row | {key: [*AGAIN, *row[key]] for key in ("chosen", "rejected")}
+    wanted, found = ([documents_of(one) for one in encode(folder, values, form)] for values in (row, repeated))
+    assert found == wanted
+    answer = {"prompt": AGAIN, "completion": [*AGAIN, GOOD], "label": True}
+    (one,), (other,) = (encode(folder, values, "kto") for values in (answer, answer | {"completion": [GOOD]}))
+    assert documents_of(one) == documents_of(other)
+
+
+def test_a_model_that_scores_reads_a_repeated_prompt_once(folder: Path) -> None:
+    row, encoding = (
+        PAIRS["of several turns"],
+        RowEncoding("chosen+rejected", load_tokenizer(folder), RowSettings(num_labels=1)),
+    )
+    repeated = row | {key: [*AGAIN, *row[key]] for key in ("chosen", "rejected")}
+    wanted, found = (encoding.encode([DataRow("", values)])[0] for values in (row, repeated))
+    assert isinstance(wanted, Sample) and isinstance(found, Sample) and found.ids.tolist() == wanted.ids.tolist()
+
+
+@pytest.mark.parametrize("form", ["", "pairs", "orpo", "kto"])
+def test_the_end_that_answers_teach_is_known_of_each_loss(folder: Path, form: RowForm) -> None:
+    """Also where the line break behind it is a target; an answer that is not wanted teaches none."""
+    rows = {"": {"messages": [QUESTION, GOOD]}, "kto": {"prompt": [QUESTION], "completion": [GOOD], "label": True}}
+    row = rows.get(form, PAIRS["conversations"])
+    (sample,) = encode(folder, row, form)
+    end = load_tokenizer(folder).engine.token_to_id("<|im_end|>")
+    assert isinstance(sample, Sample) and sample.ends == (("<|im_end|>", end),)
+    if form == "kto":
+        (unwanted,) = encode(folder, row | {"label": False}, form)
+        assert isinstance(unwanted, Sample) and unwanted.ends == ()
 
 
 @pytest.mark.parametrize("pairs", [True, False])

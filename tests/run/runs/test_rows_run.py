@@ -161,6 +161,26 @@ def test_a_saved_model_stops_at_the_end_that_its_chats_teach(tmp_path: Path, lor
         assert text == "yo<|im_end|>"
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
+@pytest.mark.parametrize("loss", ["orpo", "dpo", "ipo", "apo_zero", "simpo", "kto"])
+def test_a_model_that_learns_preferences_stops_as_chats_do(tmp_path: Path, loss: str, lora: bool) -> None:
+    base = write_chatml_base(tmp_path / "base")
+    asked, good, bad = (
+        {"role": role, "content": text} for role, text in (("user", "q"), *[("assistant", x) for x in "yn"])
+    )
+    row = {"prompt": [asked], "chosen": [good], "rejected": [bad]}
+    if loss == "kto":
+        row = {"prompt": [asked], "completion": [good], "label": True}
+    path = rows_as("jsonl", tmp_path / "rows", [row] * 12)
+    keys = ALONE | {"train__loss": loss, "evaluation__every": 0, "lora__rank": 8 if lora else 0}
+    config = chat_config(tmp_path, base, path, train__steps=1, **keys)
+    assert lines_of(0, config, 1).count(f"answers end with <|im_end|>, at which {base} does not stop: ") == 1
+    assert main(["export", config.run.dir, str(tmp_path / "out"), *(["--merge"] if lora else [])]) == 0
+    for folder in (*([] if lora else [Path(config.run.dir) / "model"]), tmp_path / "out"):
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [256, 257]
+
+
 @pytest.mark.parametrize(("stops", "eos", "saved"), [
     (None, 0, [0, 7]), (None, [0, 7], None), (0, 0, [0, 7]), ([3, 0], 0, [3, 0, 7]), ([7], 0, [7]), ({}, 0, [7]),
 ])  # fmt: skip

@@ -28,7 +28,7 @@ from longspan.corpus.rows.kinds import (
     readable_keys,
 )
 from longspan.corpus.rows.messages import checked_messages
-from longspan.corpus.rows.preferences import check_not_empty, join_samples, read_label
+from longspan.corpus.rows.preferences import check_not_empty, join_samples, read_label, without_repeated_prompt
 from longspan.corpus.rows.sample import (
     DATE,
     BadRow,
@@ -151,22 +151,27 @@ class RowEncoding:
         read = readable_keys(values, self.kind, scored=self._reads_label, media=self.images is not None)
         return [key for key, value in values.items() if key not in read and has_value(value)]
 
-    def learnt_end(self, ids: Integers, labels: Integers) -> dict[str, int]:
-        """Return {name: id} of the special token with which the answer at a document's end ends; {} without one.
+    def _add_end(self, sample: Sample) -> Sample:
+        """Return a sample with the special token with which the answer at its end ends as `ends`, if there is one.
 
-        Where a template writes none behind the last answer, it is the one behind the answer before. {} also if other
-        text follows the last target.
+        Where a template writes none behind the last answer, it is the one behind the answer before. Blanks that are
+        targets may follow it. There is none if other text follows the last target.
         """
-        if self.kind not in (*CHATS, "prompt+completion"):
-            return {}
+        if sample.labels is None or (sample.labels == NO_TARGET).all():
+            return sample
         engine = self.tokenizer.engine
-        is_target = labels != NO_TARGET
+        is_target = sample.labels != NO_TARGET
         # the last token of each run of targets
         stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
-        if engine.decode(ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
-            return {}
-        ends = ((str(engine.id_to_token(number)), number) for number in reversed(ids[stops].tolist()))
-        return next(({name: number} for name, number in ends if name in self.tokenizer.special_tokens), {})
+        if engine.decode(sample.ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
+            return sample
+        for stop in reversed(stops.tolist()):
+            while is_target[stop - 1] and not engine.decode([sample.ids[stop]], skip_special_tokens=False).strip():
+                stop -= 1
+            end = int(sample.ids[stop])
+            if (name := str(engine.id_to_token(end))) in self.tokenizer.special_tokens:
+                return sample._replace(ends=((name, end),))
+        return sample
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
         """Return the samples of row number `i`; what is wrong with it, and a sample without a target, is a bad row."""
@@ -188,7 +193,10 @@ class RowEncoding:
         The loss decides first, then the model's head, then the kind.
         """
         check_keys(row.values, self.kind, scored=self._reads_label)
-        values = convert_format(row.values, self.kind, self.settings.preference)
+        values = row.values
+        if self.kind in (PAIRS, "prompt+completion"):
+            values = without_repeated_prompt(values, KEYS[self.kind])
+        values = convert_format(values, self.kind, self.settings.preference)
         values, media = self._values_and_media(row._replace(values=values))
         check_objects(values)
         if self.settings.preference:
@@ -198,14 +206,15 @@ class RowEncoding:
                 raise RowError("it has images, and a head scores documents of text alone; leave the row out")
             return [self._scored_sample(values)]
         if self.kind in CHATS:
-            return self._chat_encoding.with_variables(values).encode_messages(values, media=media)
+            samples = self._chat_encoding.with_variables(values).encode_messages(values, media=media)
+            return [self._add_end(sample) for sample in samples]
         if self.kind == "text" and media and self.images is not None:
             return [self.images.text_sample(values, media)]
         if self.kind == "text":
             return [Sample(self._text_tokenizer.encode_text(require_string(require_key(values, "text"), "text")))]
         if self.kind == "input_ids":
             return [take_token_ids(values, self.tokenizer.size)]
-        return self._encode_prompt_and_answer(values, media)
+        return [self._add_end(sample) for sample in self._encode_prompt_and_answer(values, media)]
 
     def _encode_prompt_and_answer(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
         """Encode "prompt" and "completion" of a row, of which the completion is learnt: as one conversation if either
@@ -219,7 +228,10 @@ class RowEncoding:
             prompt = checked_messages(prompt, "prompt", images=self.images is not None)
             answers = checked_messages(completion, "completion", images=self.images is not None)
             values = {**values, "messages": [*prompt, *answers]}
-            return self._chat_encoding.with_variables(values).encode_messages(values, len(prompt), media)
+            chat_encoding = self._chat_encoding.with_variables(values)
+            if preference := self.settings.preference:
+                return [chat_encoding.encode_answer(values, len(prompt), media, with_prompt=preference == "orpo")]
+            return chat_encoding.encode_messages(values, len(prompt), media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         prompt = require_string(prompt, "prompt")
@@ -261,27 +273,22 @@ class RowEncoding:
                     f"label is {short_repr(label)}; give true for an answer that is wanted, and false for one that is "
                     "not"
                 )
-            return [answer._replace(numbers=(float(label),), stops=(len(answer.ids),))]
+            return [_labelled_answer(answer, float(label))]
         chosen, rejected = (self._encode_answer(values, key, media) for key in KEYS[PAIRS])
         if np.array_equal(chosen.ids, rejected.ids):
             raise RowError("chosen and rejected are the same tokens, which prefer nothing; leave the row out")
         if form == "kto":
-            return [
-                answer._replace(numbers=(label,), stops=(len(answer.ids),))
-                for answer, label in ((chosen, 1.0), (rejected, 0.0))
-            ]
+            return [_labelled_answer(chosen, 1.0), _labelled_answer(rejected, 0.0)]
         numbers: tuple[float, ...] = ()
         assert chosen.labels is not None
         if form == "orpo":  # which learns the prompt too, except for its images
             numbers = (float(np.flatnonzero(chosen.labels != NO_TARGET)[0]),)
-            labels = chosen.ids.copy()
-            for image in chosen.images:
-                labels[image.start : image.stop] = NO_TARGET
-            chosen = chosen._replace(labels=labels)
+            chosen = _learnt_from(chosen, 0)
         return [join_samples(chosen, rejected)._replace(numbers=numbers)]
 
     def _encode_answer(self, values: Mapping[str, Any], key: str, media: "RowMedia | None") -> Sample:
-        """Encode a prompt and one answer; every token from the answer's first on is a target, as TRL has it.
+        """Encode a prompt and one answer; every token from the answer's first on is a target, as TRL has it, but for
+        those that the row keeps out.
 
         Raises RowError for an answer without a target.
         """
@@ -292,8 +299,7 @@ class RowEncoding:
         targets = 1 + np.flatnonzero(sample.labels[1:] != NO_TARGET)  # the first token is never predicted
         if not len(targets):
             raise RowError(f"none of the tokens of {key} is a target", masked=True)
-        is_answer = np.arange(len(sample.ids)) >= targets[0]
-        return sample._replace(labels=np.where(is_answer, sample.ids, NO_TARGET))
+        return _learnt_from(self._add_end(sample), int(targets[0]))
 
     def _scored_sample(self, values: Mapping[str, Any]) -> Sample:
         """Encode the document of a row with its label, or both of a pair, end to end, with its margin."""
@@ -349,3 +355,26 @@ class RowEncoding:
         if media and self.kind == "input_ids":
             raise RowError("images stand beside input_ids; give text or messages, whose placeholders are made here")
         return bare_values, media
+
+
+def _learnt_from(answer: Sample, first: int) -> Sample:
+    """Return an answer whose tokens from number `first` on are targets, but for images and its context."""
+    labels = np.where(np.arange(len(answer.ids)) >= first, answer.ids, NO_TARGET)
+    for image in answer.images:
+        labels[image.start : image.stop] = NO_TARGET
+    labels[[place for place in answer.context if place < len(labels)]] = NO_TARGET
+    return answer._replace(labels=labels)
+
+
+def _labelled_answer(answer: Sample, label: float) -> Sample:
+    """Return an answer for KTO with its label; where one that is not wanted ends teaches no end.
+
+    Raises RowError for an answer with images, which would stand behind another row's prompt too.
+    """
+    assert answer.labels is not None
+    first = int(np.argmax(answer.labels[1:] != NO_TARGET)) + 1
+    if any(image.stop > first for image in answer.images):
+        raise RowError(
+            "images stand in its answer, and kto compares it with prompts of other rows; leave the row out"
+        )
+    return answer._replace(numbers=(label,), stops=(len(answer.ids),), ends=answer.ends if label else ())

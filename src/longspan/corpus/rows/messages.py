@@ -79,10 +79,30 @@ def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[i
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
         raise RowError("no message is of an assistant, so that there is nothing to learn; leave the row out")
-    learnt = [i for i in answers if all(messages[i].get(key) in (None, 1) for key in LEARNT)]
+    learnt = [i for i in answers if not context_keys(messages[i])]
     if not learnt:
         raise RowError("none of its tokens is a target", masked=True)
     return learnt
+
+
+def context_keys(message: Mapping[str, Any]) -> list[str]:
+    """List the keys of a message by which it is no target: those of LEARNT with a 0."""
+    return [key for key in LEARNT if message.get(key) not in (None, 1)]
+
+
+def context_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
+    """List the messages from number `first` on that a row keeps out of the targets, where all others are targets.
+
+    Raises RowError for one of another role than the assistant's, whose tokens cannot be told from those around them.
+    """
+    context = [i for i, message in enumerate(messages) if i >= first and context_keys(message)]
+    for message in (messages[i] for i in context if messages[i]["role"] != "assistant"):
+        key = context_keys(message)[0]
+        raise RowError(
+            f"{key} of a message is {short_repr(message[key])}, its role is {message['role']}, and train.loss learns "
+            f"all tokens behind a prompt, of other roles too: only what an assistant says is kept out; leave {key} out"
+        )
+    return context
 
 
 def _check_tool_calls(calls: Any, name: str) -> None:

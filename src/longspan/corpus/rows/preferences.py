@@ -1,7 +1,7 @@
 """Rows with labels, margins or pairs of answers: what is read of them, and a pair as one sample."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,25 @@ def pair_with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if chosen[end - 1 : end] == " ":  # a blank between prompt and answer belongs to the answer
         end -= 1
     return {**values, "chosen": chosen[end:], "rejected": rejected[end:], "prompt": chosen[:end]}
+
+
+def without_repeated_prompt(values: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
+    """Return a row without the copy of its prompt's messages with which all answers, under `keys`, begin.
+
+    >>> turn = {"role": "user", "content": "Why?"}
+    >>> without_repeated_prompt({"prompt": [turn], "completion": [turn, {"role": "assistant"}]}, ["completion"])
+    {'prompt': [{'role': 'user', 'content': 'Why?'}], 'completion': [{'role': 'assistant'}]}
+    """
+    prompt = values.get("prompt")
+    answers = {key: values.get(key) for key in keys if key != "prompt"}
+    if not isinstance(prompt, list) or not prompt:
+        return values
+    others = {
+        key: answer[len(prompt) :]
+        for key, answer in answers.items()
+        if isinstance(answer, list) and answer[: len(prompt)] == prompt
+    }
+    return {**values, **others} if len(others) == len(answers) else values
 
 
 def check_not_empty(value: Any, name: str) -> None:

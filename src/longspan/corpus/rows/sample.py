@@ -55,7 +55,8 @@ class Sample(NamedTuple):
     `row` is the index of its row among those that were encoded together: a split conversation gives several samples.
     `numbers` are the label of a document that is scored, or of an answer for KTO (1.0: it is wanted); of a pair its
     margin, or for ORPO where the chosen answer begins. `stops` are the ends of documents that are not cut, of a pair
-    two; () for documents that may be cut.
+    two; () for documents that may be cut. `ends` are the tokens, ids by name, at which what it teaches to say ends.
+    `context` are the places of tokens in answers of a preference that its row keeps out of the targets.
     """
 
     ids: npt.NDArray[np.int64]
@@ -65,6 +66,8 @@ class Sample(NamedTuple):
     images: tuple[SampleImage, ...] = ()
     numbers: tuple[float, ...] = ()
     stops: tuple[int, ...] = ()
+    ends: tuple[tuple[str, int], ...] = ()
+    context: tuple[int, ...] = ()
 
 
 class BadRow(NamedTuple):

@@ -8,16 +8,17 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from longspan.corpus.rows.chats.infer_turns import Conversation, TurnSpans, find_assistant_spans, marked_spans
 from longspan.corpus.rows.chats.turn_tokens import TurnTokens, find_turn_tokens
 from longspan.corpus.rows.media.placeholders import RowImages
 from longspan.corpus.rows.media.row_media import NOTHING_SHOWN, RowMedia, check_media_counts, kinds_of_parts
-from longspan.corpus.rows.messages import checked_messages, learnt_messages, read_tools
+from longspan.corpus.rows.messages import checked_messages, context_messages, learnt_messages, read_tools
 from longspan.corpus.rows.sample import RowSettings, Sample, count_borders_inside_tokens
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message, read_variables
 from longspan.corpus.rows.values import RowError, check_strings, require_key
@@ -58,6 +59,16 @@ class ChatEncoding:
         media = media or NOTHING_SHOWN
         messages, tools = self._read_messages(values, media)
         return list(self._encode_turns(messages, tools, learnt_messages(messages, first_target), media))
+
+    def encode_answer(self, values: Any, first_target: int, media: RowMedia | None, *, with_prompt: bool) -> Sample:
+        """Encode a prompt of `first_target` messages and one answer of a preference, with what its row keeps out of the
+        targets as `context`; of the prompt only `with_prompt`. RowError as `encode_messages`.
+        """
+        media = media or NOTHING_SHOWN
+        messages, tools = self._read_messages(values, media)
+        learnt = learnt_messages(messages, first_target)
+        context = context_messages(messages, 0 if with_prompt else first_target)
+        return self._encode_sample(messages, tools, learnt, media, context=context)
 
     def encode_whole(self, values: Any) -> Integers:
         """Encode a row's messages and tools without targets; RowError as `encode_messages`."""
@@ -108,8 +119,9 @@ class ChatEncoding:
         learnt: Collection[int],
         media: RowMedia,
         first: int = 0,
+        context: Collection[int] = (),
     ) -> Sample:
-        """Encode messages, of which those with the numbers `learnt` are targets.
+        """Encode messages, of which those with the numbers `learnt` are targets, and those in `context` its context.
 
         Messages before number `first` are in another sample too, which counts what is not rendered of them.
         """
@@ -119,14 +131,18 @@ class ChatEncoding:
             self._check_special_tokens(rendered.text, messages, tools)
         conversation = Conversation(messages, tools, self.template, rendered.text)
         if marks:
-            spans = marked_spans(conversation, rendered.marks, learnt, first)
+            find_spans = partial(marked_spans, conversation, rendered.marks)
         else:
-            spans = find_assistant_spans(conversation, self._turn_tokens(tools), learnt, first)
+            find_spans = partial(find_assistant_spans, conversation, self._turn_tokens(tools))
+        spans = find_spans(learnt, first)
+        context_spans = find_spans(context, first).spans if context else ()
         if not media or self.images is None:
-            sample = self._tokenize_rendering(rendered.text, spans, tools)
+            sample = self._tokenize_rendering(rendered.text, spans, context_spans, tools)
             return self._add_end_of_chat(sample, messages, learnt)
-        expanded = self.images.expand_placeholders(rendered.text, media, spans.spans)
-        sample = self._tokenize_rendering(expanded.text, spans._replace(spans=expanded.spans), tools)
+        expanded = self.images.expand_placeholders(rendered.text, media, (*spans.spans, *context_spans))
+        spans = spans._replace(spans=expanded.spans[: len(spans.spans)])
+        context_spans = expanded.spans[len(spans.spans) :]
+        sample = self._tokenize_rendering(expanded.text, spans, context_spans, tools)
         return self.images.add_images(self._add_end_of_chat(sample, messages, learnt), expanded)
 
     def _add_end_of_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
@@ -158,22 +174,22 @@ class ChatEncoding:
         ids, labels = (np.append(values[:stop], end_id) for values in (sample.ids, sample.labels))
         return sample._replace(ids=ids, labels=labels)
 
-    def _tokenize_rendering(self, text: str, spans: TurnSpans, tools: Sequence[Any] | None) -> Sample:
+    def _tokenize_rendering(
+        self, text: str, spans: TurnSpans, context_spans: Sequence[tuple[int, int]], tools: Sequence[Any] | None
+    ) -> Sample:
         """Make a sample in which tokens in spans are targets; a prompt is tokenized by itself, as at inference."""
-        starts = [start for start, _ in spans.spans]
+        starts = [start for start, _ in (*spans.spans, *context_spans)]
         prompts: tuple[str, ...] = ()
         with suppress(RowError):  # a template with marks need not write a plain conversation
             prompts = self._turn_tokens(tools).prompts
         prompt_ends = [_find_prompt_end(text, start, prompts) for start in starts]
         borders = sorted({end for end in prompt_ends if end is not None})
         ids, offsets = self.tokenizer.set_parsing(True).encode_with_spans(text, borders)
-        begins, ends = offsets.T
-        is_target = np.zeros(len(begins), dtype=bool)
-        for start, stop in spans.spans:  # a token is one if it has a character in a span
-            is_target |= (begins < stop) & (ends > start)
+        is_target = _lie_in_spans(offsets, spans.spans)
         answer_starts = (start if end is None else end for start, end in zip(starts, prompt_ends, strict=True))
         unseen = spans.unseen._replace(inside_tokens=count_borders_inside_tokens(offsets, answer_starts))
-        return Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)
+        context = tuple(np.flatnonzero(_lie_in_spans(offsets, context_spans)).tolist())
+        return Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen, context=context)
 
     def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
         """Raise RowError if a rendering has other special tokens than one of the same chat with harmless texts.
@@ -218,6 +234,14 @@ class ChatEncoding:
             return find_turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
             return self._turn_tokens_without_tools
+
+
+def _lie_in_spans(offsets: Integers, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    begins, ends = offsets.T
+    is_target = np.zeros(len(begins), dtype=bool)
+    for start, stop in spans:  # a token is one if it has a character in a span
+        is_target |= (begins < stop) & (ends > start)
+    return is_target
 
 
 def _find_prompt_end(text: str, start: int, prompts: tuple[str, ...]) -> int | None:
