@@ -84,7 +84,8 @@ def check_configuration_unchanged(run_dir: Path, config: RunConfig, advice: str)
     configuration = scale_as_saved(configuration, config.model, saved)
     if config.model.num_labels:  # the token by which a run's rows are padded
         configuration.pad_token_id = saved.pad_token_id
-    before, now = configuration_values(saved), configuration_values(configuration)
+    before = configuration_values(saved)
+    now = configuration_values(configuration)
     changes = changed_values(before, now)
     deciding = [name for name in changes if decides_numbers(name)]
     if saved.transformers_version != transformers.__version__:  # another version may write, or lack, other names
@@ -138,7 +139,8 @@ def _check_weights_unchanged(run_dir: Path, key: str, folder: Path, user: str) -
     if record is None:  # of an earlier version
         return
     sums = weight_sums(folder)
-    old_sum, new_sum = record["sum"], sums["sum"]
+    old_sum = record["sum"]
+    new_sum = sums["sum"]
     files = _changed_files(record.get("files", sums["files"]), sums["files"])
     if (old_sum == new_sum) != (not files) and "files" in record:
         raise _damaged_record(run_dir / BASE, "its sums contradict each other")

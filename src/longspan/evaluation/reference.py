@@ -146,8 +146,8 @@ def _read_values(file: Path, count: int) -> Floats | None:
     if not file.is_file():
         return np.full(count, np.nan)
     content = file.read_bytes()
-    array, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if hashlib.sha256(array).digest() != digest:
+    array = content[:-_DIGEST_BYTES]
+    if hashlib.sha256(array).digest() != content[-_DIGEST_BYTES:]:
         return None
     try:
         values = np.load(io.BytesIO(array))
