@@ -73,15 +73,12 @@ def find_losses(
                 f"the reference of the loss {train.loss} cannot be computed: {reason}. The loss is the {text} alone"
             )
             return SavedLosses(dict.fromkeys(sets), text, answers_alone=True)
-        digest = reference_digest(config, configuration, world)
-        if not read_reference_log_probs([*sets.values()], digest, world, log):
-            _compute_references(digest, checked, config, configuration, sets, world, log)
+        _read_or_compute_references(checked, config, configuration, sets, world, log)
     losses = {name: loss_of_documents(documents, train) for name, documents in sets.items()}
     return SavedLosses(losses, loss_text(train) if train.loss else "")
 
 
-def _compute_references(
-    digest: str,
+def _read_or_compute_references(
     checked: CheckedWeights,
     config: RunConfig,
     configuration: PreTrainedConfig,
@@ -89,7 +86,12 @@ def _compute_references(
     world: World,
     log: LogLine,
 ) -> None:
-    """Compute what sets lack of the reference's log-probabilities, with the weights that the run began with."""
+    """Read the reference's log-probabilities of sets; what files lack is computed by the weights that the run began
+    with.
+    """
+    digest = reference_digest(config, configuration, world)
+    if read_reference_log_probs([*sets.values()], digest, world, log):
+        return
     began_with = replace(checked.subject, weights=replace(checked.subject.weights, base=True))
     images = any(getattr(documents, "items", ()) for documents in sets.values())
     checked = replace(checked, subject=began_with)
