@@ -156,13 +156,13 @@ OTHER_WORDS = {
     "max_rows": {"shared-prefixes.md"},  # of share_prefixes
     "recompute": {"multimodal.md", "vision-models.md"},  # of Encoder
     "targets": {"losses.md"},  # of a loss of one's own
-    "train": {"CONTRIBUTING.md", "fine-tuning.md"},  # the verb, a split of rows
 }
 
 
 def old_words_of(text: str) -> set[str]:
     """Words in backticks, alone or before " = ", that are the last part of a key of 0.3 and of none of today."""
     keys = {key.rpartition(".")[2] for key in (*RENAMED, *GONE)} - {key.rpartition(".")[2] for key in config_keys()}
+    keys -= {"train"}  # a verb, a split of rows and a key of messages
     return keys & {*re.findall(r"`(?:--)?([a-z_]+)(?: = [^`\n(]*)?`", text)}
 
 
