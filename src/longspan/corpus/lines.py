@@ -210,9 +210,13 @@ def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
         parts.append(
             f"{plural(manifest.rows, 'row')} of {', '.join(KIND_TEXTS[kind] for kind in dict.fromkeys(manifest.kinds))}"
         )
-    parts += [plural(len(corpus), "document"), plural(int(corpus.lengths.sum()), "token")]
+    # Of KTO's documents every other one is a prompt with another row's answer.
+    step = 2 if manifest.preference == "kto" else 1
+    name = "answer" if step == 2 else "document"
+    lengths = corpus.lengths[::step]
+    parts += [plural(len(lengths), name), plural(int(lengths.sum()), "token")]
     if manifest.images:
         parts.append(plural(manifest.images, "image"))
     if corpus.targets is not None:
-        parts.append(f"{int(corpus.targets.sum()):,} of them targets")
+        parts.append(f"{int(corpus.targets[::step].sum()):,} of them targets")
     return ", ".join(parts)

@@ -76,7 +76,7 @@ class Recipe:
     def records_texts(self) -> bool:
         """Whether a text may become several documents, and it is recorded which."""
         splits = any(encoding.settings.turns == "split" or encoding.kind == PAIRS for encoding in self.encodings)
-        return splits or self.settings.preference == "kto" or self.settings.data.max_document_tokens > 0
+        return splits or self.settings.data.max_document_tokens > 0
 
     @property
     def encoder(self) -> DocumentEncoder:

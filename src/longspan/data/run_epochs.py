@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from longspan.config.defaults import with_steps
 from longspan.config.sections import RunConfig
 from longspan.data.step_order import StepOrder
@@ -48,7 +50,7 @@ def with_epoch_steps(config: RunConfig, order: StepOrder, log: Callable[[str], N
 def _readings_per_document(config: RunConfig, order: StepOrder, source: ShuffledSource) -> float:
     """Return how often the run reads each document of a source, on average."""
     share = source.weight / sum(other.weight for other in order.stream.sources)
-    return config.train.tokens_per_step * config.train.steps * share / source.tokens
+    return order.step_tokens(config.train.steps) * config.train.steps * share / source.tokens
 
 
 def _has_exact_epochs(config: RunConfig, order: StepOrder) -> bool:
@@ -82,8 +84,11 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
     """Say what a run trains on, how often, and what is held out."""
     train = config.train
     stream = order.stream
-    held_out = len(order.evaluation)
-    line = plural(stream.documents, "document" if order.unit == 1 else "pair")
+    held_out = len(order.evaluation) // order.unit
+    # Of KTO's documents every other one is a prompt with another row's answer, which only estimates the divergence.
+    is_kto = train.loss == "kto"
+    name = "answer" if is_kto else "document" if order.unit == 1 else "pair"
+    line = plural(stream.documents, name)
     if order.groups is not None:
         documents_text = plural(sum(map(len, order.groups)), "document")
         line = (
@@ -91,15 +96,21 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
         )
     if stream.documents != order.training_texts:
         line += f" of {plural(order.training_texts, 'text')}"
-    line += f" to train on, of {plural(stream.tokens, 'token')}, which "
+    tokens_text = plural(stream.tokens, "token")
+    if is_kto:
+        answers = order.lengths[::2].sum(dtype=np.int64) - order.lengths[[*order.evaluation[::2]]].sum(
+            dtype=np.int64
+        )
+        tokens_text = f"{plural(int(answers), 'token')} ({stream.tokens:,} with the mismatched answers of steps)"
+    line += f" to train on, of {tokens_text}, which "
     steps = order.count_steps() if train.epochs else train.steps
-    times_text = f"about {number_text(train.tokens_per_step * steps / stream.tokens)}"
+    times_text = f"about {number_text(order.step_tokens(steps) * steps / stream.tokens)}"
     if _has_exact_epochs(config, order):
         times_text = f"{train.epochs:g}"
     line += f"{plural(steps, 'step')} read {times_text} times"
     line += f"; {plural(order.held_out_texts, 'text')}"
     if held_out != order.held_out_texts:
-        line += f" of {plural(held_out, 'document')}"
+        line += f" of {plural(held_out, name)}"
     line += " held out (evaluation.documents)"
     if not _has_exact_epochs(config, order) and train.tokens_per_step > stream.tokens:
         line += f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads some documents "

@@ -111,7 +111,7 @@ def order_lengths(
         lengths,
         tokens_per_step=config.train.tokens_per_step,
         seed=config.train.seed,
-        eval_documents=count_held_out(config.evaluation.documents, count_texts(lengths, texts), most=most),
+        eval_documents=count_held_out(config.evaluation.documents, count_texts(lengths, texts, unit), most=most),
         targets=targets,
         mixture=mixture,
         texts=texts,

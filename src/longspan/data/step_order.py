@@ -20,6 +20,8 @@ from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plan.shape.positions import LengthLimit
 
+_MOST_COUNTED = 256  # steps whose documents are looked at to tell how full steps are
+
 
 class StepOrder:
     """Shuffled epochs of whole training documents, up to `tokens_per_step` a step and at least one document.
@@ -55,9 +57,9 @@ class StepOrder:
         self.targets = targets
         self.unit = unit
         unit_lengths = self.lengths
-        if unit > 1:  # each unit is a text, and `texts` and `mixture` are of units from here on
+        if unit > 1:  # `texts` and `mixture` are of units from here on
             unit_lengths = self.lengths.reshape(-1, unit).sum(1)
-            texts = None
+            texts = None if texts is None else texts[::unit]
             mixture = None if mixture is None else mixture._replace(source_of=mixture.source_of[::unit])
         all_texts = count_texts(unit_lengths, texts)
         held_out_texts = choose_held_out_texts(all_texts, mixture, texts, eval_documents, seed)
@@ -147,6 +149,12 @@ class StepOrder:
             self._begins.append(self._end_of_step(self._begins[-1]))
         return bisect_left(self._begins, self._last)
 
+    def step_tokens(self, steps: int) -> float:
+        """Return how many tokens a step of a run of `steps` reads, on average: of at most the first _MOST_COUNTED."""
+        counted = max(1, min(steps, _MOST_COUNTED))
+        ids = self._ids_between(0, self.begin_of_step(counted))
+        return float(self.stream.lengths[ids].sum(dtype=np.int64)) / counted
+
     def begin_of_step(self, step: int) -> int:
         """Return how many documents, or units, the steps before a step take."""
         while len(self._begins) <= step:
@@ -207,9 +215,9 @@ def documents_of_units(units: Iterable[int], unit: int) -> tuple[int, ...]:
     return tuple(unit * number + i for number in units for i in range(unit))
 
 
-def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[Any] | None) -> int:
-    """Count the texts of documents: `texts` has the number of each one's, ascending from 0 (None: each is one)."""
-    return len(lengths) if texts is None else int(texts[-1]) + 1
+def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[Any] | None, unit: int = 1) -> int:
+    """Count the texts of documents: `texts` has the number of each one's, ascending from 0 (None: each unit is one)."""
+    return len(lengths) // unit if texts is None else int(texts[-1]) + 1
 
 
 def choose_held_out_texts(

@@ -130,8 +130,13 @@ def _fact_lines(
     priced = f"; priced for {run.cost.source}" if run.cost.source else ""
     yield "plans", f"{run.reasons.planner or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
     yield from (("evaluation", reason) for reason in reasons)
-    held_out = f", {len(run.held_out):,} of them held out" if run.held_out else ""
-    documents = f"{plural(len(lengths), 'document')} of {plural(int(lengths.sum()), 'token')}"
+    # Of KTO's documents every other one is a prompt with another row's answer.
+    step = 2 if config.train.loss == "kto" else 1
+    lengths = lengths[::step]
+    held_out = f", {len(run.held_out) // step:,} of them held out" if run.held_out else ""
+    documents = (
+        f"{plural(len(lengths), 'answer' if step > 1 else 'document')} of {plural(int(lengths.sum()), 'token')}"
+    )
     yield "data", f"{documents}, longest {int(lengths.max()):,}{held_out}"
     done = f", of which {run.done:,} are done" if run.done else ""
     yield "steps", f"{config.train.steps:,}{done}, each of up to {most_step_tokens(config, run.order):,} tokens"

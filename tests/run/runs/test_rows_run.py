@@ -304,9 +304,37 @@ def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_pe
     assert len(lines) == 1 + bool(words) and re.match(words, lines[-1] if words else ""), lines
 
 
+def test_a_line_counts_the_tokens_that_steps_read(tmp_path: Path) -> None:
+    """Not those that they have room for: a step of 1,000 takes one group of 600, and four of 100 once they come."""
+    lengths = np.array([200] * 12 + [100] * 4)
+    groups = [np.arange(3 * i, 3 * i + 3) for i in range(4)] + [np.array([i]) for i in range(12, 16)]
+    for steps in (2, 3):
+        config = small_config(tmp_path, train__steps=steps, train__tokens_per_step=1000, evaluation__documents=0)
+        order = order_lengths(config, lengths, group=lambda _: groups)
+        read = sum(sum(order.lengths_of_step(step)) for step in range(steps))
+        assert read < 1000 * steps, "steps are not full"
+        line = documents_line(config, order)
+        assert f"2,800 tokens, which {steps} steps read about {read / 2800:.3g} times" in line
+
+
+@pytest.mark.parametrize(("answers_of_row", "line"), [
+    (1, "54 answers to train on, of 1,620 tokens (3,780 with the mismatched answers of steps), which 2 steps read"),
+    (2, "108 answers of 54 texts to train on, of 3,240 tokens (7,560 with the mismatched answers of steps), which"),
+])  # fmt: skip
+def test_one_in_ten_answers_of_kto_is_held_out(tmp_path: Path, answers_of_row: int, line: str) -> None:
+    """Documents have 30 tokens, mismatched ones 40; of a row of a pair both answers stay together."""
+    config = small_config(
+        tmp_path, train__steps=2, train__loss="kto", evaluation__documents="auto", model__preset="llama-3.1-8b"
+    )
+    texts = None if answers_of_row == 1 else np.repeat(np.arange(60), 4)
+    order = order_lengths(config, np.array([30, 40] * (60 * answers_of_row)), unit=2, texts=texts)
+    assert line in (text := documents_line(config, order))
+    assert f"; 6 texts{' of 12 answers' if answers_of_row > 1 else ''} held out" in text
+
+
 OFTEN = [  # steps, weights of two sources with 450 and 900 tokens (none: one source of 1,500) -> cautions
     ({"train__steps": 5}, (), []),
-    ({"train__steps": 300}, (), [r"these 300 steps read every document about 200 times; --train.epochs 1 reads each"]),
+    ({"train__steps": 300}, (), [r"these 300 steps read every document about 154 times; --train.epochs 1 reads each"]),
     ({"train__epochs": 20.0}, (), []),  # were asked for
     ({"train__steps": 6}, (1.0, 2.0), []),
     ({"train__steps": 60}, (9.0, 1.0), [r"of chats about 120 times; --train.epochs 1 --train.epochs_of chats reads"]),
