@@ -26,6 +26,7 @@ from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.document import NO_TARGET, Document
 from longspan.data.shared_prefixes import find_families
 from longspan.errors import DataError, plural
+from longspan.layout import Integers
 
 _SHOWN_TOKENS = 2000  # of a row; of a longer one the beginning and the end
 _MARKS = "⟦", "⟧"
@@ -50,20 +51,30 @@ def show_rows(config: RunConfig, count: int) -> None:
     marks = _COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else _MARKS
     legend = f"· between tokens, ⏎ a line break, targets {marks[0]}so{marks[1]}"
     print("\n".join([*row_lines(recipe), legend]))
-    shown = list[Document]()
+    shown = list[tuple[str, Document]]()  # with the place of each one's row
+    shares = data.share_prefixes == AUTO and not config.model.num_labels
+    depths = config.mtp.num_layers if shares else None
     for source, encoding in enumerate(recipe.encodings):
         source_files = (file for file in files if file.source == source)
         rows = (row for file in source_files for row in read_file_rows(file, data.max_text_bytes))
-        shown += _show_source(islice(rows, count), encoding, data, marks)
-    if data.share_prefixes == AUTO and not config.model.num_labels:
-        for line in _family_lines(shown, config.mtp.num_layers):
+        _show_source(islice(rows, count), encoding, data, marks, shown, depths)
+    if depths is not None:
+        for line in _family_lines([document for _, document in shown], depths):
             print(line)
 
 
 def _show_source(
-    rows: Iterable[Row | BadRow], encoding: RowEncoding, data: DataConfig, marks: Sequence[str]
-) -> Iterator[Document]:
-    """Print the rows of a source, and which of their keys are read, and yield their documents."""
+    rows: Iterable[Row | BadRow],
+    encoding: RowEncoding,
+    data: DataConfig,
+    marks: Sequence[str],
+    shown: list[tuple[str, Document]],
+    depths: int | None,
+) -> None:
+    """Print the rows of a source, and which of their keys are read, and add their documents to those `shown`.
+
+    A beginning that a row shares with one shown before is printed there alone (`depths` None: no rows share any).
+    """
     keys = dict[str, None]()  # with a value, in their order
     unread = Counter[str]()
     count = 0
@@ -77,8 +88,11 @@ def _show_source(
             unread.update(encoding.unread_columns(row.values))
         for sample in samples:
             if isinstance(sample, Sample):
-                yield Document(sample.ids, labels=sample.labels)
-                print(f"\n{row.where}: {_text_with_marked_targets(sample, encoding.tokenizer.engine, marks)}")
+                document = Document(sample.ids, labels=sample.labels)
+                repeated, name = (0, "") if depths is None else _find_repeated(document, shown, depths)
+                text = _text_with_marked_targets(sample, encoding.tokenizer.engine, marks, repeated, name)
+                print(f"\n{row.where}: {text}")
+                shown.append((row.where, document))
             elif data.on_bad_row == "error" and not sample.masked:
                 raise DataError(f"{sample.where}: {sample.reason}")
             else:
@@ -87,6 +101,18 @@ def _show_source(
         print(f"\nkeys that are read: {', '.join(key for key in keys if key not in unread)}")
     if unread:
         print(unread_line(unread, count))
+
+
+def _find_repeated(document: Document, shown: Sequence[tuple[str, Document]], depths: int) -> tuple[int, str]:
+    """Return how many first tokens of a document were shown before, and the place of the first that has them."""
+    families = find_families([*(other for _, other in shown), document], depths=depths)
+    repeated = len(document) - families.lengths[len(shown)]  # what is its own is one part
+    beginning = document.ids[:repeated]
+    return repeated, next(where for where, other in (*shown, ("", document)) if _begins_with(other, beginning))
+
+
+def _begins_with(document: Document, ids: Integers) -> bool:
+    return np.array_equal(document.ids[: len(ids)], ids)
 
 
 def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
@@ -108,7 +134,9 @@ def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
         waiting += [(branch, f"{margin}├─ ", f"{margin}│  ") for branch in reversed(continued[:-1])]
 
 
-def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:
+def _text_with_marked_targets(
+    sample: Sample, engine: Tokenizer, marks: Sequence[str], repeated: int, name: str
+) -> str:
     """Write how many tokens and targets a row has, or its label or margin, and then its tokens; `marks` stand around
     each run of targets.
     """
@@ -119,23 +147,29 @@ def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence
     scored_text = f"label or margin {', '.join(f'{x:g}' for x in sample.numbers)}" if sample.numbers else ""
     runs = [f"{plural(len(sample.ids), 'token')}, {scored_text or plural(int(targets.sum()), 'target')}\n"]
     for is_target, tokens in groupby(
-        _token_texts(sample.ids.tolist(), targets.tolist(), engine), key=itemgetter(0)
+        _token_texts(sample.ids.tolist(), targets.tolist(), engine, repeated, name), key=itemgetter(0)
     ):
         text = "·".join(text for _, text in tokens)
         runs.append(f"{marks[0]}{text}{marks[1]}" if is_target else text)
     return runs[0] + "·".join(runs[1:]).rstrip("\n")
 
 
-def _token_texts(ids: Sequence[int], targets: Sequence[bool], engine: Tokenizer) -> Iterator[tuple[bool, str]]:
+def _token_texts(
+    ids: Sequence[int], targets: Sequence[bool], engine: Tokenizer, repeated: int, name: str
+) -> Iterator[tuple[bool, str]]:
     """Yield whether it is a target, and text, for each token; tokens that are parts of one character are one text.
 
     Of a row of more than _SHOWN_TOKENS the middle is one text that says how many are left out.
     """
     half = _SHOWN_TOKENS // 2
     stream = DecodeStream(skip_special_tokens=False)
-    hidden = range(half, len(ids) - half)
+    if repeated:
+        yield False, f"… {plural(repeated, 'token')} as in {name} …"
+    hidden = range(repeated + half, len(ids) - half)
     for i, (token, is_target) in enumerate(zip(ids, targets, strict=True)):
-        if i == half and hidden:
+        if i < repeated:
+            continue
+        if i == hidden.start and hidden:
             yield False, f"… {plural(len(hidden), 'token')} …"
         if i not in hidden and (text := stream.step(engine, token)):
             shown = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -209,7 +209,11 @@ def test_longspan_eval_of_questions_reads_their_text_once(alone: tuple[RunConfig
 
 def test_families_are_drawn(alone: tuple[RunConfig, RunConfig, str], capsys: pytest.CaptureFixture[str]) -> None:
     show_rows(alone[0], 7)
-    *_, tree = capsys.readouterr().out.partition("begin alike, and are computed once")
+    rows, _, tree = capsys.readouterr().out.partition("begin alike, and are computed once")
+    name = Path(alone[0].data.path).name
+    lengths = [int(line.split(", ")[1].split()[0]) for line in tree.splitlines() if line.startswith("prefix, ")]
+    repeats = [f"… {n} tokens as in {name}, line {first} …" for n, first in zip(lengths, (1, 5), strict=True)]
+    assert [rows.count(text) for text in repeats] == [3, 2], "each prefix stands in its first row alone"
     lines = [line.split(", ")[0] for line in tree.splitlines()[1:]]
     first = ["prefix", *(f"├─ shown as {i}" for i in (1, 2, 3)), "└─ shown as 4"]
     assert lines == [*first, "prefix", *(f"├─ shown as {i}" for i in (5, 6)), "└─ shown as 7"]
