@@ -8,6 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 LogLine = Callable[[str], None]  # takes a line of output
 
 
+def escape_controls(text: str) -> str:
+    """Return a text in which what would steer a terminal is written as an escape: it may quote a name, or a file, of
+    somebody else.
+
+    >>> escape_controls("a" + chr(27) + "[2J.jsonl")
+    'a\\\\x1b[2J.jsonl'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Return rows under the names of columns; the first `left` columns start at the left, the others end at the right.
 

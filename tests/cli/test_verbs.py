@@ -1,6 +1,9 @@
 """Verbs that start no ranks: examples, report, train --show and the list of benches."""
 
+import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +14,10 @@ from longspan.bench.benches import BENCHES, write_record
 from longspan.cli import examples, show
 from longspan.cli.examples import examples_folder, first_sentence
 from longspan.cli.main import main
+from longspan.cli.processes import print_note
 from longspan.corpus.rows.sample import Row, Sample
 from longspan.errors import ConfigError
+from longspan.run.progress import ProgressDisplay
 from tests.corpus.rows.families import encoding_of, write_folder
 from tests.corpus.test_formats import rows_as
 from tests.report.pages import parts_of, value_of
@@ -237,3 +242,23 @@ def test_a_record_goes_on_with_figures_of_its_own_kind_alone(tmp_path: Path) -> 
 def test_an_error_shows_control_characters_and_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "no\x1bwhere\nruns", "folder"]) == 2
     assert "no\\x1bwhere\nruns" in capsys.readouterr().err
+
+
+def test_output_that_takes_nothing_is_an_error_in_a_line(tmp_path: Path) -> None:
+    program = "import sys; from longspan.cli.main import main; sys.exit(main())"
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for words in (["--help"], ["plan", "--help-all"]):
+        command = [sys.executable, "-c", program, *words]
+        with Path("/dev/full").open("w") as full:
+            refused = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+        assert "error: standard output does not take the result (No space left on device)" in refused.stderr
+        done = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and not done.stderr and "usage" in done.stdout.lower()
+
+
+def test_lines_escape_names() -> None:
+    out = io.StringIO()
+    ProgressDisplay(1, out).log("a\x1b[2J.jsonl\n\tb…")
+    print_note("c\x9b2J", out)
+    assert out.getvalue() == "a\\x1b[2J.jsonl\n\tb…\nc\\x9b2J\n"

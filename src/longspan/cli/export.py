@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +15,7 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError, plural
 from longspan.files import as_json
 from longspan.hub import check_push_access, push_folder
+from longspan.plain_text import escape_controls
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,11 @@ def main(argv: Sequence[str]) -> int:
     from longspan.checkpoint.export import export_checkpoint
     from longspan.cli.model_card import write_card
 
-    log = partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
+    stream = sys.stderr if flags.json else sys.stdout
+
+    def log(line: str) -> None:
+        print(escape_controls(line), file=stream, flush=True)
+
     written = export_checkpoint(
         run_dir,
         checkpoint,

@@ -1,5 +1,6 @@
 """`longspan generate`: saved weights complete prompts, on any number of ranks."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from longspan.run.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from longspan.evaluation.completions import Completions
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that would steer a terminal
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,10 @@ def main(argv: Sequence[str]) -> int:
     completions: Completions = run_on_ranks(_generate_on_rank, args, processes.ranks)
     if prints_results():
         rows = [row._asdict() for row in completions.rows]
-        texts = [f"> {row.prompt}\n{row.completion}" for row in completions.rows]
-        print(as_json(rows, indent=1) if flags.json else "\n\n".join(texts))
+        text = "\n\n".join(f"> {row.prompt}\n{row.completion}" for row in completions.rows)
+        if sys.stdout.isatty():
+            text = _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
+        print(as_json(rows, indent=1) if flags.json else text)
         print(completions.cost, file=sys.stderr)
     return 0
 

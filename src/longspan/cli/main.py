@@ -14,7 +14,9 @@ from importlib import import_module
 
 from longspan import __version__
 from longspan.errors import ConfigError, LongspanError, RankLostError
+from longspan.launch.output import refuse_full_output
 from longspan.launch.stop_signals import Interrupted, raise_on_stop_signals
+from longspan.plain_text import escape_controls
 
 VERBS = {
     "train": "train a model on text; checkpoints, metrics and a report in the run's folder",
@@ -54,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        with raise_on_stop_signals(), _import_ahead(words) if argv is None else nullcontext():
+        is_command = argv is None
+        with (
+            raise_on_stop_signals(),
+            _import_ahead(words) if is_command else nullcontext(),
+            refuse_full_output() if is_command else nullcontext(),
+        ):
             verb = words[0] if words else "help"
             if verb in ("-h", "--help", "--help-all", "help"):
                 print(USAGE)
@@ -111,14 +118,9 @@ def _print_error(error: LongspanError, *, debug: bool) -> int:
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         label = f"\x1b[1;31m{label}\x1b[0m"
     notes = [note for note in getattr(error, "__notes__", ()) if str(error) not in note]
-    lines = [f"{label} {_escape_controls(str(error))}", *(f"  {_escape_controls(note)}" for note in notes)]
+    lines = [f"{label} {escape_controls(str(error))}", *(f"  {escape_controls(note)}" for note in notes)]
     print("\n".join(lines), file=sys.stderr, flush=True)
     return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
-
-
-def _escape_controls(text: str) -> str:
-    """Escape what would steer a terminal: an error may quote a file of somebody else's."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from longspan.errors import ConfigError, LongspanError, plural
 from longspan.host import usable_cores
 from longspan.launch.launch import run_local
 from longspan.launch.launcher_watch import stop_when_torchrun_is_gone
+from longspan.plain_text import escape_controls
 from longspan.resolve.choice import home_of
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -120,7 +121,7 @@ def prints_results() -> bool:
 def print_note(note: str, stream: TextIO) -> None:
     """Print a note, unless it is empty, in the process that prints results."""
     if note and prints_results():
-        print(note, file=stream, flush=True)
+        print(escape_controls(note), file=stream, flush=True)
 
 
 def run_on_ranks(

@@ -5,13 +5,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from longspan.cli.flags import Word, parse_flags
 from longspan.errors import ConfigError, LongspanError
 from longspan.files import write_atomically
+from longspan.plain_text import escape_controls
 from longspan.plan import Plan
 from longspan.report import plan_page, write_report
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     elif flags.out:
         raise ConfigError(f"--out is for plans; a run's report goes into its folder, {target}/report.html")
     else:
-        path = write_report(target, partial(print, file=sys.stderr))
+        path = write_report(target, lambda note: print(escape_controls(note), file=sys.stderr))
     print(json.dumps({"report": str(path)}) if flags.json else path)
     return 0
 

@@ -27,6 +27,7 @@ from longspan.data.document import NO_TARGET, Document
 from longspan.data.shared_prefixes import find_families
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
+from longspan.plain_text import escape_controls
 
 _SHOWN_TOKENS = 2000  # of a row; of a longer one the beginning and the end
 _MARKS = "⟦", "⟧"
@@ -50,7 +51,7 @@ def show_rows(config: RunConfig, count: int) -> None:
     recipe = make_recipe(settings, files, (), tokenizer)
     marks = _COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else _MARKS
     legend = f"· between tokens, ⏎ a line break, targets {marks[0]}so{marks[1]}"
-    print("\n".join([*row_lines(recipe), legend]))
+    print("\n".join([*map(escape_controls, row_lines(recipe)), legend]))
     shown = list[tuple[str, Document]]()  # with the place of each one's row
     shares = data.share_prefixes == AUTO and not config.model.num_labels
     depths = config.mtp.num_layers if shares else None
@@ -91,12 +92,12 @@ def _show_source(
                 document = Document(sample.ids, labels=sample.labels)
                 repeated, name = (0, "") if depths is None else _find_repeated(document, shown, depths)
                 text = _text_with_marked_targets(sample, encoding.tokenizer.engine, marks, repeated, name)
-                print(f"\n{row.where}: {text}")
+                print(f"\n{escape_controls(row.where)}: {text}")
                 shown.append((row.where, document))
             elif data.on_bad_row == "error" and not sample.masked:
                 raise DataError(f"{sample.where}: {sample.reason}")
             else:
-                print(f"\n{sample.where}: left out, {sample.reason}")
+                print(escape_controls(f"\n{sample.where}: left out, {sample.reason}"))
     if len(keys) > 1:
         print(f"\nkeys that are read: {', '.join(key for key in keys if key not in unread)}")
     if unread:

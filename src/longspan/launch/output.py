@@ -3,11 +3,12 @@
 import io
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from longspan.errors import LongspanError
 from longspan.files import own_file
 
 FILE = "output.txt"  # in a run's folder: what standard output or error did not take
@@ -42,16 +43,52 @@ class _Output(io.FileIO):
         return len(data)
 
 
+class _RefusedOutput(io.FileIO):
+    """Writes to a descriptor; what that does not take is an error in words, and the rest is dropped."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:  # a reader that has left is no error of the command
+            raise
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python would write the rest as it ends
+            raise LongspanError(
+                f"standard output does not take the result ({error.strerror}); give it a file with room, and start the "
+                "command again"
+            ) from error
+
+
+@contextmanager
+def refuse_full_output() -> Iterator[None]:
+    """Raise LongspanError where standard output does not take what is printed inside; all of it is written at the end.
+    Characters that the terminal's encoding lacks are written as escapes.
+    """
+    if sys.stdout is None or sys.stdout is not sys.__stdout__:  # a program's own, as under pytest
+        yield
+        return
+    sys.stdout = sys.__stdout__ = _wrapped(sys.stdout, _RefusedOutput(sys.stdout.fileno(), "wb", closefd=False))
+    try:
+        yield
+    except SystemExit:  # of --help
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+
+
+def _wrapped(stream: Any, raw: io.RawIOBase) -> Any:
+    """Return a stream like another one, over `raw`; characters that its encoding lacks become escapes."""
+    options = {"encoding": stream.encoding, "errors": "backslashreplace", "line_buffering": stream.line_buffering}
+    return io.TextIOWrapper(io.BufferedWriter(raw), **options)
+
+
 def keep_prints_from_failing(folder: Path | None, names: Sequence[str] = ("stdout", "stderr")) -> None:
     """Replace these streams by ones that never fail: what cannot be written goes to FILE in the folder, if any."""
     for name in names:
         stream: Any = getattr(sys, name)
         # another stream than the interpreter's is a program's own, as under pytest, and stays
         if stream is not None and stream is getattr(sys, f"__{name}__"):
-            raw = _Output(stream.fileno(), folder and folder / FILE)
-            buffer = io.BufferedWriter(raw)
-            options = {"encoding": stream.encoding, "errors": stream.errors}
-            setattr(sys, name, io.TextIOWrapper(buffer, line_buffering=stream.line_buffering, **options))
+            setattr(sys, name, _wrapped(stream, _Output(stream.fileno(), folder and folder / FILE)))
 
 
 def write_error(text: str, descriptor: int = 2) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from longspan.errors import plural
-from longspan.plain_text import bytes_text, seconds_text
+from longspan.plain_text import bytes_text, escape_controls, seconds_text
 
 LINE_SECONDS = 30.0  # no longer without a line
 
@@ -51,7 +51,7 @@ class ProgressDisplay:
         """Write a line at once, from any thread."""
         if self._stream is not None:
             with self._writing:
-                print(text, file=self._stream, flush=True)
+                print(escape_controls(text), file=self._stream, flush=True)
                 self._written = time.monotonic()
 
     def show_step(self, row: Mapping[str, Any]) -> None:
