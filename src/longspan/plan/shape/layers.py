@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layer_patterns import DENSE_LAYERS, find_rule
 
 # Rows choose keys, by the names of transformers since 5.20 and before.
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
@@ -31,8 +32,8 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """Return the layers of a configuration, in order; `model_shape.py` decides which types are priced. A layer beyond
-    the end of the list of types attends to all rows. Without a list all layers attend, inside the window if there is
-    one.
+    the end of the list of types attends to all rows. Without a list they are those of transformers' class
+    (layer_patterns.py); if that has no pattern, all attend, inside the window if there is one.
     """
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
@@ -59,6 +60,8 @@ def layer_types(read: ConfigReader) -> list[str]:
     if attending is not None:
         other_type = "conv" if read.count("conv_L_cache") else "linear_attention"
         return ["full_attention" if layer in attending else other_type for layer in range(layers)]
+    if rule := find_rule(read.model_type):
+        return [rule(read, layer) for layer in range(layers)]
     if read.count("mamba_d_ssm"):  # Falcon-H1
         return ["hybrid"] * layers
     if read.count("linear_num_value_heads"):
@@ -121,15 +124,21 @@ def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
         return layer in cast(list[int], moe_layers)
     if isinstance(moe_layers := read.value("mlp_layer_types"), list):
         return cast(list[str], moe_layers)[layer] == "sparse"
+    last = read.value("moe_layer_end_index")  # of Ernie; -1: the last layer
+    if last is not None and 0 <= last < layer:
+        return False
     dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
-    interval = read.count("decoder_sparse_step") or 1
-    first_sparse = read.count("first_k_dense_replace", "num_dense_layers")
+    interval = read.count("decoder_sparse_step", "moe_layer_interval") or 1
+    first_sparse = DENSE_LAYERS.get(read.model_type, 0)
+    names = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    if read.value(*names) is not None:
+        first_sparse = read.count(*names)
     return layer not in dense and (layer + 1) % interval == 0 and layer >= first_sparse
 
 
 def experts_per_token(read: ConfigReader) -> int:
     """Return how many experts a token visits in a layer; 0 without experts."""
-    return read.count("num_experts_per_tok", "num_experts_per_token")
+    return read.count("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 
 
 class Weights(NamedTuple):
