@@ -90,7 +90,8 @@ class Steps:
             "grad_norm": result.grad_norm,
             "lr": Schedule.of(run.config.optimizer, run.config.train.steps).lr_at(step),
             "seconds": round(seconds, 6),
-            "tokens_per_second": round(result.tokens / seconds, 3),
+            # of all documents: rows that a shared prefix spares are trained on as well
+            "tokens_per_second": round((result.tokens + plan.spared_rows) / seconds, 3),
             "memory_bytes": peak_memory_bytes(run.world.device),
             "micro_batches": result.micro_batches,
             "efficiency": round(plan.efficiency, 6),

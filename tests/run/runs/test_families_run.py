@@ -130,6 +130,8 @@ def test_questions_on_few_texts_are_trained_as_separate_documents(alone: tuple[R
     assert re.search(r", [23]\.\d times fewer operations", said)
     row = read_metrics(Path(shared.run.dir) / "metrics.jsonl")[0]
     assert row["tokens"] == plan.tokens and row["spared_tokens"] == sum(whole) - plan.tokens
+    # the speed is that of all documents; the shown seconds are rounded
+    assert row["tokens_per_second"] * row["seconds"] == pytest.approx(sum(whole), rel=1e-3)
 
 
 def test_a_family_above_the_cap_is_said_once(alone: tuple[RunConfig, RunConfig, str], tmp_path: Path) -> None:
