@@ -250,3 +250,15 @@ def test_refused_before_ranks_start(folder: Path, capfd: pytest.CaptureFixture[s
     assert main(["eval", model, *words.replace("MODEL", model).split()]) == 2
     out, err = capfd.readouterr()
     assert not out and err.startswith(f"error: {message.replace('MODEL', model)}") and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora.rank": 4}])
+def test_the_next_command_of_a_run_without_held_out_documents_names_rows(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("longspan.report.write_report", lambda folder: folder / "report.html")
+    compared = " --compare base" if keys else ""
+    for final, rows in (((), " --data ROWS"), ((result(np.ones(5), PLANS[0]).sets[0].evaluation,), "")):
+        trained = TrainResult(tmp_path, 1, 1, "", 2.0, 0, final)
+        verb._report_result(trained, load_config(None, keys), as_json=False)  # pyright: ignore[reportPrivateUsage]
+        assert capsys.readouterr().out.endswith(f"longspan eval {tmp_path}{rows}{compared}\n")
