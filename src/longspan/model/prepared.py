@@ -129,6 +129,16 @@ def prepare(
         return join(prepare_language_model(model, world, options))
 
 
+def read_call_rules(given: nn.Module, world: World, options: PrepareOptions) -> CallRules:
+    """Return the rules that a model without weights would have once prepared; it is tried, and to be dropped then."""
+    model: Any = unwrap_peft_model(given)
+    features = features_of(Call(given, model, world, options))
+    _connect_operations(model)
+    for feature in features:
+        feature.connect(model)
+    return _make_call_rules(model, record_calls_and_draws(model), options, world)
+
+
 def prepare_language_model(
     given: nn.Module, world: World, options: PrepareOptions
 ) -> "PreTrainedModel | PipelineModel":

@@ -57,7 +57,7 @@ from longspan.train.run_model.load import (
     make_model_without_weights,
     read_model_configuration,
 )
-from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model
+from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model, read_run_call_rules
 from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.start.start_times import Starts
 from longspan.train.training import build_run_optimizer
@@ -401,6 +401,10 @@ def set_up(
     starts.end_part("data")
     done = int(state.get("step", 0))
     allow_sharing(config, data.order, data.corpus, log)
+    if data.order.sharing is not None:  # memory is planned by the rows that are computed
+        rules = run_on_every_rank(world, lambda: read_run_call_rules(config, world, configuration), ModelError)
+        data.order.length_limits = rules.length_limits
+        forbid_sharing(data.order, log, *rules.separate_features(training=True))
     resolved = resolve_run(config, data, configuration, world, log, done=done)
     config = resolved.config
     memory = resolved.memory
@@ -418,10 +422,8 @@ def set_up(
     model = set_up_model(
         data, config, configuration, memory, world, log, goes_on=goes_on, reads_weights=reads_weights
     )
-    if data.order.sharing is not None:
-        rules = call_rules(find_language_model(model))
-        data.order.length_limits = rules.length_limits
-        forbid_sharing(data.order, log, *rules.separate_features(training=True))
+    # Only a model that also sees images, in an evaluation set, may have more against it than the one that was tried.
+    forbid_sharing(data.order, log, *call_rules(find_language_model(model)).separate_features(training=True))
     starts.end_part("model")
     world.seed = config.train.seed
     optimizer = build_run_optimizer(config, world, model, memory=memory)

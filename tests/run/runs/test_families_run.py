@@ -17,7 +17,7 @@ from longspan.cli.show import show_rows
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import Corpus
 from longspan.data.shared_prefixes import cut_documents, find_families
-from longspan.errors import LongspanError
+from longspan.errors import ConfigError, LongspanError
 from longspan.evaluation.evaluate_saved import evaluate_saved
 from longspan.evaluation.request import EvalRequest, Subject, find_saved_weights
 from longspan.evaluation.result import Evaluation
@@ -132,6 +132,21 @@ def test_questions_on_few_texts_are_trained_as_separate_documents(alone: tuple[R
     assert row["tokens"] == plan.tokens and row["spared_tokens"] == sum(whole) - plan.tokens
     # the speed is that of all documents; the shown seconds are rounded
     assert row["tokens_per_second"] * row["seconds"] == pytest.approx(sum(whole), rel=1e-3)
+
+
+def test_memory_is_planned_without_families_that_the_model_forbids(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", max_position_embeddings=1024, attention_dropout=0.1)
+    path = questions(tmp_path)
+    config = config_of(tmp_path, path, "dropout", model__path=str(base))
+    sharing = list[bool]()
+
+    def resolve_run(config: RunConfig, data: Any, *_: Any, **__: Any) -> None:
+        sharing.append(data.order.sharing is not None)
+        raise ConfigError("far enough")
+
+    with patch("longspan.run.set_up.resolve_run", resolve_run), pytest.raises(ConfigError, match="far enough"):
+        lines_of(0, config, 1)
+    assert sharing == [False]
 
 
 def test_a_family_above_the_cap_is_said_once(alone: tuple[RunConfig, RunConfig, str], tmp_path: Path) -> None:

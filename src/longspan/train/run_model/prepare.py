@@ -35,6 +35,7 @@ from longspan.train.optim.parameter_groups import check_named_groups, freeze_by_
 from longspan.train.run_model.load import add_configured_adapter, load_run_model
 
 if TYPE_CHECKING:
+    from longspan.model.seams.call_rules import CallRules
     from longspan.plan import MemoryPlan
 
 
@@ -85,6 +86,19 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
     if errors_with_images and str(errors_with_images[0]) != str(first):
         raise type(first)(f"{first}; and with images: {errors_with_images[0]}") from first
     raise first
+
+
+def read_run_call_rules(config: RunConfig, world: World, configuration: PreTrainedConfig) -> "CallRules":
+    """Return the rules that the run's model will have for its calls on texts, before a plan of memory needs them.
+
+    A model without weights is tried on the meta device and dropped.
+    """
+    from longspan.model.prepared import read_call_rules
+
+    with warnings.catch_warnings(action="ignore"):  # they come once more when the run loads the model
+        model = load_run_model(config, configuration, images=False)
+        adapted_model = _add_adapter_and_freeze(config, model, images=False)
+    return read_call_rules(adapted_model, world, _prepare_options(config, world, model, None, training=True))
 
 
 def prepare_run_model(
