@@ -65,7 +65,7 @@ def load_model(
     parameters have no memory until `prepare` has decided which part this rank keeps; it then reads or draws that part
     on the world's device. With `images`, and for a configuration that no causal model has, a model from images and text
     to text is loaded, for `prepare(model, world, encoder=Layout(…))`. With `quantized`, a folder may have its weights
-    in 4 or 8 bits: they are dequantised, or left as they are by `prepare(model, world, frozen="stored")`.
+    in 4 or 8 bits, which are dequantised; `longspan train` with `lora.rank` leaves them as they are.
     With a `path`, `config` is used in place of its config.json. Random weights are a function of the configuration and
     `seed` (and with `sharded` of the kind of device). `vocab_size` is that of the tokenizer: tiny presets get it, and
     other models must have as many rows. Raises ModelError for an unknown preset or dtype, and for a folder that is

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from longspan.comm import World
@@ -154,3 +155,25 @@ def test_losses_and_gradients_are_those_over_dequantised_weights(tmp_path: Path,
         assert all(text.startswith(("bitsandbytes", "float8", "int8", "mxfp4")) for text in texts), texts
         says = "down_proj.weight: its rows have 96 numbers, which blocks of 64 do not divide on each of 2 tensor"
         assert table != "few" or says in refused
+
+
+def _messages_over_peft(_: int, folder: str) -> list[str]:
+    """How an adapter of peft over a stored folder is refused, by `sharded` and `frozen`; the advised call passes."""
+    messages = list[str]()
+    with World(ALONE, backend=backend(), timeout=60) as world:
+        for sharded, frozen in ((False, "stored"), (True, "stored"), (True, "nf4")):
+            model: Any = get_peft_model(load_model(folder, sharded=sharded, quantized=True), LoraConfig(r=2))
+            with pytest.raises(ModelError) as error:
+                prepare_untried(model, world, frozen=frozen)
+            messages.append(str(error.value))
+        prepare_untried(get_peft_model(load_model(folder, quantized=True), LoraConfig(r=2)), world, frozen="nf4")
+    return messages
+
+
+def test_an_adapter_of_peft_over_a_stored_folder_is_told_the_one_call_that_works(tmp_path: Path) -> None:
+    CASES[FEW[0]][0](tmp_path)
+    ((whole, *deferred),) = run_ranks(_messages_over_peft, 1, str(tmp_path))
+    assert 'load_model(folder, quantized=True), which dequantises it, and use frozen="nf4"' in whole
+    for message in deferred:
+        assert "load_model(folder, sharded=False), dequantised where it is in 4 or 8 bits (quantized=True" in message
+        assert 'frozen="nf4" in prepare' in message

@@ -133,7 +133,8 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
         if not isinstance(getattr(weights.source, "added", None), DrawnAdapter):
             yield (
                 "prepare reads its base model's weights (sharded=True), before which peft gives an adapter no "
-                "values; load the base with sharded=False: load_model(folder, sharded=False)"
+                "values; load the base with sharded=False: load_model(folder, sharded=False), dequantised where it is "
+                'in 4 or 8 bits (quantized=True, and frozen="nf4" in prepare)'
             )
     elif without_values := [name for name, p in adapter_parameters(model) if p.is_meta]:
         yield (
