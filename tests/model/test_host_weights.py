@@ -274,6 +274,11 @@ def test_norms_and_gradients_of_a_caller_stay_his(world: World) -> None:
     model, optimizer = open_run(ONE, world, on_host=True)
     plan = ONE.plan()
     norm = run_step(model, plan, texts(LENGTHS), world).grad_norm
+    for parameter in model.parameters():
+        parameter.grad.data.mul_(2)  # which changes no version
+    assert grad_norm(model, world) == pytest.approx(2 * norm, rel=1e-6)
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
     assert norm == grad_norm(model, world) == clip_grad_norm(model, 0.25, world)
     assert grad_norm(model, world) == pytest.approx(0.25, rel=1e-5)  # not the norm that they came with
     kept = {name: p.grad for name, p in model.named_parameters()}

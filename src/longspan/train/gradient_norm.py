@@ -54,17 +54,18 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
 
 
 @torch.no_grad()
-def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
+def gradient_square_sum(parameters: Iterable[Tensor], world: World, *, as_reduced: bool = False) -> Tensor:
     """Return this rank's part of the sum of squares of gradients, a float64 scalar that the device may still compute.
 
-    A gradient that several ranks of a stage hold alike counts on the first of them alone. One that waits on the host
-    brings the norm that was taken while it was on the device; that of the others is computed from their local shards.
+    A gradient that several ranks of a stage hold alike counts on the first of them alone. With `as_reduced`, while no
+    code of a user has had the gradients, one that waits on the host brings the norm that was taken while it was on the
+    device. Otherwise norms are computed from local shards: what is written through `.data` changes no version.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _FirstCopies(world)
     parts = list[Tensor]()
     for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items():
-        known_norms = [norm_on_device(gradient) for gradient in alike]
+        known_norms = [norm_on_device(gradient) if as_reduced else None for gradient in alike]
         shards = [local_tensor(gradient) for gradient, norm in zip(alike, known_norms, strict=True) if norm is None]
         # by the private function that torch's clip_grad_norm_ uses: one launch for many tensors
         shard_norms = (
@@ -78,10 +79,13 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     return torch.zeros((), dtype=torch.float64, device=world.device)
 
 
-def model_gradient_square_sum(model: nn.Module, world: World) -> Tensor:
-    """Return this rank's part of the sum of squares of a model and its encoders, which the device may still compute."""
+def model_gradient_square_sum(model: nn.Module, world: World, *, as_reduced: bool = False) -> Tensor:
+    """Return `gradient_square_sum` of a model and its encoders."""
     modules = modules_and_worlds(model, world) if is_multimodal(model) else [(model, world)]
-    return torch.stack([gradient_square_sum(counted_parameters(module), home) for module, home in modules]).sum()
+    sums = [
+        gradient_square_sum(counted_parameters(module), home, as_reduced=as_reduced) for module, home in modules
+    ]
+    return torch.stack(sums).sum()
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:

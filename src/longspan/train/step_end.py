@@ -76,7 +76,7 @@ class StepEnd:
             slot_sums = [torch.zeros(len(x), dtype=torch.float64) for x in slot_sums]
         squares = torch.zeros(1, dtype=torch.float64)
         if passes.backward:  # of the whole model, encoders included
-            squares = model_gradient_square_sum(self.model, self.world).flatten()
+            squares = model_gradient_square_sum(self.model, self.world, as_reduced=True).flatten()
         # What this rank adds to the sums: squares of gradients, loss, targets, and numbers of each term, each (n,) in
         # float64, on the host or the device.
         pieces = [squares, *slot_sums]
