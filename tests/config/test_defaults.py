@@ -1,5 +1,6 @@
 """What keys mean that were not given: the demo's, those of one's own model, of evaluation and of an evaluation set."""
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from longspan.config.plan_section import (
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
+from longspan.model.presets import PRESETS
 from longspan.plan.micro_batch import fit_level_sizes
 from longspan.resolve.choice import PlannerConfig
 from longspan.run.checks import check_config, check_data
@@ -135,6 +137,46 @@ def test_steps_of_a_flag_win_over_epochs_of_the_file(tmp_path: Path) -> None:
     for words, length in (([], (2, 7)), (["--train.steps", "5"], (0, 5)), (["--train.epochs", "1"], (1, 7))):
         _, config = parse_train([str(tmp_path / "config.toml"), *words])
         assert (config.train.epochs, config.train.steps) == length
+
+
+LORA = {"lora.rank": 4}
+DTYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # config.json, keys, and model.dtype
+    ({"dtype": "bfloat16"}, LORA, "bfloat16"),
+    ({"torch_dtype": "bfloat16"}, LORA, "bfloat16"),
+    ({"text_config": {"dtype": "bfloat16"}}, LORA, "bfloat16"),
+    ({"dtype": "float64"}, LORA, "float64"),
+    ({"dtype": "bfloat16"}, LORA | {"model.dtype": "float32"}, "float32"),
+    ({"dtype": "bfloat16"}, {}, "float32"),
+    ({"dtype": "bfloat16"}, LORA | {"encoder.trainable": "projector"}, "float32"),
+    ({"dtype": "float16"}, LORA, "float32"),
+    ({}, LORA, "float32"),
+]
+
+
+@pytest.mark.parametrize(("written", "keys", "dtype"), DTYPES)
+def test_frozen_weights_have_the_dtype_of_their_folder(
+    written: dict[str, Any], keys: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    for key in ("model.path", "model.config"):
+        config = load_config(None, {key: str(tmp_path)} | keys)
+        assert (config.model.dtype, resolve_defaults(config)) == (dtype, config)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ({"path": "Qwen/Qwen3-8B"}, "bfloat16"),
+        ({"preset": "qwen3-30b-a3b"}, "bfloat16"),
+        ({"path": "no/folder"}, "float32"),
+        *[({"preset": name}, "float32") for name in PRESETS if name.endswith("-tiny")],
+        ({}, "float32"),
+    ],
+    ids=str,
+)
+def test_frozen_weights_have_the_dtype_of_their_preset(model: dict[str, str], dtype: str) -> None:
+    assert load_config(None, {"model": model} | LORA).model.dtype == dtype
+    assert load_config(None, {"model": model}).model.dtype == "float32"
 
 
 PARTS = ("planner", "context_parallel_size", "cp_comm_type")

@@ -5,17 +5,20 @@ config.toml. `run/checks.py` checks which values are possible. torch is imported
 """
 
 import math
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from longspan.config.dtypes import DTYPE_BYTES
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
-from longspan.config.local_folders import STDLIB
+from longspan.config.local_folders import STDLIB, absolute_path
 from longspan.config.plan_section import EvalConfig, inherit_keys
 from longspan.config.sections import EncoderSection, ModelConfig, RunConfig, held_out_set
-from longspan.errors import LongspanError, plural
-from longspan.model.presets import PRESETS
+from longspan.errors import LongspanError, PlanError, plural
+from longspan.model.presets import PRESETS, find_published_preset
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import has_mixers
 
 TINY = "-tiny"  # how the names of the demo's presets end
@@ -73,6 +76,8 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if config.lora.rank:
         config = _with_defaults(config, {"optimizer.lr": PREFERENCE_LORA_LR if config.train.loss else LORA_LR})
     config = _with_defaults(config, {"encoder.trainable": encoder_default(config)})
+    if config.model.dtype == AUTO:
+        config = config.with_keys("model", dtype=_default_dtype(config))
     if not config.data.sources:
         config = _with_defaults(config, {"data.path": STDLIB})
     config = _with_partitions(config)
@@ -120,6 +125,48 @@ def encoder_default(config: RunConfig) -> Literal["all", "none"]:
 def encoder_is_given(config: RunConfig) -> bool:
     """Return whether [encoder] has keys that were given, and not only its defaults and the resolved `trainable`."""
     return config.encoder not in (EncoderSection(), EncoderSection(trainable=encoder_default(config)))
+
+
+def source_dtype(model: ModelConfig) -> str:
+    """Return the dtype that a model's config.json names, or in which a preset's weights are published; "" if neither
+    is known.
+    """
+    source = model.source
+    preset = find_published_preset(source) if source else model.preset_name
+    if preset or not source:
+        return PRESETS[preset].dtype if preset in PRESETS else ""
+    try:
+        read = ConfigReader.read_whole_model(source)
+    except PlanError:
+        return ""
+    names = ("dtype", "torch_dtype")
+    name = read.value(*names) or read.section("text_config").value(*names)
+    return str(name or "").removeprefix("torch.")
+
+
+def _default_dtype(config: RunConfig) -> str:
+    """Return model.dtype where it is not given. An encoder that is trained beside an adapter has it too, and would lose
+    small updates in bfloat16.
+    """
+    if not config.lora.rank or config.encoder.trainable != "none":
+        return "float32"
+    dtype = _dtype_of_begun_run(config) or source_dtype(config.model)
+    return dtype if dtype in DTYPE_BYTES else "float32"
+
+
+def _dtype_of_begun_run(config: RunConfig) -> str:
+    """Return the model.dtype of the LoRA run that has begun in run.dir over this model; "" if there is none.
+
+    A file that cannot be read is none here: a run that goes on refuses it, or is compared with its checkpoint, later.
+    """
+    model = config.model
+    try:
+        tables = tomllib.loads(Path(config.run.dir, "config.toml").read_text(encoding="utf-8"))
+        begun = ModelConfig(**{key: tables["model"][key] for key in ("path", "config", "preset", "dtype")})
+        names = (begun.source, begun.preset_name), (absolute_path(model.source), model.preset_name)
+        return begun.dtype if tables["lora"]["rank"] and names[0] == names[1] else ""
+    except (OSError, ValueError, KeyError, TypeError, LongspanError):
+        return ""
 
 
 def is_hybrid(model: ModelConfig) -> bool:

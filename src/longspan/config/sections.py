@@ -60,8 +60,11 @@ class ModelConfig(Section):
     rope_scaling: str = ""
     """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings, by the factor
     that the longest document needs, rounded up to 0.25, or by one of your own, as in yarn:4; empty: never."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Parameters and optimizer states: float32, float64 or bfloat16."""
+    dtype: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
+    """Parameters and optimizer states: float32, float64 or bfloat16. With lora.rank it is of the weights that stay as
+    they are, as adapters and their states are float32 at least. auto: with lora.rank the dtype that the model's
+    config.json names (bfloat16 of published presets), where it is one of these and no encoder is trained; else
+    float32."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Arithmetic of forward and backward passes: auto (bfloat16 on GPUs, as dtype on CPUs and under float64), float32,
     bfloat16 or float64; gradients are summed in float32, or float64."""

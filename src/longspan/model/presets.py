@@ -41,6 +41,11 @@ class Preset:
         return self.values.get("vocab_size", 0)
 
     @property
+    def dtype(self) -> str:
+        """The dtype of a published model's weights; of a tiny one float32."""
+        return "bfloat16" if self.embedding_rows else "float32"
+
+    @property
     def model_type(self) -> str:
         """The `model_type` of its configuration class, by the class's name, so that transformers is not imported.
 

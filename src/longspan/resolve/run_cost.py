@@ -114,7 +114,7 @@ def memory_settings_of_run(
 
     The optimizer keeps `state_numbers` for each weight (None: those of its name).
 
-    >>> memory_settings_of_run(RunConfig()).state_numbers
+    >>> memory_settings_of_run(RunConfig().with_keys("model", dtype="float32")).state_numbers
     2.0
     """
     train = config.train

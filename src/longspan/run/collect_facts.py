@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from longspan.comm import World
+from longspan.config.defaults import source_dtype
 from longspan.config.loss_arguments import loss_arguments, loss_text
-from longspan.config.sections import held_out_set
+from longspan.config.sections import RunConfig, held_out_set
 from longspan.config.text_values import NamedGroup
 from longspan.data.run_epochs import most_step_tokens
 from longspan.errors import plural
@@ -63,6 +64,17 @@ def collect_facts(run: TrainingRun) -> RunFacts:
     )
 
 
+def _frozen_dtype_text(config: RunConfig, dtype: str) -> str:
+    """Say in which dtype the weights beside an adapter are, and in which their source has them."""
+    published = source_dtype(config.model)
+    source = "folder" if config.model.source else "preset"
+    adapters = "float64" if dtype == "float64" else "float32"
+    if dtype == published:
+        return f"frozen weights keep the {source}'s {dtype} (model.dtype), adapters {adapters}"
+    other = f" (model.dtype; the {source} has {published})" if published else " (model.dtype)"
+    return f"frozen weights {dtype}{other}, adapters {adapters}"
+
+
 def _count_hosts(world: World) -> int:
     """Count the hosts of a world; its `node_size` counts slots, of tp ranks each."""
     return -(-len(world.home.ranks) // (world.node_size * world.home.tp))
@@ -93,7 +105,8 @@ def _fact_lines(
     yield "model", f"{config.model.source or config.model.preset}: {sizes}"
     dtypes = execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype
     parameter, compute, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    yield "precision", f"parameters {parameter}, compute {compute}, gradients summed in {reduced}"
+    parameters = _frozen_dtype_text(config, parameter) if config.lora.rank else f"parameters {parameter}"
+    yield "precision", f"{parameters}, compute {compute}, gradients summed in {reduced}"
     yield "devices", _device_text(run)
     slots = plural(home.slots, "slot") + (f" ({run.world.node_size} a host)" if _count_hosts(run.world) > 1 else "")
     # parallel.vpp is no degree of a home, but is shown among them

@@ -248,6 +248,37 @@ def test_a_base_in_8_bits_merges_into_dequantised_weights(tmp_path: Path, capfd:
     assert "is quantized (fp8, by its config.json), and whole weights are trained" in capfd.readouterr().err
 
 
+def test_frozen_weights_keep_the_dtype_of_their_folder(tmp_path: Path) -> None:
+    """A run that began in another dtype goes on in it, whatever its folder says now."""
+    base = write_base(tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+
+    def config_of(run: str, **keys: Any) -> RunConfig:
+        changes = {**ALONE, **LORA, "train__steps": 2, "checkpoint__every": 1, "evaluation__every": 0, **keys}
+        return small_config(tmp_path, model__path=str(base), run__dir=str(tmp_path / run), **changes)
+
+    by_default, given = config_of("default"), config_of("given", model__dtype="bfloat16")
+    in_float32 = config_of("float32", model__dtype="float32")
+    lines = lines_of(0, by_default, 1)
+    line = (
+        "frozen weights keep the folder's bfloat16 (model.dtype), adapters float32, compute bfloat16, gradients summed"
+    )
+    assert f"precision  {line} in float32\n" in re.sub(" +", " ", lines).replace("precision ", "precision  ")
+    losses = [row["loss"] for row in train_rows(by_default)]
+    assert [row["loss"] for row in train_rows(given, 1)] == losses != [row["loss"] for row in train_rows(in_float32, 1)]
+    assert {x.dtype for x in adapter(by_default).values()} == {torch.float32}
+    assert all(x.equal(adapter(given)[name]) for name, x in adapter(by_default).items())
+    assert _eval_loss(by_default.run.dir) == _eval_loss(given.run.dir)
+    assert 'dtype = "bfloat16"\n' in Path(by_default.run.dir, "config.toml").read_text()
+
+    longer = config_of("float32", train__steps=3)
+    assert longer.model.dtype == "float32"
+    assert "frozen weights float32 (model.dtype; the folder has bfloat16), adapters float32" in lines_of(0, longer, 1)
+    edit_configuration(base, dtype="float32")
+    assert config_of("default", train__steps=3).model.dtype == "bfloat16"
+    assert config_of("new").model.dtype == config_of("default", lora__rank=0).model.dtype == "float32"
+
+
 def _set_base(run: str, folder: Path) -> None:
     config = load_config(f"{run}/config.toml")
     Path(run, "config.toml").write_text(to_toml(replace(config, model=replace(config.model, path=str(folder)))))

@@ -192,8 +192,8 @@ def test_ends_are_added_to_what_a_folder_says(tmp_path: Path, stops: Any, eos: A
     if stops is not None:
         (source / "generation_config.json").write_text(json.dumps({"eos_token_id": stops} if stops != {} else {}))
     write_model_files(
-        run, ModelConfig(path=str(source)), LlamaConfig(eos_token_id=eos), "LlamaForCausalLM", lines.append,
-        {"<|im_end|>": 7}
+        run, ModelConfig(path=str(source), dtype="float32"), LlamaConfig(eos_token_id=eos), "LlamaForCausalLM",
+        lines.append, {"<|im_end|>": 7}
     )  # fmt: skip
     file = run / "generation_config.json"
     assert (json.loads(file.read_text())["eos_token_id"] if file.is_file() else None) == saved
