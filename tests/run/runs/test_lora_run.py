@@ -259,11 +259,8 @@ def test_frozen_weights_keep_the_dtype_of_their_folder(tmp_path: Path) -> None:
 
     by_default, given = config_of("default"), config_of("given", model__dtype="bfloat16")
     in_float32 = config_of("float32", model__dtype="float32")
-    lines = lines_of(0, by_default, 1)
-    line = (
-        "frozen weights keep the folder's bfloat16 (model.dtype), adapters float32, compute bfloat16, gradients summed"
-    )
-    assert f"precision  {line} in float32\n" in re.sub(" +", " ", lines).replace("precision ", "precision  ")
+    line = "precision frozen weights keep the folder's bfloat16 (model.dtype), adapters float32, compute bfloat16"
+    assert line in " ".join(lines_of(0, by_default, 1).split())
     losses = [row["loss"] for row in train_rows(by_default)]
     assert [row["loss"] for row in train_rows(given, 1)] == losses != [row["loss"] for row in train_rows(in_float32, 1)]
     assert {x.dtype for x in adapter(by_default).values()} == {torch.float32}

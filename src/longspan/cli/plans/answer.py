@@ -73,6 +73,7 @@ def planned_memory(fit: Fit) -> MemoryPlan:
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first: its `config`.
+    `nf4` is the best way with frozen weights in 4 bits, where a run of an adapter leaves open how they lie.
 
     Where nothing fits, the first way is the leanest, and `larger` has the fewest GPUs that do, with its keys.
     `longest` is the longest document that fits, in tokens, and `longest_nf4` the one that would, where nothing fits,
@@ -90,6 +91,7 @@ class Answer:
     notes: tuple[str, ...] = ()
     larger: GpuRun | None = None
     longest_nf4: int = 0
+    nf4: Fit | None = None
     reasons: Reasons = field(default_factory=Reasons)
 
     @property
@@ -103,6 +105,11 @@ class Answer:
         if self.seconds is None or self.steps is None:
             return None
         return self.seconds * self.steps / 3600
+
+    @property
+    def compared(self) -> tuple[Fit, ...]:
+        """The rows of the table: the ways, and that with frozen weights in 4 bits."""
+        return (*self.ways, self.nf4) if self.nf4 else self.ways
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
@@ -127,7 +134,7 @@ class Answer:
             "gpu_hours": None if hours is None else hours * gpus.count,
             **way_figures(best),
             "degrees": _count_degrees(best.plans) if fits else [],
-            "alternatives": [way_figures(way) for way in self.ways],
+            "alternatives": [way_figures(way) for way in self.compared],
             "gpu": gpus.name,
             "gpus": gpus.count,
             "gpu_bytes": gpus.bytes,
@@ -173,6 +180,7 @@ def way_figures(fit: Fit) -> dict[str, Any]:
         "planner": planner,
         "degree": degree or None,
         "ep": ep,
+        "frozen": _frozen_form(fit) or None,
         "cp_comm_type": "; ".join(types),
         "rows": max(plan.most_rows for plan in fit.plans),
         "micro_batches": max(len(plan.micro_batches) for plan in fit.plans),
@@ -182,6 +190,15 @@ def way_figures(fit: Fit) -> dict[str, Any]:
         "device_bytes": memory.device.total,
         "host_bytes_used": memory.host.total,
     }
+
+
+def _frozen_form(fit: Fit) -> str:
+    """Return how the frozen weights of an adapter's run lie: in which dtype, or packed how; "" for other runs."""
+    config = fit.way.config
+    if not config.lora.rank:
+        return ""
+    packed = find_packed_rows(fit.way.facts.model, config.model.frozen)
+    return packed.name if packed else config.model.dtype
 
 
 def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
@@ -236,9 +253,13 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         answer = _answer_by_data(run, estimate=True)
     elif source == "longest":
         answer = answer_by_longest(run)
+        if _leaves_frozen_open(run) and not answer.longest_nf4:
+            nf4 = _find_longest_in_nf4(run, run.facts_of_step((answer.longest,)))
+            answer = replace(answer, longest_nf4=nf4)
     else:
         lengths, title = read_step(flags, run)
-        answer = answer_ways(title, run, run.facts_of_step(lengths))
+        facts = run.facts_of_step(lengths)
+        answer = _with_nf4(answer_ways(title, run, facts), facts)
     return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
 
 
@@ -298,7 +319,7 @@ def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
     """Answer for a run over its data; `estimate` as of `open_planned_documents`."""
 
     with open_documents(run, estimate=estimate) as (run_of_data, facts, title):
-        return answer_by_steps(title, run_of_data, facts)
+        return _with_nf4(answer_by_steps(title, run_of_data, facts), facts)
 
 
 @contextmanager
@@ -330,9 +351,7 @@ def answer_by_steps(title: str, run: GpuRun, facts: Facts) -> Answer:
     if all(fit.way.choice.has_one_degree for fit in fitting):
         sample = evenly_spaced_numbers(facts.steps, PRICED)
         sampled = len(sample)
-        for i, fit in enumerate(fitting):
-            plans = tuple(fit.way.plan_steps(sample))
-            fitting[i] = replace(fit, plans=plans, seconds=fit.way.step_seconds(plans, fit.memory))
+        fitting = [_price_steps(fit, sample) for fit in fitting]
         fitting[1:] = sorted(fitting[1:], key=lambda fit: fit.rank)
     notes = answer.notes
     if facts.image_rows:
@@ -345,6 +364,11 @@ def answer_by_steps(title: str, run: GpuRun, facts: Facts) -> Answer:
         sampled=sampled,
         notes=notes,
     )
+
+
+def _price_steps(fit: Fit, sample: Sequence[int]) -> Fit:
+    plans = tuple(fit.way.plan_steps(sample))
+    return replace(fit, plans=plans, seconds=fit.way.step_seconds(plans, fit.memory))
 
 
 def answer_by_longest(run: GpuRun) -> Answer:
@@ -409,6 +433,28 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
         longest_nf4=0 if fits else _find_longest_in_nf4(run, facts),
         reasons=reasons,
     )
+
+
+def _with_nf4(answer: Answer, facts: Facts) -> Answer:
+    """Return the answer with the best way for frozen weights in 4 bits, where an adapter's run leaves open how they
+    lie.
+    """
+    run = answer.run
+    if not _leaves_frozen_open(run):
+        return answer
+    try:
+        config, _ = choose_partition(run.config.with_keys("model", frozen="nf4"), facts)
+        fit = rank_ways(config, facts, run.given).best
+    except LongspanError:  # rows that blocks do not divide
+        return answer
+    if fit.seconds is not None and answer.sampled > len(fit.plans) and fit.way.choice.has_one_degree:
+        fit = _price_steps(fit, evenly_spaced_numbers(facts.steps, answer.sampled))
+    return replace(answer, nf4=fit)
+
+
+def _leaves_frozen_open(run: GpuRun) -> bool:
+    model = run.config.model
+    return run.config.lora.rank > 0 and model.frozen == AUTO and not find_packed_rows(run.model, AUTO)
 
 
 def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
@@ -478,6 +524,8 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     degrees = _count_degrees(best.plans)
     shares = ", ".join(f"{row['degree']}: {row['share']:.1%}" for row in degrees)
     yield f"tokens by degree: {shares}" if len(degrees) > 1 else f"degree {degrees[0]['degree']} for all documents"
+    if best.way.config.lora.rank:
+        yield _frozen_line(answer)
     yield from (*answer.notes, "", _ways_table(answer), "")
     at_fullest_moment = memory.device.to_json()
     columns = _largest_parts(best), at_fullest_moment, memory.host.to_json()
@@ -497,10 +545,24 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     yield from _key_lines(answer)
 
 
+def _frozen_line(answer: Answer) -> str:
+    """Say how frozen weights lie, by which key, and what they would be in 4 bits."""
+    best = answer.ways[0]
+    form = _frozen_form(best)
+    model = best.way.config.model
+    line = f"frozen weights: {form} (model.{'dtype' if form == model.dtype else 'frozen'})"
+    if answer.nf4:
+        line += "; the row nf4 has them in 4 bits: --model.frozen nf4"
+    if answer.longest_nf4:
+        line += f"; the longest document that fits with --model.frozen nf4 has {answer.longest_nf4:,} tokens"
+    return line
+
+
 def _ways_table(answer: Answer) -> str:
     """Return the table of the ways that were compared, the best first, also of those that do not fit."""
-    has_ep_column = len({way.layout[2] for way in answer.ways}) > 1  # of planner, degree and ep
+    has_ep_column = len({way.layout[2] for way in answer.compared}) > 1  # of planner, degree and ep
     names = [
+        *(["frozen"] if answer.nf4 else []),
         "layout",
         *(["ep"] if has_ep_column else []),
         "type",
@@ -513,12 +575,13 @@ def _ways_table(answer: Answer) -> str:
         "host",
     ]
     rows = list[tuple[str, ...]]()
-    for way in answer.ways:
+    for way in answer.compared:
         figures = way_figures(way)
         layout = f"{figures['planner']}, cp {figures['degree']}" if figures["degree"] else str(figures["planner"])
         timed = figures["seconds"] is not None
         rows.append(
             (
+                *([figures["frozen"]] if answer.nf4 else []),
                 layout,
                 *([f"{figures['ep']}"] if has_ep_column else []),
                 figures["cp_comm_type"],
@@ -531,7 +594,7 @@ def _ways_table(answer: Answer) -> str:
                 gib_text(figures["host_bytes_used"]),
             )
         )
-    return text_table(names, rows, left=3 if has_ep_column else 2)
+    return text_table(names, rows, left=2 + has_ep_column + (answer.nf4 is not None))
 
 
 def _refusal_line(answer: Answer) -> str:
@@ -558,6 +621,12 @@ def _refusal_line(answer: Answer) -> str:
     line += f", or leave {' and '.join(names)} out" if names else ""
     if answer.longest:
         line += f"; the longest document that fits has {answer.longest:,} tokens"
+    if answer.nf4 and answer.nf4.seconds is not None:
+        memory = planned_memory(answer.nf4)
+        line += (
+            f"; with --model.frozen nf4 it fits: a step is predicted to take {seconds_text(answer.nf4.seconds)}, "
+        )
+        line += f"with {gib_text(memory.device.total)} of a GPU and {gib_text(memory.host.total)} of the host"
     if answer.longest_nf4:
         line += f"; the longest document that fits has {answer.longest_nf4:,} tokens"
         line += " with --model.frozen nf4, the frozen weights in 4 bits"
