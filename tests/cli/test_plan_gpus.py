@@ -549,7 +549,11 @@ def test_it_tells_what_a_run_would_take(config: str, tmp_path: Path, capsys: pyt
     assert "of one GPU" in text and re.search(r"MFU 0\.\d+%", text)
     assert "longest document" not in text and "positions" not in text, "which nobody asked for"
     assert main([*words, "--lora.rank", "4", "--model.frozen", "nf4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["device"]["packed"] > 0
+    packed = json.loads(capsys.readouterr().out)
+    assert packed["device"]["packed"] > 0 and {way["frozen"] for way in packed["alternatives"]} == {"nf4"}
+    assert main([*words, "--lora.rank", "4", "--json"]) == 0
+    *whole, nf4 = json.loads(capsys.readouterr().out)["alternatives"]
+    assert {way["frozen"] for way in whole} == {"float32"} and nf4 == packed["alternatives"][0]
 
 
 def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -693,6 +697,38 @@ def test_whole_frozen_weights_wait_on_the_host(
     page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text(encoding="utf-8")
     cells = " | ".join(f"{answer['longest']:,}" for answer in answers)
     assert f"\n| {name} | whole, bfloat16 | {cells} |\n" in page
+
+
+def test_frozen_weights_are_whole_or_in_four_bits_in_one_table(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"dtype": "bfloat16"}))
+    words = ["--model", model, "--gpu", "h100", "--cp", "1", "--same", "1x4096"]
+    lora = [*words, "--lora.rank", "4"]
+    answer, full = ask(lora, capsys), ask(words, capsys)
+    layers, width, heads, kv_heads, mlp = 4, 1024, 8 * 128, 4 * 128, 3072
+    attention = [(width, heads), (width, kv_heads), (width, kv_heads), (heads, width)]
+    linears = [*attention, (width, mlp), (width, mlp), (mlp, width)]
+    # as plans count: without the norms of heads and that of the end
+    count = 8192 * width + layers * (sum(rows * columns for rows, columns in linears) + 2 * width)
+    adapters = layers * 4 * sum(rows + columns for rows, columns in linears)
+    assert answer["device"]["weights"] == count * 2 + adapters * 4
+    assert full["device"]["weights"] == count * 4 and {way["frozen"] for way in full["alternatives"]} == {None}
+    in_float32 = ask([*lora, "--model.dtype", "float32"], capsys)
+    assert in_float32["device"]["weights"] == count * 4 + adapters * 4
+
+    (packed,) = ask([*lora, "--model.frozen", "nf4"], capsys)["alternatives"]
+    whole, nf4 = answer["alternatives"]
+    assert (whole["frozen"], nf4) == ("bfloat16", packed) and packed["frozen"] == "nf4"
+    assert whole["seconds"] == answer["step_seconds"] and packed["device_bytes"] < whole["device_bytes"]
+    assert main(["plan", *lora]) == 0
+    text = capsys.readouterr().out
+    assert "\nfrozen weights: bfloat16 (model.dtype); the row nf4 has them in 4 bits: --model.frozen nf4\n" in text
+    assert re.search(r"\nfrozen +layout .*\nbfloat16 +fixed, cp 1 .*\nnf4 +fixed, cp 1 ", text)
+    small = ["--model", model, "--gpu-bytes", str(2 << 30), "--host-bytes", str(2 << 30), "--same", "1x60000"]
+    assert main(["plan", *small, "--lora.rank", "4", "--model.dtype", "float32"]) == 2
+    told = capsys.readouterr().err
+    assert " or leave model.dtype out" in told and "; nor does it fit with --model.frozen nf4" in told, told
 
 
 def test_packed_weights_have_a_row_where_there_are_any(model: str, capsys: pytest.CaptureFixture[str]) -> None:

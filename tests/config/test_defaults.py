@@ -148,6 +148,7 @@ DTYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # config.json, key
     ({"dtype": "bfloat16"}, LORA | {"model.dtype": "float32"}, "float32"),
     ({"dtype": "bfloat16"}, {}, "float32"),
     ({"dtype": "bfloat16"}, LORA | {"encoder.trainable": "projector"}, "float32"),
+    ({"dtype": "bfloat16"}, LORA | {"model.compute_dtype": "float32"}, "float32"),
     ({"dtype": "float16"}, LORA, "float32"),
     ({}, LORA, "float32"),
 ]

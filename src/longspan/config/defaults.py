@@ -151,7 +151,8 @@ def _default_dtype(config: RunConfig) -> str:
     if not config.lora.rank or config.encoder.trainable != "none":
         return "float32"
     dtype = _dtype_of_begun_run(config) or source_dtype(config.model)
-    return dtype if dtype in DTYPE_BYTES else "float32"
+    computes = config.model.compute_dtype in (AUTO, dtype)
+    return dtype if computes and dtype in DTYPE_BYTES else "float32"
 
 
 def _dtype_of_begun_run(config: RunConfig) -> str:

@@ -63,8 +63,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Parameters and optimizer states: float32, float64 or bfloat16. With lora.rank it is of the weights that stay as
     they are, as adapters and their states are float32 at least. auto: with lora.rank the dtype that the model's
-    config.json names (bfloat16 of published presets), where it is one of these and no encoder is trained; else
-    float32."""
+    config.json names (bfloat16 of published presets), if it is one of these, compute_dtype is no other, and no encoder
+    is trained; else float32."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Arithmetic of forward and backward passes: auto (bfloat16 on GPUs, as dtype on CPUs and under float64), float32,
     bfloat16 or float64; gradients are summed in float32, or float64."""

@@ -105,8 +105,8 @@ def _fact_lines(
     yield "model", f"{config.model.source or config.model.preset}: {sizes}"
     dtypes = execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype
     parameter, compute, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    parameters = _frozen_dtype_text(config, parameter) if config.lora.rank else f"parameters {parameter}"
-    yield "precision", f"{parameters}, compute {compute}, gradients summed in {reduced}"
+    weights = _frozen_dtype_text(config, parameter) if config.lora.rank else f"parameters {parameter}"
+    yield "precision", f"{weights}, compute {compute}, gradients summed in {reduced}"
     yield "devices", _device_text(run)
     slots = plural(home.slots, "slot") + (f" ({run.world.node_size} a host)" if _count_hosts(run.world) > 1 else "")
     # parallel.vpp is no degree of a home, but is shown among them

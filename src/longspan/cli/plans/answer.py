@@ -20,7 +20,8 @@ from longspan.cli.plans.gpus import Gpus, choose_gpus, read_gpus
 from longspan.cli.plans.planning import read_lengths
 from longspan.cli.plans.question import GpuFlags, Question, find_document_source, preset_line
 from longspan.cli.processes import prints_results
-from longspan.config.defaults import resolve_defaults
+from longspan.config.defaults import resolve_defaults, source_dtype
+from longspan.config.dtypes import DTYPE_BYTES
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
@@ -618,19 +619,34 @@ def _refusal_line(answer: Answer) -> str:
     config = answer.run.config
     defaults = RunConfig()
     names = [key for key in OF_MEMORY if read_key(config, key) != read_key(defaults, key)]
+    if config.lora.rank and _exceeds_source(config):
+        names.append("model.dtype")
     line += f", or leave {' and '.join(names)} out" if names else ""
     if answer.longest:
         line += f"; the longest document that fits has {answer.longest:,} tokens"
-    if answer.nf4 and answer.nf4.seconds is not None:
-        memory = planned_memory(answer.nf4)
-        line += (
-            f"; with --model.frozen nf4 it fits: a step is predicted to take {seconds_text(answer.nf4.seconds)}, "
-        )
-        line += f"with {gib_text(memory.device.total)} of a GPU and {gib_text(memory.host.total)} of the host"
+    if answer.nf4:
+        line += _nf4_outcome(answer.nf4)
     if answer.longest_nf4:
         line += f"; the longest document that fits has {answer.longest_nf4:,} tokens"
         line += " with --model.frozen nf4, the frozen weights in 4 bits"
     return line
+
+
+def _nf4_outcome(fit: Fit) -> str:
+    """Say whether a run that does not fit over whole frozen weights fits over those in 4 bits, and what it takes."""
+    if fit.seconds is None:
+        return "; nor does it fit with --model.frozen nf4"
+    memory = planned_memory(fit)
+    return (
+        f"; with --model.frozen nf4 it fits: a step is predicted to take {seconds_text(fit.seconds)}, with "
+        f"{gib_text(memory.device.total)} of a GPU and {gib_text(memory.host.total)} of the host"
+    )
+
+
+def _exceeds_source(config: RunConfig) -> bool:
+    """Return whether parameters take more bytes than in the model's own folder."""
+    published = source_dtype(config.model)
+    return published in DTYPE_BYTES and DTYPE_BYTES[config.model.dtype] > DTYPE_BYTES[published]
 
 
 def _key_lines(answer: Answer) -> Iterator[str]:
