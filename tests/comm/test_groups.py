@@ -40,7 +40,9 @@ def talk_all(rank: int) -> list[list[GroupRecord]]:
     with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
         disagree(world)
         if rank < 3:
-            check_pairs(world.channels.find_channel((2, 0, 1)))
+            channel = world.channels.find_channel((2, 0, 1))
+            refuse_wrong_rows(channel)
+            check_pairs(channel)
     return [talk(rank, max_groups) for max_groups in MAX_GROUPS]
 
 
@@ -62,6 +64,21 @@ def talk(rank: int, max_groups: int) -> list[GroupRecord]:
         communicators = [world.process_groups.communicator(x.ranks) for x in made if x.kind == "communicator"]
         assert None not in communicators, "made, and not used"
         return made
+
+
+def refuse_wrong_rows(channel: Channel) -> None:
+    """What a communication type of a user's own may get wrong is refused in words, before anything is sent."""
+    x = rows(channel.index, 2, torch.float64, channel.device)
+    other = (channel.index + 1) % channel.degree
+    for call, says in (
+        (lambda: channel.all_gather(x, (2,), "own"), r"gathers 2 rows under counts \[2\]"),
+        (lambda: channel.all_gather_rows(x[:1], (2,) * channel.degree, "own"), "gathers 1 rows"),
+        (lambda: channel.all_to_all_rows(x, [1] * 3, [1] * 3, "own"), r"has 2 rows, sends \[1, 1, 1\]"),
+        (lambda: channel.exchange([(channel.index, x)], [], "own"), "copy its own tensor"),
+        (lambda: channel.exchange([], [(other, x.T)], "own"), r"tensor \(3, 2\) that receives from member"),
+    ):
+        with pytest.raises(CommError, match=says):
+            call()
 
 
 def check_gather(channel: Channel, counts: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from longspan.attention.masks import Mask, branch_tilings, span_tiles, tilings_between
 from longspan.attention.tiles import Launch, RowIdentities
 from longspan.comm import Channel, ShardPart, to_device, world_of
+from longspan.errors import CommError
 from longspan.layout import Segments
 from longspan.layout.segments import NO_SPANS, Integers, Spans, expand_runs, segments_from_runs
 from longspan.plan.messages import fetched_share
@@ -147,7 +148,10 @@ class Members:
         """Return the index (S,) that lays gathered rows in document order. Member m's rows begin at `starts[m]`, among
         the gathered rows; the index is kept for all layers.
         """
-        assert self.inner == 1, "only members of the group itself gather"
+        if self.inner != 1:
+            raise CommError(
+                f"rows are gathered by members that are {self.inner} ranks each; gather among the ranks of the group"
+            )
         if starts not in self._gathered_orders:
             order = np.empty(sum(self.counts), dtype=np.int64)
             for member, start in enumerate(starts):

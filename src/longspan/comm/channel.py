@@ -140,7 +140,11 @@ class Channel:
             if tensor.numel():
                 ops.append(dist.P2POp(dist.isend, tensor.contiguous(), group=parent, group_peer=self._peer(member)))
         for member, tensor in receives:
-            assert tensor.is_contiguous(), f"{label}: a receive buffer must be contiguous"
+            if not tensor.is_contiguous():
+                raise CommError(
+                    f"{label}: the tensor {tuple(tensor.shape)} that receives from member {member} is not contiguous; "
+                    "give one made by torch.empty"
+                )
             if tensor.numel():
                 ops.append(dist.P2POp(dist.irecv, tensor, group=parent, group_peer=self._peer(member)))
         works: Sequence[Work] = ()
@@ -162,12 +166,11 @@ class Channel:
         itself is copied. One call of the members' own communicator where there is one.
         """
         into = x.new_empty((sum(receives), *x.shape[1:]))
-        assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (
-            label,
-            x.shape,
-            sends,
-            receives,
-        )
+        if x.shape[0] != sum(sends) or sends[self.index] != receives[self.index]:
+            raise CommError(
+                f"{label}: member {self.index} has {x.shape[0]} rows, sends {list(sends)} and receives "
+                f"{list(receives)}; its rows are the sum of what it sends, and it sends itself what it receives from itself"
+            )
         communicator = self._groups.communicator(self.ranks)
         if communicator is not None:
             return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), label)
@@ -230,7 +233,11 @@ class Channel:
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int], label: str) -> Handle:
         """Start `all_gather` so that `wait()` returns the buffer: member m's rows begin at `row_starts(counts)[m]`."""
-        assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (label, x.shape, counts, self.index)
+        if len(counts) != self.degree or x.shape[0] != counts[self.index]:
+            raise CommError(
+                f"{label}: member {self.index} of {self.degree} gathers {x.shape[0]} rows under counts {list(counts)}; "
+                "give the rows of each member, its own among them"
+            )
         communicator = self._communicator_to_gather(counts)
         if communicator is not None:
             padded = x.contiguous()
@@ -283,7 +290,8 @@ class Channel:
         return [member for member in range(self.degree) if member != self.index]
 
     def _peer(self, member: int) -> int:
-        assert member != self.index, "a member does not send to itself"
+        if member == self.index:
+            raise CommError(f"member {member} sends to or receives from itself; copy its own tensor")
         return self._peers[member]
 
 
