@@ -169,7 +169,8 @@ class Channel:
         if x.shape[0] != sum(sends) or sends[self.index] != receives[self.index]:
             raise CommError(
                 f"{label}: member {self.index} has {x.shape[0]} rows, sends {list(sends)} and receives "
-                f"{list(receives)}; its rows are the sum of what it sends, and it sends itself what it receives from itself"
+                f"{list(receives)}; its rows are the sum of what it sends, and it sends itself what it receives from "
+                "itself"
             )
         communicator = self._groups.communicator(self.ranks)
         if communicator is not None:
