@@ -14,7 +14,13 @@ OLDEST := .venv-oldest
 NEWEST := .venv-newest
 DOCS   := .venv-docs
 VERL   := .venv-verl$(if $(TRANSFORMERS),-$(TRANSFORMERS))
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+# What pip says while it lasts: files of 10 MB and more, the packages' number, and errors; not each package's steps.
+define pip_lines
+awk '/is ignored: it is neither|^ *(Collecting|Processing|Requirement already|Looking in|Obtaining|Installing build|Checking if|Getting req|Preparing|Building|Created wheel|Stored in|Successfully|Attempting|Found existing|Uninstalling)|^ *(Downloading|Using cached).*metadata/ { next } \
+	/^ *(Downloading|Using cached)/ { if (/[0-9][0-9]\.[0-9] MB|GB/) { sub(/[^ ]*\//, ""); print; fflush() } next } \
+	/^Installing collected packages/ { print "  installing " NF - 3 " packages"; fflush(); next } { print; fflush() }'
+endef
 RUN    ?= runs/first
 # Two workers leave two cores idle up to a third of the time, while ranks wait for each other.
 WORKERS ?= 3
@@ -48,12 +54,12 @@ help:
 $(VENV)/.core: pyproject.toml
 	@echo "installing longspan and what it needs into $(VENV) (about a minute, 1.3 GB on a machine without GPUs)"
 	@test -L $(VENV) || { rm -f $(BIN)/python*; $(PYTHON) -m venv $(VENV); }  # an older one may link to another Python
-	@$(PIP) '$(TORCH)' -e . 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(PIP) '$(TORCH)' -e . 2>&1 | $(pip_lines)
 	@$(BIN)/python -c "import longspan" && touch $@
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing what tests and checks need"
-	@$(PIP) '$(TORCH)' -e '.[dev,viz]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(PIP) '$(TORCH)' -e '.[dev,viz]' 2>&1 | $(pip_lines)
 	@$(BIN)/python -c "import pytest, hypothesis" && touch $@
 
 train: $(VENV)/.core
@@ -61,7 +67,7 @@ train: $(VENV)/.core
 
 $(VENV)/.vlm: $(VENV)/.core
 	@echo "installing Pillow, and scikit-learn for its handwritten digits"
-	@$(PIP) '$(TORCH)' -e '.[vlm]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(PIP) '$(TORCH)' -e '.[vlm]' 2>&1 | $(pip_lines)
 	@$(BIN)/python -c "import PIL, sklearn" && touch $@
 
 vlm: $(VENV)/.vlm
@@ -81,8 +87,7 @@ test-gpu: $(VENV)/.dev
 define environment
 	@echo "installing $(3) into $(1) (several GB)"
 	@$(2) -m venv $(1)
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) -e '.[dev,viz]' \
-		2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(3) -e '.[dev,viz]' 2>&1 | $(pip_lines)
 	@$(1)/bin/python -c "import pytest, hypothesis, longspan" && touch $@
 endef
 
@@ -99,7 +104,7 @@ test-newest: $(NEWEST)/.dev
 	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile
 
 test-formats: $(VENV)/.dev
-	$(PIP) 'bitsandbytes>=0.50'
+	@$(PIP) 'bitsandbytes>=0.50' 2>&1 | $(pip_lines)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "whole or not whole" tests/model/frozen tests/hf/test_frozen.py tests/run/runs/test_lora_run.py::test_a_base_in_8_bits_merges_into_dequantised_weights; \
 		status=$$?; $(BIN)/python -m pip uninstall -q -y bitsandbytes; exit $$status
 
