@@ -17,7 +17,7 @@ VERL   := .venv-verl$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 # What pip says while it lasts: files of 10 MB and more, the packages' number, and errors; not each package's steps.
 define pip_lines
-awk '/is ignored: it is neither|^ *(Collecting|Processing|Requirement already|Looking in|Obtaining|Installing build|Checking if|Getting req|Preparing|Building|Created wheel|Stored in|Successfully|Attempting|Found existing|Uninstalling)|^ *(Downloading|Using cached).*metadata/ { next } \
+awk '/is ignored: it is neither|^ *(Collecting|Processing|Requirement already|Looking in|Obtaining|Installing b|Checking if|Getting req|Preparing|Building|Created wheel|Stored in|Successfully|Attempting|Found existing|Uninstalling)|^ *(Downloading|Using cached).*metadata/ { next } \
 	/^ *(Downloading|Using cached)/ { if (/[0-9][0-9]\.[0-9] MB|GB/) { sub(/[^ ]*\//, ""); print; fflush() } next } \
 	/^Installing collected packages/ { print "  installing " NF - 3 " packages"; fflush(); next } { print; fflush() }'
 endef

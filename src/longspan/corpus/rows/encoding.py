@@ -28,7 +28,7 @@ from longspan.corpus.rows.kinds import (
     readable_keys,
 )
 from longspan.corpus.rows.messages import checked_messages
-from longspan.corpus.rows.preferences import check_not_empty, join_samples, read_label, without_repeated_prompt
+from longspan.corpus.rows.preferences import check_not_empty, drop_repeated_prompt, join_samples, read_label
 from longspan.corpus.rows.sample import (
     DATE,
     BadRow,
@@ -195,7 +195,7 @@ class RowEncoding:
         check_keys(row.values, self.kind, scored=self._reads_label)
         values = row.values
         if self.kind in (PAIRS, "prompt+completion"):
-            values = without_repeated_prompt(values, KEYS[self.kind])
+            values = drop_repeated_prompt(values, KEYS[self.kind])
         values = convert_format(values, self.kind, self.settings.preference)
         values, media = self._values_and_media(row._replace(values=values))
         check_objects(values)

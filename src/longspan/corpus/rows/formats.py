@@ -66,7 +66,7 @@ def _convert_pair(values: Values) -> Values:
     key = pair_prompt_key(values)
     if key is None:  # the answers begin with it
         answers = {name: _read_answer(values[name], name, is_chat=False) for name in KEYS[PAIRS]}
-        return {**_without_chats(values), **answers}
+        return {**_values_beside_chats(values), **answers}
     for other in _CHAT_PROMPTS:
         if key != other and has_value(values.get(other)) and values[other] != chosen:
             raise RowError(
@@ -78,11 +78,11 @@ def _convert_pair(values: Values) -> Values:
     lists = isinstance(chosen, list) and isinstance(rejected, list)
     if isinstance(prompt, str) and lists and chosen[:1] == rejected[:1]:
         prompt = None  # a copy beside messages that begin with it, as ultrafeedback_binarized has it
-    values = {**_without_chats(values), "prompt": prompt, "chosen": chosen, "rejected": rejected}
+    values = {**_values_beside_chats(values), "prompt": prompt, "chosen": chosen, "rejected": rejected}
     return values if key == "prompt" else _with_wrapped_tools(values)
 
 
-def _without_chats(values: Values) -> Values:
+def _values_beside_chats(values: Values) -> Values:
     return {key: value for key, value in values.items() if key not in _CHAT_PROMPTS}
 
 

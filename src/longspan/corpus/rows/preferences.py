@@ -27,11 +27,11 @@ def pair_with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "chosen": chosen[end:], "rejected": rejected[end:], "prompt": chosen[:end]}
 
 
-def without_repeated_prompt(values: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
+def drop_repeated_prompt(values: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
     """Return a row without the copy of its prompt's messages with which all answers, under `keys`, begin.
 
     >>> turn = {"role": "user", "content": "Why?"}
-    >>> without_repeated_prompt({"prompt": [turn], "completion": [turn, {"role": "assistant"}]}, ["completion"])
+    >>> drop_repeated_prompt({"prompt": [turn], "completion": [turn, {"role": "assistant"}]}, ["completion"])
     {'prompt': [{'role': 'user', 'content': 'Why?'}], 'completion': [{'role': 'assistant'}]}
     """
     prompt = values.get("prompt")
