@@ -163,10 +163,12 @@ def _dtype_of_begun_run(config: RunConfig) -> str:
     model = config.model
     try:
         tables = tomllib.loads(Path(config.run.dir, "config.toml").read_text(encoding="utf-8"))
-        begun = ModelConfig(**{key: tables["model"][key] for key in ("path", "config", "preset", "dtype")})
+        keys = tables["model"]
+        begun = ModelConfig(**{key: keys.get(key, "") for key in ("path", "config", "preset")})
         names = (begun.source, begun.preset_name), (absolute_path(model.source), model.preset_name)
-        return begun.dtype if tables["lora"]["rank"] and names[0] == names[1] else ""
-    except (OSError, ValueError, KeyError, TypeError, LongspanError):
+        # A file without the key is of a run that began when float32 was the default.
+        return keys.get("dtype", "float32") if tables["lora"]["rank"] and names[0] == names[1] else ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, LongspanError):
         return ""
 
 
