@@ -255,6 +255,9 @@ def test_output_that_takes_nothing_is_an_error_in_a_line(tmp_path: Path) -> None
         assert "error: standard output does not take the result (No space left on device)" in refused.stderr
         done = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
         assert done.returncode == 0 and not done.stderr and "usage" in done.stdout.lower()
+    with Path("/dev/full").open("w") as full:
+        refused = subprocess.run([sys.executable, "-c", program, "no-verb"], stdout=full, stderr=full, check=False)
+    assert refused.returncode == 2
 
 
 def test_lines_escape_names() -> None:

@@ -150,6 +150,16 @@ def test_a_command_is_interrupted_once_by_a_press_that_comes_twice() -> None:
     assert (again.number, again.status, str(again)) == (signal.SIGTERM, 143, "SIGTERM")
 
 
+def test_an_import_that_catches_the_exception_of_a_signal_is_interrupted() -> None:
+    with pytest.raises(Interrupted, match="SIGTERM"), raise_on_stop_signals():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            raise ImportError("no datetime") from None
+    with pytest.raises(ImportError), raise_on_stop_signals():
+        raise ImportError("no datetime")
+
+
 def test_a_signal_that_comes_as_the_fork_server_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while signals are held back, and the server would import on, its output open, for nobody."""
     killed = list[bool]()

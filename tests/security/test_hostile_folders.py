@@ -130,6 +130,12 @@ def test_damaged_files_of_a_tokenizer_are_not_exported(place: Path, capfd: pytes
         refused(["export", "run", "out"], place, capfd, str(Path("run", name)))
         assert not (place / "out").exists()
         file.unlink() if old is None else file.write_bytes(old)
+    configuration = place / "run" / "config.json"
+    for values in ({"architectures": 7}, {"head_dim": 0}, {"hidden_act": "x"}, {"num_key_value_heads": -1}):
+        old = configuration.read_bytes()
+        edit_json(configuration, **values)
+        refused(["export", "run", "out"], place, capfd, "run/config.json")
+        configuration.write_bytes(old)
     settings = place / "model" / "generation_config.json"
     for text in (DAMAGED[settings.name].decode(), "[]", '{"eos_token_id"'):
         settings.write_text(text)

@@ -51,7 +51,7 @@ from longspan.model.presets import PRESETS
 from longspan.model.saving.stock_folders import stock_configuration, write_all_but_weights
 from longspan.model.weights.empty_model import empty_model, image_text_class_of_architectures
 from longspan.model.weights.fill import pop_deferred_weights, stored_formats
-from longspan.model.weights.hf_folder import read_configuration, read_generation_settings
+from longspan.model.weights.hf_folder import raise_model_error, read_configuration, read_generation_settings
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles, vocabulary_files
 from longspan.model.weights.write import (
@@ -143,8 +143,8 @@ def export_checkpoint(
     model in it are replaced.
     """
     check_export_folder(folder, overwrite=overwrite)
-    files = _checked_files(run_dir)
     config = _read_stock_configuration(run_dir)
+    files = _checked_files(run_dir)
     run = load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
@@ -152,7 +152,7 @@ def export_checkpoint(
         check_base_unchanged(run_dir, run, "cpu")
     checkpoint = _choose_good_checkpoint(run_dir, checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
-    empty = empty_model(config, file_dtype, find_score_class(config) or image_text_class_of_architectures(config))
+    empty = _make_empty_model(run_dir, config, file_dtype)
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
     rename = add_run_depths(run, empty, log, published=not as_adapter)
     partial = make_partial_folder(folder)
@@ -308,6 +308,12 @@ class SavedAdapter(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
+def _make_empty_model(run_dir: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    kind = find_score_class(config) or image_text_class_of_architectures(config)
+    with raise_model_error(f"no model can be made of {run_dir / 'config.json'}"):
+        return empty_model(config, dtype, kind)
+
+
 def make_saved_adapter(
     run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]
 ) -> SavedAdapter:
@@ -317,8 +323,7 @@ def make_saved_adapter(
     modules that were trained whole. Raises CheckpointError if the tensors have other names.
     """
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
-    kind = find_score_class(configuration) or image_text_class_of_architectures(configuration)
-    stock = empty_model(configuration, torch.float32, kind)
+    stock = _make_empty_model(Path(run.run.dir), configuration, torch.float32)
     empty = add_configured_mtp(run, stock, read=False)
     modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
     model = add_configured_adapter(run, empty).get_base_model()

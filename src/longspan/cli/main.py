@@ -14,7 +14,7 @@ from importlib import import_module
 
 from longspan import __version__
 from longspan.errors import ConfigError, LongspanError, RankLostError
-from longspan.launch.output import refuse_full_output
+from longspan.launch.output import keep_prints_from_failing, refuse_full_output
 from longspan.launch.stop_signals import Interrupted, raise_on_stop_signals
 from longspan.plain_text import escape_controls
 
@@ -55,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    is_command = argv is None
+    if is_command:
+        keep_prints_from_failing(None, ["stderr"])
     try:
-        is_command = argv is None
         with (
             raise_on_stop_signals(),
             _import_ahead(words) if is_command else nullcontext(),

@@ -88,7 +88,10 @@ def keep_prints_from_failing(folder: Path | None, names: Sequence[str] = ("stdou
         stream: Any = getattr(sys, name)
         # another stream than the interpreter's is a program's own, as under pytest, and stays
         if stream is not None and stream is getattr(sys, f"__{name}__"):
-            setattr(sys, name, _wrapped(stream, _Output(stream.fileno(), folder and folder / FILE)))
+            output = _wrapped(stream, _Output(stream.fileno(), folder and folder / FILE))
+            setattr(sys, name, output)
+            # A later call knows it by this name, and gives it a folder.
+            setattr(sys, f"__{name}__", output)
 
 
 def write_error(text: str, descriptor: int = 2) -> None:

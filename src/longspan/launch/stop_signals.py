@@ -42,20 +42,29 @@ class Interrupted(KeyboardInterrupt):
 def raise_on_stop_signals() -> Iterator[None]:
     """Let signals that stop raise Interrupted inside, but not within a second of the last one that did: a terminal may
     send several at one press of keys. Ignored signals stay ignored; only the main thread receives signals.
+
+    A library that catches every exception, as numpy does while it is imported, raises its own in place of Interrupted:
+    it leaves as Interrupted.
     """
     raised_at = -SAME_PRESS  # the time of the last Interrupted; at first so long ago that any signal raises
+    received = list[int]()
 
     def interrupt(number: int, _: FrameType | None) -> None:
         nonlocal raised_at
         now = time.monotonic()
         if now - raised_at > SAME_PRESS:
             raised_at = now
+            received.append(number)
             raise Interrupted(number)
 
     heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     old_handlers = _set_handler(interrupt, heeded)
     try:
         yield
+    except Exception as error:
+        if not received:
+            raise
+        raise Interrupted(received[-1]) from error
     finally:
         _restore_handlers(old_handlers)
 

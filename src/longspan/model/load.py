@@ -28,10 +28,9 @@ from longspan.model.weights.fill import fill_now, fill_when_prepared
 from longspan.model.weights.folder_weights import FolderWeights
 from longspan.model.weights.hf_folder import (
     FOLDER_OPTIONS,
-    OWN_MODEL,
-    folder_error_text,
     no_progress_bars,
     quantization_settings,
+    raise_model_error,
     read_configuration,
     read_generation_settings,
     weight_files,
@@ -85,25 +84,20 @@ def load_model(
         weight_files(Path(path), quantized=quantized)
         sentence = f"the model in {path} cannot be loaded"
     architecture = find_score_class(config) or choose_image_text_class(config, images)  # None: a causal model
-    try:
-        with no_progress_bars():
-            if path is not None:
-                model = _load_folder(Path(path), config, parameter_dtype, architecture, sharded=sharded)
-            elif sharded:
-                model = empty_model(config, parameter_dtype, architecture)
-                fill_when_prepared(model, RandomWeights(model, seed))
-            else:
-                with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
-                    torch.manual_seed(seed)
-                    model = new_model(config, torch.float32, architecture)
-                # drawn in float32, so that every dtype holds the same numbers, rounded
-                for parameter in model.parameters():
-                    parameter.data = parameter.data.to(parameter_dtype)
-                model.config.dtype = parameter_dtype
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{sentence}: {folder_error_text(error, OWN_MODEL)}") from error
+    with raise_model_error(sentence), no_progress_bars():
+        if path is not None:
+            model = _load_folder(Path(path), config, parameter_dtype, architecture, sharded=sharded)
+        elif sharded:
+            model = empty_model(config, parameter_dtype, architecture)
+            fill_when_prepared(model, RandomWeights(model, seed))
+        else:
+            with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
+                torch.manual_seed(seed)
+                model = new_model(config, torch.float32, architecture)
+            # drawn in float32, so that every dtype holds the same numbers, rounded
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(parameter_dtype)
+            model.config.dtype = parameter_dtype
     vocabulary = vocabulary_size(model)
     if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
         raise ModelError(

@@ -47,7 +47,21 @@ def read_configuration(path: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(file, **FOLDER_OPTIONS)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
         raise ModelError(f"the model in {path} cannot be loaded: {folder_error_text(error, OWN_MODEL)}") from error
+    names: object = config.architectures
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ModelError(f'{file} has "architectures": {names!r}; give a list of names of classes, or leave it out')
     return remove_code_and_quantization(config)
+
+
+@contextmanager
+def raise_model_error(sentence: str) -> Iterator[None]:
+    """Raise an error of transformers or torch, inside, as a ModelError that begins with a sentence."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{sentence}: {folder_error_text(error, OWN_MODEL)}") from error
 
 
 def save_configuration(config: PreTrainedConfig, folder: Path) -> None:
