@@ -1,8 +1,7 @@
 """An encoder and a language model, each in a layout of its own on the same ranks: docs/bridge.md explains it.
 
-An image is a few rows in which one of eight columns is bright; the token after it names the column. `python
-examples/two_modules.py` starts four local CPU processes, then two that go on from their checkpoint; `torchrun
---nproc_per_node=4 examples/two_modules.py FOLDER` runs on four GPUs.
+An image is a few rows with one bright column, which the token after it names. `python examples/two_modules.py` runs on
+4 CPU processes, then 2 from their checkpoint; `torchrun --nproc_per_node=4 examples/two_modules.py FOLDER` on 4 GPUs.
 """
 
 import os
