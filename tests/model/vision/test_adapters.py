@@ -110,9 +110,12 @@ NAME = "qwen3-vl"
 
 
 def _with_projector_error(rank: int, answer: Answer) -> float:
-    model = tiny(NAME)
-    freeze_image_modules(model, "projector")
-    return max(step(Case(NAME, Layout(2), Layout(2), 2), answer, make=lambda: model).values())
+    def make() -> Any:
+        model = tiny(NAME)
+        freeze_image_modules(model, "projector")
+        return model
+
+    return max(step(Case(NAME, Layout(2), Layout(2), 2), answer, make=make).values())
 
 
 @pytest.mark.whole

@@ -159,7 +159,7 @@ def test_drawn_models_are_exact() -> None:
     for seed in range(DRAWS):
         drawn = draw(seed)
         lengths, *plans = lengths_and_plans(drawn)
-        documents = draw_documents(drawn.config, lengths, seed)
+        documents = draw_documents(drawn.config, lengths)
         with compute_in_float64():
             exact = compute_stock_answer(drawn.config, documents, torch.float64)
         answers = run_local(_run, len(drawn.home.ranks), (drawn, documents, *plans, exact), timeout=300)
