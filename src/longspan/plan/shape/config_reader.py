@@ -8,6 +8,7 @@ from typing import Any, cast
 from longspan.adapter_folder import adapter_folder_advice
 from longspan.errors import PlanError
 from longspan.files import read_json
+from longspan.plan.shape.class_defaults import class_default
 from longspan.plan.shape.families import Family, find_family
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -31,6 +32,8 @@ class ConfigReader:
         """Read the language model's configuration in an object, a dict, a config.json or its folder."""
         read = cls.read_whole_model(config)
         text = read.value("text_config")
+        if isinstance(text, dict):  # one may leave its type out
+            text = {"model_type": read.model_type} | cast(dict[str, Any], text)
         return read if text is None else cls(text, f"text_config of {read.where}")
 
     @classmethod
@@ -63,9 +66,9 @@ class ConfigReader:
         return find_family(self.model_type)
 
     def value(self, *names: str) -> Any:
-        """Return the first of these attributes that is set, by these names or by GPT-2's; None if none is. In place of
-        an intermediate_size that is not set, in families that name it otherwise: their attribute, or four times the
-        hidden size.
+        """Return the first of these attributes that is set, by these names or by GPT-2's; else, if a dict has none of
+        them, its class's default (class_defaults.py); None if there is none. In place of an intermediate_size that is
+        not set, in families that name it otherwise: their attribute, or four times the hidden size.
         """
         config = self._config
         is_object = not isinstance(config, dict)
@@ -73,6 +76,10 @@ class ConfigReader:
             value = getattr(config, name, None) if is_object else cast(dict[str, Any], config).get(name)
             if value is not None:
                 return value
+        # A null in a config.json is a value of its own, and no default stands in for it.
+        for name in () if is_object else names:
+            if name not in config and (default := class_default(config.get("model_type") or "", name)) is not None:
+                return default
         if "intermediate_size" in names and (attribute := self.family.mlp_width):
             return self.value(attribute) or 4 * self.count("hidden_size")
         return None

@@ -1,5 +1,5 @@
-"""The types of layers and the first layers without experts, by the rules of transformers' classes, where a
-configuration names neither. A family without a rule here is one whose layers are all of one type.
+"""The types of layers by the rules of transformers' classes, where a configuration does not list them. A family without
+a rule here is one whose layers all attend to all rows, whatever window its config.json names, or all mix them.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,26 +43,47 @@ def _only_with_window(pattern: Rule) -> Rule:
     return lambda read, layer: pattern(read, layer) if read.count("sliding_window") else _FULL
 
 
+def _has_window(read: ConfigReader) -> bool:
+    return read.value("use_sliding_window") is not False and bool(read.count("sliding_window"))
+
+
+def _all_in_window(read: ConfigReader, layer: int) -> str:
+    return _SLIDING if _has_window(read) else _FULL
+
+
 def _from_max_window_layers(read: ConfigReader, layer: int) -> str:
-    return _SLIDING if read.count("sliding_window") and layer >= read.count("max_window_layers") else _FULL
-
-
-def _qwen2(read: ConfigReader, layer: int) -> str:
-    return _from_max_window_layers(read, layer) if read.value("use_sliding_window") else _FULL
+    return _SLIDING if _has_window(read) and layer >= read.count("max_window_layers") else _FULL
 
 
 def _qwen2_moe(read: ConfigReader, layer: int) -> str:
-    windowed = read.value("use_sliding_window") and layer < read.count("max_window_layers") and layer % 2 == 0
+    windowed = _has_window(read) and layer < read.count("max_window_layers") and layer % 2 == 0
     return _SLIDING if windowed else _FULL
 
 
-def _beam(read: ConfigReader, layer: int) -> str:
-    return _FULL if (layer + 1) % 6 == 0 or layer == read.count("num_hidden_layers") - 1 else _SLIDING
+def _smollm3(read: ConfigReader, layer: int) -> str:
+    listed = read.value("no_rope_layers")
+    rotary = listed[layer] if listed else (layer + 1) % (read.count("no_rope_layer_interval") or 4)
+    return _SLIDING if _has_window(read) and not rotary else _FULL
+
+
+def _from_last(every: int) -> Rule:
+    """Counted from the last layer, the first one of each group of layers attends to all rows."""
+
+    def rule(read: ConfigReader, layer: int) -> str:
+        return _SLIDING if (read.count("num_hidden_layers") - 1 - layer) % every else _FULL
+
+    return rule
+
+
+def _last_is_full(pattern: Rule) -> Rule:
+    def rule(read: ConfigReader, layer: int) -> str:
+        return _FULL if layer == read.count("num_hidden_layers") - 1 else pattern(read, layer)
+
+    return rule
 
 
 def _flint(read: ConfigReader, layer: int) -> str:
-    last = layer == read.count("num_hidden_layers") - 1
-    return _FULL if layer < 2 or layer % 4 == 1 or last else _SLIDING
+    return _FULL if layer < 2 or layer % 4 == 1 else _SLIDING
 
 
 def _cohere2_moe(read: ConfigReader, layer: int) -> str:
@@ -84,6 +105,8 @@ def _lfm3(read: ConfigReader, layer: int) -> str:
 
 
 def _llama4(read: ConfigReader, layer: int) -> str:
+    if not read.count("attention_chunk_size"):
+        return _FULL
     if rotary := read.value("no_rope_layers"):  # 1 for a layer with positions, which attends inside chunks
         return "chunked_attention" if rotary[layer] else _FULL
     return _last_of(4, "no_rope_layer_interval", others="chunked_attention")(read, layer)
@@ -102,16 +125,28 @@ def _mimo(read: ConfigReader, layer: int) -> str:
     return _SLIDING if layer and (layer + 1) % 6 else _FULL
 
 
+_WINDOW_IN_ALL = (
+    "blt_patcher",
+    "doge",
+    "ministral*",
+    "mistral",
+    "mixtral",
+    "moshi",
+    "phi3",
+    "phi4_multimodal",
+    "phimoe",
+)
 RULES: Mapping[str, Rule] = {
+    **dict.fromkeys((*_WINDOW_IN_ALL, "qwen3_moe", "starcoder2"), _all_in_window),
     "afmoe": _last_of(4, "global_attn_every_n_layers"),
     "axk2": _by_period("indexed_attention"),
-    "bailing_hybrid": _last_of(4, "layer_group_size", others="linear_attention"),
-    "beam": _beam,
+    "bailing_hybrid": _last_of(6, "layer_group_size", others="linear_attention"),
+    "beam": _last_is_full(_last_of(6)),
     "cohere2": _last_of(4, "sliding_window_pattern"),
     "cohere2_moe": _cohere2_moe,
     "cohere_compass_text": _by_period(_FULL),
     "cwm": _first_of(4),
-    "deepseek_ocr2_text": _from_max_window_layers,
+    "deepseek_ocr2_encoder": _from_max_window_layers,
     "deepseek_v32": _by_period("indexed_attention"),
     "deepseek_v4": _by_period("compressed_sparse_attention"),
     "dory": _last_of(4),
@@ -119,17 +154,19 @@ RULES: Mapping[str, Rule] = {
     "dots3_note*": _dots3_note,
     "exaone4": _only_with_window(_last_of(4, "sliding_window_pattern")),
     "exaone_moe": _only_with_window(_last_of(4, "sliding_window_pattern")),
-    "flint": _flint,
+    "flint": _last_is_full(_flint),
     "gemma2": _last_of(2),
-    "gemma3": _last_of(6, "sliding_window_pattern"),
-    "gemma3_text": _last_of(6, "sliding_window_pattern"),
+    "diffusion_gemma*": _last_is_full(_last_of(6)),
+    "embedding_gemma2*": _last_is_full(_last_of(6, "sliding_window_pattern")),
+    **dict.fromkeys(("gemma3", "gemma3_text"), _last_of(6, "sliding_window_pattern")),
     "gemma3n*": _last_of(5),
-    "gemma4*": _last_of(6),
+    "gemma4*": _last_is_full(_last_of(6)),
+    "glm5_next*": _last_of(4, last="indexed_attention", others="linear_attention"),
     "glm_moe_dsa": _by_period("indexed_attention"),
     "gpt_oss": _last_of(2),
     "granite_swa": _first_of(4),
     "granitemoe_swa": _first_of(4),
-    "hy_v4": _by_period("indexed_attention"),
+    "hy_v4*": _by_period("indexed_attention"),
     "inkling*_text": _last_of(6, last="hybrid", others="hybrid_sliding"),
     "kimi_linear": lambda read, layer: _FULL if layer and layer % 4 == 0 else "linear_attention",
     "kolibri1": _last_of(5),
@@ -139,23 +176,21 @@ RULES: Mapping[str, Rule] = {
     "llama4*": _llama4,
     "mellum": _by_period(_FULL),
     "mimo_v2_flash": _mimo,
+    "mistral_large4*": _by_period("indexed_attention"),
     "minimax": _by_period("linear_attention", _FULL),
-    "modernbert-decoder": _first_of(3, "global_attn_every_n_layers"),
+    "*modernbert*": _first_of(3, "global_attn_every_n_layers"),
+    "muse_*": _from_last(4),
     "olmo3": _last_of(4),
-    **dict.fromkeys(("qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text"), _qwen2),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2_vl*", "qwen2_5_vl*", "qwen2_5_omni*"), _from_max_window_layers),
     "qwen2_moe": _qwen2_moe,
     "qwen4_exp*": _last_of(4, "full_attention_interval", "indexed_attention", "linear_attention"),
     "recurrent_gemma": _recurrent_gemma,
+    "smollm3": _smollm3,
+    "t5gemma2*": _last_of(6, "sliding_window_pattern"),
+    "unlimited_ocr*": lambda read, layer: "reference_sliding_attention" if _has_window(read) else _FULL,
     "vaultgemma": _last_of(2),
     "zamba2": _zamba2,
     "zaya": _by_period("hybrid"),
-}
-
-# How many layers come before the first with experts, where neither a list nor a count is named.
-DENSE_LAYERS: Mapping[str, int] = {
-    **dict.fromkeys(("axk1", "axk2", "dots3_note_text", "glm4_moe_lite", "hy_v3", "hy_v4"), 1),
-    **dict.fromkeys(("kimi_linear", "laguna", "mimo_v2_flash"), 1),
-    "beam": 3,
 }
 
 
@@ -163,3 +198,8 @@ DENSE_LAYERS: Mapping[str, int] = {
 def find_rule(model_type: str) -> Rule | None:
     """Return the rule of a family's layers; None if all are of one type."""
     return next((rule for pattern, rule in RULES.items() if fnmatchcase(model_type, pattern)), None)
+
+
+def full_is_indexed(model_type: str) -> bool:
+    """Return whether a family's class takes "full_attention" in a list of types for rows that choose their keys."""
+    return model_type.startswith(("qwen4_exp", "glm5_next"))

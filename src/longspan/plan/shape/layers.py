@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from longspan.plan.shape.config_reader import ConfigReader
-from longspan.plan.shape.layer_patterns import DENSE_LAYERS, find_rule
+from longspan.plan.shape.layer_patterns import find_rule, full_is_indexed
 
 # Rows choose keys, by the names of transformers since 5.20 and before.
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
@@ -33,14 +33,13 @@ class LayerKind(NamedTuple):
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """Return the layers of a configuration, in order; `model_shape.py` decides which types are priced. A layer beyond
     the end of the list of types attends to all rows. Without a list they are those of transformers' class
-    (layer_patterns.py); if that has no pattern, all attend, inside the window if there is one.
+    (layer_patterns.py); if that has no rule, all attend to all rows.
     """
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
     # whether attention, mixers and MLPs are layers of their own
     separate = any(kind in ("mlp", "moe") for kind in types)
-    usual = "sliding_attention" if sliding_window(read) and not types else ATTENTION[0]
-    types += [usual] * (count - len(types))
+    types += [ATTENTION[0]] * (count - len(types))
     return tuple(_layer_kind(read, layer, kind, separate=separate) for layer, kind in enumerate(types[:count]))
 
 
@@ -48,7 +47,10 @@ def layer_types(read: ConfigReader) -> list[str]:
     """Return the type of each layer by today's names; empty if the configuration tells no types: all layers attend."""
     for name in ("layer_types", "layers_block_type"):
         if isinstance(types := read.value(name), (list, tuple)):
-            return [_OLDER_NAMES.get(str(kind), str(kind)) for kind in cast(Sequence[Any], types)]
+            names = _OLDER_NAMES | (
+                {"full_attention": "indexed_attention"} if full_is_indexed(read.model_type) else {}
+            )
+            return [names.get(str(kind), str(kind)) for kind in cast(Sequence[Any], types)]
     if isinstance(pattern := read.value("hybrid_override_pattern"), str):
         return [_LETTERS.get(letter, letter) for letter in pattern]
     # Other attributes tell the types of models that name none.
@@ -94,7 +96,10 @@ def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
 
 def sliding_window(read: ConfigReader) -> int:
     """Return the rows of the window of sliding layers; 0 without a window, or if the configuration switches it off."""
-    return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
+    if read.value("use_sliding_window") is False:
+        return 0
+    # ModernBERT's files say how many rows are seen on both sides.
+    return read.count("sliding_window") or read.count("local_attention") // 2
 
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, *, separate: bool) -> LayerKind:
@@ -128,11 +133,8 @@ def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
     if last is not None and 0 <= last < layer:
         return False
     dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
-    interval = read.count("decoder_sparse_step", "moe_layer_interval") or 1
-    first_sparse = DENSE_LAYERS.get(read.model_type, 0)
-    names = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-    if read.value(*names) is not None:
-        first_sparse = read.count(*names)
+    interval = read.count("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1
+    first_sparse = read.count("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
     return layer not in dense and (layer + 1) % interval == 0 and layer >= first_sparse
 
 

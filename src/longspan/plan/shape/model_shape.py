@@ -197,6 +197,12 @@ def _check_needed_counts(read: ConfigReader, kinds: Sequence[LayerKind]) -> None
         needed.append("num_hidden_layers")
     if not kinds or any(kind.attention for kind in kinds):
         needed.append("num_attention_heads")
+    # Layers of a window or chunk would be priced as if they attended to all rows.
+    attention = {kind.attention for kind in kinds}
+    if "sliding_attention" in attention and not sliding_window(read):
+        needed.append("sliding_window")
+    if "chunked_attention" in attention:
+        needed.append("attention_chunk_size")
     widths = ()
     if not kinds or any(kind.feeds for kind in kinds):
         widths = ("intermediate_size", "moe_intermediate_size")
