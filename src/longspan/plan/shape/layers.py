@@ -39,7 +39,9 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     count = read.count("num_hidden_layers") or len(types)
     # whether attention, mixers and MLPs are layers of their own
     separate = any(kind in ("mlp", "moe") for kind in types)
-    types += [ATTENTION[0]] * (count - len(types))
+    # A configuration that names no type of model has its window in every layer.
+    in_window = not types and not read.model_type and sliding_window(read)
+    types += ["sliding_attention" if in_window else ATTENTION[0]] * (count - len(types))
     return tuple(_layer_kind(read, layer, kind, separate=separate) for layer, kind in enumerate(types[:count]))
 
 
