@@ -28,8 +28,14 @@ from longspan.comm.control_group import ControlGroup
 from longspan.errors import DataError, LossError, ModelError, PlanError
 from longspan.model.seams.call_rules import CallRules
 from longspan.mtp import MtpLoss
+from longspan.plan.shape.sharing_rules import read_sharing_rules
 from longspan.train import PlannerConfig, SharedDocuments, share_prefixes
-from longspan.train.families import _log_once, share_prefixes_where_faster
+from longspan.train.families import (
+    _LOGGED_SHARED,
+    _log_once,
+    log_first_shared_prefixes,
+    share_prefixes_where_faster,
+)
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
@@ -65,6 +71,8 @@ def test_models_are_refused_by_what_they_have(name: str) -> None:
     make, message, always = MODELS[name]
     with World(Layout(1)) as world:
         model = prepare_untried(make(), world)
+        # of an adapter the configuration of its base knows nothing
+        assert read_sharing_rules(model.config).against == (() if name == "adapter" else (message,))
         shared = shared_of()
         plan = plan_of(shared, world)
         with patch.object(ControlGroup, "compare_digests", side_effect=AssertionError("a collective")):
@@ -100,6 +108,7 @@ def test_families_of_two_rotary_frequencies_are_refused() -> None:
     config = transformers.Phi3Config(**SIZES, **limits, rope_parameters=rope | {"factor": 4.0})
     with World(Layout(1)) as world:
         model = prepare_untried(random_model(config, torch.float64), world)
+        assert read_sharing_rules(config.to_dict()) == ((), model.call_rules.length_limits)
         shared = shared_of()
         with pytest.raises(ModelError, match=r"document 0 of 13 rows .* of up to 15 .* call share_prefixes\("):
             run_step(model, plan_of(shared, world), shared, world)
@@ -121,6 +130,7 @@ def test_where_nobody_asked_documents_are_separate_and_a_line_says_why(caplog: p
         (plain, fixed, 2),  # a slot for each document
     ]
     _log_once.cache_clear()
+    _LOGGED_SHARED.clear()
     for model, choice, ranks in cases:
         world: Any = SimpleNamespace(home=Layout(ranks), rank=0)
         same, plan = share_prefixes_where_faster(model, documents, lengths, choice, world, training=True, targets=10)
@@ -129,6 +139,7 @@ def test_where_nobody_asked_documents_are_separate_and_a_line_says_why(caplog: p
     for choice in (PlannerConfig.dynamic(), PlannerConfig.fixed(1, max_tokens_per_slot=311)):
         shared, plan = share_prefixes_where_faster(plain, documents, lengths, choice, world, training=True, targets=10)
         assert (len(shared), plan.parents, plan.targets) == (3, (2, 2, -1), 10)
+        log_first_shared_prefixes(plan, world)
     share_prefixes_where_faster(chunks, documents[:1], lengths[:1], padded, world, training=True)
     begin = "documents that begin alike are computed whole, as "
     assert [record.getMessage().removeprefix(begin).split(" (")[0] for record in caplog.records] == [
@@ -136,6 +147,7 @@ def test_where_nobody_asked_documents_are_separate_and_a_line_says_why(caplog: p
         "planner 'padded' lays documents out alone",
         "max_tokens_per_slot lets a group hold 310 rows",
         "that is predicted to be faster",
+        "2 documents in 1 family: 299 of 610 tokens are computed once for all that begin with them",  # once
     ]
 
 

@@ -109,7 +109,7 @@ def _measured_figures(file: Path, *, step: int, steps: int) -> Iterator[tuple[st
     trained = [row for row in rows if "loss" in row]
     # A divergence is estimated over prompts with other rows' answers, which steps compute too (train.loss kto).
     mismatched = " with the mismatched answers" if any("kl" in row for row in trained) else ""
-    tokens = sum(row["tokens"] for row in trained)
+    tokens = sum(row["tokens"] + row.get("spared_tokens", 0) for row in trained)
     yield "trained", f"{step:,} of {plural(steps, 'step')}, {tokens:,} tokens{mismatched}"
     if last := [row["loss"] for row in trained[-LAST_STEPS:]]:
         yield f"mean loss of the last {plural(len(last), 'step')}", f"{fsum(last) / len(last):.4f}"

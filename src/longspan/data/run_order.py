@@ -16,6 +16,8 @@ from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture
 from longspan.errors import ConfigError
 from longspan.layout import Integers
+from longspan.plan.shape.positions import LengthLimit
+from longspan.plan.shape.sharing_rules import SharingRules
 
 # texts held out by default: one in so many, at most so many
 MOST_HELD_OUT = 32
@@ -34,8 +36,17 @@ def count_held_out(setting: int | str, texts: int, *, most: int = MOST_HELD_OUT)
     return min(most, max(1, texts // ONE_IN), texts - 1)
 
 
-def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
-    """Make the order of a run's corpus. Raises ConfigError for documents that data.group_prefixes cannot group."""
+def make_step_order(
+    config: RunConfig,
+    corpus: Corpus,
+    rules: SharingRules | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> StepOrder:
+    """Make the order of a run's corpus. Raises ConfigError for documents that data.group_prefixes cannot group.
+
+    Documents of a step share prefixes where the model's `rules` (None: none share), the keys and the data allow it. A
+    line says what is against it where documents of the first step begin alike.
+    """
     data = config.data
     mixture = None
     if data.sources:
@@ -50,7 +61,11 @@ def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
                 f"data.group_prefixes puts documents with a common prompt together, and these are {rows}"
             )
         group = partial(_group_by_prefix, corpus, config.train.tokens_per_step)
-    return order_lengths(
+    reasons = list[str]()
+    may_share = config.data.share_prefixes == AUTO and corpus.targets is not None and not corpus.images
+    if may_share and rules is not None:
+        reasons = [*_keys_against_sharing(config), *rules.against]
+    order = order_lengths(
         config,
         corpus.lengths,
         targets=corpus.targets,
@@ -58,7 +73,15 @@ def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
         texts=corpus.texts,
         unit=corpus.unit,
         group=group,
+        sharing=corpus if may_share and rules is not None and not reasons else None,
+        length_limits=rules.length_limits if rules is not None else (),
     )
+    if reasons and max(find_families(order.select(corpus, 0)).parents) >= 0:
+        log(
+            f"documents that begin alike are computed whole, which {' and '.join(reasons)} needs"
+            " (docs/shared-prefixes.md)"
+        )
+    return order
 
 
 def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> list[Integers]:
@@ -67,32 +90,13 @@ def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> l
     return [documents[group] for group in groups]
 
 
-def allow_sharing(config: RunConfig, order: StepOrder, corpus: Corpus, log: Callable[[str], None]) -> None:
-    """Let documents of a step share prefixes (sets `order.sharing`), unless a key or the data are against it."""
-    if config.data.share_prefixes != AUTO or corpus.targets is None or corpus.images:
-        return
-    order.sharing = corpus
+def _keys_against_sharing(config: RunConfig) -> list[str]:
     planner = config.context.planner
-    separate = {
+    is_against = {
         f"context.planner {planner}": planner not in FAMILY_PLANNERS,
         "lora.dropout": config.lora.dropout > 0,
     }
-    forbid_sharing(order, log, *(name for name, is_on in separate.items() if is_on))
-
-
-def forbid_sharing(order: StepOrder, log: Callable[[str], None], *reasons: str) -> None:
-    """Let no documents share prefixes if there are reasons: sets `order.sharing` to None.
-
-    A line gives the reasons where documents of the first step begin alike.
-    """
-    if not reasons or order.sharing is None:
-        return
-    if max(find_families(order.select(order.sharing, 0)).parents) >= 0:
-        log(
-            f"documents that begin alike are computed whole, which {' and '.join(reasons)} needs"
-            " (docs/shared-prefixes.md)"
-        )
-    order.sharing = None
+    return [name for name, holds in is_against.items() if holds]
 
 
 def order_lengths(
@@ -104,6 +108,8 @@ def order_lengths(
     texts: npt.NDArray[Any] | None = None,
     unit: int = 1,
     group: Callable[[Integers], Sequence[Integers]] | None = None,
+    sharing: Corpus | None = None,
+    length_limits: tuple[LengthLimit, ...] = (),
 ) -> StepOrder:
     """Make the order of documents of these lengths by the configuration; the rest are arguments of StepOrder."""
     most = DEMO_MOST_HELD_OUT if is_demo(config.model) else MOST_HELD_OUT
@@ -118,4 +124,6 @@ def order_lengths(
         epochs=config.train.epochs,
         unit=unit,
         group=group,
+        sharing=sharing,
+        length_limits=length_limits,
     )

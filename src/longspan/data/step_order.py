@@ -36,7 +36,8 @@ class StepOrder:
     their own. A step reaches into the next epoch up to a document that it has already (unless it `may_repeat`
     documents), except in a run of `epochs` of one source, where steps end with the epoch. Each `unit` documents that
     follow each other, as a pair, are one here, and stay together; so do those that `group` puts together, of the
-    documents to train on. Raises DataError if no document is left to train on.
+    documents to train on. Documents of the corpus `sharing` (None: of none) share prefixes, if their rotary
+    frequencies, which change at `length_limits`, are the same. Raises DataError if no document is left to train on.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class StepOrder:
         epochs: float = 0.0,
         unit: int = 1,
         group: Callable[[Integers], Sequence[Integers]] | None = None,
+        sharing: Corpus | None = None,
+        length_limits: tuple[LengthLimit, ...] = (),
     ) -> None:
         self.lengths: npt.NDArray[Any] = np.asarray(lengths)
         self.targets = targets
@@ -90,8 +93,8 @@ class StepOrder:
         self._last = self.stream.place_after(epochs, counted) if epochs else 0
         self._ends_with_epochs = bool(epochs) and len(self.stream.sources) == 1
         self._begins = array("q", [0])  # of steps, as far as they are known
-        self.sharing: Corpus | None = None  # the corpus whose documents share prefixes, if they do
-        self.length_limits: tuple[LengthLimit, ...] = ()  # of rotary frequencies, which they have the same
+        self.sharing: Corpus | None = sharing
+        self.length_limits: tuple[LengthLimit, ...] = length_limits
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what to pickle, without what is computed again; arrays that the stream has too are pickled once."""

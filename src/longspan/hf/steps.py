@@ -48,7 +48,7 @@ from longspan.train import (
     token_log_probs,
     token_scores,
 )
-from longspan.train.families import share_prefixes_where_faster
+from longspan.train.families import log_first_shared_prefixes, share_prefixes_where_faster
 from longspan.train.gradient_norm import scale_to_norm
 from longspan.train.nonfinite import check_finite
 from longspan.train.step_end import sum_over_home_on_device, sums_stay_on_device
@@ -150,9 +150,11 @@ class StepsPart(StockTrainer):
         lengths = tuple(map(len, documents))
         targets = sum(document.targets for document in documents)
         choice = self._choices[training]
-        return share_prefixes_where_faster(
+        shared, plan = share_prefixes_where_faster(
             model, documents, lengths, choice, self.world, training=training, targets=targets
         )
+        log_first_shared_prefixes(plan, self.world)
+        return shared, plan
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         """Return the values of the documents' tokens, or their scores, on every rank, by a pass without gradient; all

@@ -13,6 +13,7 @@ from longspan.layout import Layout
 from longspan.plan import Machine, MemoryBudget, MemorySettings, Plan
 from longspan.plan.memory.memory_plan import MemoryModel
 from longspan.plan.shape.model_shape import read_experts
+from longspan.plan.shape.positions import LengthLimit
 from longspan.resolve.choice import PlannerConfig, query_heads
 
 MOST_STEPS = 1024  # of a run whose documents are looked at
@@ -39,6 +40,8 @@ class Facts:
     targets_of_step: Callable[[int], int | None] | None = None
     documents_to_share: Callable[[int], Sequence[Any] | None] | None = None
     """The documents of a step whose common prefixes may be computed once; None: each is computed whole."""
+    length_limits: tuple[LengthLimit, ...] = ()
+    """The lengths at which rotary frequencies change: documents with other ones share no prefix."""
     done: int = 0
     longest: int = 1
     budget: MemoryBudget | None = None
@@ -125,7 +128,13 @@ class Facts:
     def plan_step(self, choice: PlannerConfig, step: int) -> Plan:
         """Plan a step of the run on this home, with the prefixes that its documents may share."""
         documents = self.documents_to_share(step) if self.documents_to_share else None
-        return choice.plan_documents(self.lengths(step), documents, self.home, targets=self.targets(step))
+        return choice.plan_documents(
+            self.lengths(step),
+            documents,
+            self.home,
+            targets=self.targets(step),
+            length_limits=self.length_limits,
+        )
 
 
 def evenly_spaced_numbers(count: int, most: int) -> tuple[int, ...]:

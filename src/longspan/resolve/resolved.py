@@ -19,7 +19,7 @@ from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
 from longspan.resolve.partition import choose_partition
-from longspan.resolve.ways import RankedWay, Ranking, Way, rank_ways, set_usual_mode
+from longspan.resolve.ways import RankedWay, Ranking, Way, family_notes, rank_ways, set_usual_mode
 
 NAMED = 3  # other ways in a reason
 
@@ -116,7 +116,7 @@ def resolve_by_best_way(config: RunConfig, ranking: Ranking) -> Resolved:
         raise PlanError(best.refusal)
     chosen = set_usual_mode(best.way.config)
     choice = best.way.choice
-    notes = [*best.notes]
+    notes = [*best.notes, *family_notes(config, best)]
     if config.context.planner == AUTO and not choice.has_one_degree:
         chosen = chosen.with_keys("context", context_parallel_size=1)  # a degree that was given does not count
     chosen = set_evaluation_rows(chosen, chosen.context.max_tokens_per_slot)

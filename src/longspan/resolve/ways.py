@@ -304,6 +304,21 @@ class Fit:
         return False, self.seconds * self.way.choice.least_gain, rows
 
 
+def family_notes(config: RunConfig, fit: Fit) -> Iterator[str]:
+    """Yield a line where `config` leaves the rows of a slot open and the plans of the fit share prefixes: these rows,
+    chosen for them, limit families too.
+    """
+    way = fit.way
+    home = way.facts.home
+    rows = way.choice.options.rows
+    most = way.choice.most_family_rows(home)
+    if config.context.max_tokens_per_slot == AUTO and rows and any(plan.parents is not None for plan in fit.plans):
+        yield (
+            f'context.max_tokens_per_slot "auto" is {rows:,} rows, chosen for steps that compute shared prefixes once: '
+            f"a family has at most {most:,} (× degree {way.choice.widest_even_degree(home)}), a larger one is divided"
+        )
+
+
 def fit_way(way: Way, timed: Sequence[Plan], full: Sequence[Plan] = ()) -> Fit:
     """Choose the memory of a way for its plans: those that are `timed` give the seconds, and those in `full` only must
     fit. If nothing fits, the fit has the leanest memory, no seconds, and the reason.

@@ -24,7 +24,6 @@ from longspan.evaluation.result import Evaluation
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
-from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.choice import plan_steps_ahead
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, read_prompts_of_run
@@ -39,6 +38,7 @@ from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
+from longspan.train.families import shared_prefixes_line
 from longspan.train.optim.schedule import Schedule
 from longspan.train.start.start_times import Starts
 
@@ -189,24 +189,6 @@ class Steps:
         if slow_rank:
             self._slow_slots.log_slow_slot(int(slow_rank) - 1, world, self._log)
         return stopped, save_on, bool(minutes_over)
-
-
-def shared_prefixes_line(plan: Plan, shape: ModelShape | None) -> str:
-    """Say what a step whose documents share prefixes computes once (docs/shared-prefixes.md)."""
-    parents = plan.parents or ()
-    whole = plan.whole_documents
-    branches = [document for document in whole if parents[document] >= 0]
-    prefixes = [document for document in range(len(parents)) if document not in set(whole)]
-    families = sum(parents[prefix] < 0 for prefix in prefixes)
-    rows = sum(plan.lengths[prefix] for prefix in prefixes)
-    line = (
-        f"{plural(len(branches), 'document')} in {families} {'family' if families == 1 else 'families'}: {rows:,} of "
-        f"{plan.tokens + plan.spared_rows:,} tokens are computed once for all that begin with them"
-    )
-    if shape is not None:
-        separate = model_flops(shape, [plan.path_lengths[document] for document in whole])
-        line += f", {separate / model_flops(shape, plan.lengths, bases=plan.bases):.1f} times fewer operations"
-    return line
 
 
 def divided_families_line(run: TrainingRun, documents: CorpusDocuments) -> str:

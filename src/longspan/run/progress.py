@@ -26,7 +26,7 @@ class ProgressDisplay:
         self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
         # at the end of this session's first step: the clock less the seconds of evaluations so far, and its number
         self._timed_since: tuple[float, int] | None = None
-        self._step_tokens = 0  # of the steps after it
+        self._step_tokens = 0  # of all documents of the steps after it
         self._eval_seconds = self._eval_tokens = 0.0
         self._evaluations: tuple[tuple[int, int, int], ...] = ()  # as in `set_schedule`
 
@@ -65,7 +65,7 @@ class ProgressDisplay:
         if self._timed_since is None:  # the first step compiles, and only starts the clock
             self._timed_since = time.monotonic() - self._eval_seconds, step
         else:
-            self._step_tokens += row.get("tokens", 0)
+            self._step_tokens += row.get("tokens", 0) + row.get("spared_tokens", 0)
         is_late = time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
         if self._stream is not None and (is_late or step % self._log_every == 0 or step in (1, self._steps)):
             self.log("  ".join(filter(None, (text, *_step_figures(row), self._remaining_time(step)))))

@@ -33,6 +33,7 @@ from longspan.data.step_order import StepOrder, documents_of_units, sample_docum
 from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
 from longspan.files import name_file_in_errors
+from longspan.plan.shape.sharing_rules import SharingRules
 from longspan.resolve.choice import query_heads
 from longspan.resolve.resolved import Reasons
 from longspan.run.checks import check_longest_of_set, check_longest_training_document
@@ -177,12 +178,18 @@ class RunData:
 
 
 def open_data(
-    config: RunConfig, model: PreTrainedConfig, checkpoint: Path | None, world: World, log: LogLine
+    config: RunConfig,
+    model: PreTrainedConfig,
+    checkpoint: Path | None,
+    world: World,
+    log: LogLine,
+    rules: SharingRules | None = None,
 ) -> RunData:
     """Open the documents and the evaluation sets of a run, which resumes if it has a `checkpoint`; all ranks call it
     together. The first rank makes corpora that are not there yet.
 
-    The held-out documents are the first set, if there are any. Raises ConfigError for metrics that cannot be loaded,
+    The held-out documents are the first set, if there are any. Documents share prefixes as the model's `rules` say
+    (None: none share), if it sees no images. Raises ConfigError for metrics that cannot be loaded,
     DataError for what cannot be read, both on every rank.
     """
     run_dir = Path(config.run.dir)
@@ -206,11 +213,14 @@ def open_data(
         run_on_first_rank(world, check_rows_of_sets, DataError)
     metrics = run_on_every_rank(world, load_own_metrics, ConfigError) if config.evaluation.metrics else {}
     corpus = open_corpus_on_all_ranks(config, world, model, resumed=checkpoint is not None, log=log)
-    order = make_step_order(config, corpus)
+    sets = [open_evaluation_set(config, entry, world, log) for entry in config.evaluation.sets]
+    if rules is not None and any(s.documents.corpus.images for s in sets):
+        rules = rules._replace(against=("a model that sees images", *rules.against))
+    order = make_step_order(config, corpus, rules, log)
     log(documents_line(config, order))
     held_out = corpus.select(order.evaluation)
-    sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
-    sets += [open_evaluation_set(config, entry, world, log) for entry in config.evaluation.sets]
+    if held_out:
+        sets = [EvaluationSet(held_out_set(config), held_out), *sets]
 
     if sets:
 

@@ -31,14 +31,12 @@ from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.fit_to_model import check_ids_in_vocabulary
 from longspan.data.corpus_documents import CorpusDocuments
 from longspan.data.run_epochs import most_step_tokens, source_lines, with_epoch_steps
-from longspan.data.run_order import allow_sharing, forbid_sharing
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, read_reference_log_probs, reference_digest
 from longspan.files import read_json, write_atomically
 from longspan.model.load import torch_dtype
 from longspan.model.marks import find_language_model
-from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.weights.hf_folder import read_configuration, save_configuration
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
@@ -57,7 +55,7 @@ from longspan.train.run_model.load import (
     make_model_without_weights,
     read_model_configuration,
 )
-from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model, read_run_call_rules
+from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model, read_run_rules
 from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.start.start_times import Starts
 from longspan.train.training import build_run_optimizer
@@ -330,11 +328,16 @@ def open_run_documents(
     model_config = run_on_every_rank(
         world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
     )
+    rules = None  # the data's plans need them, and plans of memory
     if checkpoint is None:  # what is wrong with the model is found before a corpus is made
-        for line in run_on_every_rank(world, lambda: check_run_model(config, world, model_config), ModelError):
+        check = partial(check_run_model, config, world, model_config)
+        lines, rules = run_on_every_rank(world, check, ModelError)
+        for line in lines:
             log(line)
         run_on_first_rank(world, partial(record_base_weights, Path(config.run.dir), config), ModelError)
-    data = open_data(config, model_config, checkpoint, world, log)
+    elif config.data.share_prefixes == AUTO:
+        rules = run_on_every_rank(world, partial(read_run_rules, config, world, model_config), ModelError)
+    data = open_data(config, model_config, checkpoint, world, log, rules)
     config = config.with_keys("evaluation", documents=data.order.held_out_texts)
     config = with_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
@@ -370,6 +373,7 @@ def resolve_run(
         data.order.lengths_of_step,
         config.train.steps,
         documents_to_share=data.order.documents_to_share,
+        length_limits=data.order.length_limits,
         done=done,
         longest=data.longest[0],
         target_share=data.corpus.target_share,
@@ -400,11 +404,6 @@ def set_up(
     configuration = scale_positions(configuration, config.model, *data.longest, log)
     starts.end_part("data")
     done = int(state.get("step", 0))
-    allow_sharing(config, data.order, data.corpus, log)
-    if data.order.sharing is not None:  # memory is planned by the rows that are computed
-        rules = run_on_every_rank(world, lambda: read_run_call_rules(config, world, configuration), ModelError)
-        data.order.length_limits = rules.length_limits
-        forbid_sharing(data.order, log, *rules.separate_features(training=True))
     resolved = resolve_run(config, data, configuration, world, log, done=done)
     config = resolved.config
     memory = resolved.memory
@@ -422,8 +421,6 @@ def set_up(
     model = set_up_model(
         data, config, configuration, memory, world, log, goes_on=goes_on, reads_weights=reads_weights
     )
-    # Only a model that also sees images, in an evaluation set, may have more against it than the one that was tried.
-    forbid_sharing(data.order, log, *call_rules(find_language_model(model)).separate_features(training=True))
     starts.end_part("model")
     world.seed = config.train.seed
     optimizer = build_run_optimizer(config, world, model, memory=memory)

@@ -1,6 +1,9 @@
-"""Which documents of a step share prefixes where nobody said so: those for which it is exact, and faster."""
+"""Which documents of a step share prefixes where nobody said so: those for which it is exact, and faster; and the line
+that says so.
+"""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
@@ -11,12 +14,15 @@ from torch import nn
 from longspan.comm import World
 from longspan.config.keys import AUTO
 from longspan.data.shared_prefixes import cut_documents
+from longspan.errors import plural
 from longspan.layout import Layout
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
+from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.choice import FAMILY_PLANNERS, PlannerConfig, plan_families
 
 _log = logging.getLogger(__name__)
+_LOGGED_SHARED = threading.Event()
 
 
 def share_prefixes_where_faster(
@@ -59,6 +65,31 @@ def share_prefixes_where_faster(
     if family_plan.parents is None:
         return documents, family_plan
     return cut_documents(documents, family_plan.lengths, family_plan.parents, depths=choice.depths), family_plan
+
+
+def shared_prefixes_line(plan: Plan, shape: ModelShape | None) -> str:
+    """Say what a step whose documents share prefixes computes once (docs/shared-prefixes.md)."""
+    parents = plan.parents or ()
+    whole = plan.whole_documents
+    branches = [document for document in whole if parents[document] >= 0]
+    prefixes = [document for document in range(len(parents)) if document not in set(whole)]
+    families = sum(parents[prefix] < 0 for prefix in prefixes)
+    rows = sum(plan.lengths[prefix] for prefix in prefixes)
+    line = (
+        f"{plural(len(branches), 'document')} in {families} {'family' if families == 1 else 'families'}: {rows:,} of "
+        f"{plan.tokens + plan.spared_rows:,} tokens are computed once for all that begin with them"
+    )
+    if shape is not None:
+        separate = model_flops(shape, [plan.path_lengths[document] for document in whole])
+        line += f", {separate / model_flops(shape, plan.lengths, bases=plan.bases):.1f} times fewer operations"
+    return line
+
+
+def log_first_shared_prefixes(plan: Plan, world: World) -> None:
+    """Log on the first rank, once in a process, what the first plan whose documents share prefixes computes once."""
+    if plan.parents is not None and world.rank == 0 and not _LOGGED_SHARED.is_set():
+        _LOGGED_SHARED.set()
+        _log.warning("%s (docs/shared-prefixes.md)", shared_prefixes_line(plan, None))
 
 
 @lru_cache(maxsize=8)

@@ -48,7 +48,7 @@ from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import CostSettings
 from longspan.resolve.ways import fastest_plan
 from longspan.train import MicroBatchLoss, MicroBatchTokens, clip_grad_norm, run_step, token_log_probs, token_scores
-from longspan.train.families import share_prefixes_where_faster
+from longspan.train.families import log_first_shared_prefixes, share_prefixes_where_faster
 from longspan.verl.samples import Samples, pad_answers, read_samples
 from longspan.verl.settings import LongspanEngineConfig
 
@@ -273,7 +273,7 @@ class LongspanEngine(BaseEngine):
         lengths = tuple(len(documents[d]) for d in range(len(documents)))
         if isinstance(documents, MediaDocuments):
             return documents, plan(lengths, self.world.home, targets=documents.targets)
-        return share_prefixes_where_faster(
+        shared, made = share_prefixes_where_faster(
             self.module,
             documents,
             lengths,
@@ -283,6 +283,8 @@ class LongspanEngine(BaseEngine):
             targets=sum(document.targets for document in documents),
             plan=plan,
         )
+        log_first_shared_prefixes(made, self.world)
+        return shared, made
 
     def _cost(self, *, forward_only: bool) -> Cost:
         """Return the cost by which plans are priced, of a forward pass or of both; that of a Qwen3-8B if

@@ -11,8 +11,14 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from transformers import Phi3Config
 
 from longspan import Document, Layout, World, share_prefixes
+from longspan.cli.model_card import _measured_figures
+from longspan.cli.plans.answer import show_dry_run
+from longspan.cli.plans.documents import open_planned_documents
+from longspan.cli.plans.gpu_run import GpuRun
+from longspan.cli.plans.gpus import choose_gpus
 from longspan.cli.show import show_rows
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import Corpus
@@ -22,8 +28,10 @@ from longspan.evaluation.evaluate_saved import evaluate_saved
 from longspan.evaluation.request import EvalRequest, Subject, find_saved_weights
 from longspan.evaluation.result import Evaluation
 from longspan.plan import Plan, read_plans
+from longspan.plan.shape.positions import LengthLimit
 from longspan.report.gantt import plan_facts, plan_part
 from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.facts import Facts
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.start.start_times import Starts
@@ -138,15 +146,64 @@ def test_memory_is_planned_without_families_that_the_model_forbids(tmp_path: Pat
     base = write_base(tmp_path / "base", max_position_embeddings=1024, attention_dropout=0.1)
     path = questions(tmp_path)
     config = config_of(tmp_path, path, "dropout", model__path=str(base))
-    sharing = list[bool]()
+    planned = list[Facts]()
 
-    def resolve_run(config: RunConfig, data: Any, *_: Any, **__: Any) -> None:
-        sharing.append(data.order.sharing is not None)
+    def note_facts(config: RunConfig, facts: Facts, *_: Any) -> None:
+        planned.append(facts)
         raise ConfigError("far enough")
 
-    with patch("longspan.run.set_up.resolve_run", resolve_run), pytest.raises(ConfigError, match="far enough"):
+    with patch("longspan.run.set_up.resolve_on_ranks", note_facts), pytest.raises(ConfigError, match="far enough"):
         lines_of(0, config, 1)
-    assert sharing == [False]
+    run = GpuRun.with_model(config, choose_gpus(config, 1, on_gpus=False))
+    lines = list[str]()
+    with open_planned_documents(run, lines.append, estimate=False) as (_, facts, _):
+        planned.append(facts)
+        plans = [facts.plan_step(PlannerConfig.fixed(1, max_tokens_per_slot=8192), 0) for facts in planned]
+    assert [plan.tokens for plan in plans] == [sum(facts.lengths_of_step(0)) for facts in planned]
+    assert sum("which dropout of attention weights needs" in line for line in lines) == 1
+
+
+def test_families_of_one_set_of_frequencies_are_planned(tmp_path: Path) -> None:
+    """Rows of a long rope change their frequencies at 285 tokens, where the texts' questions end before and behind."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    limits = {"original_max_position_embeddings": 285, "max_position_embeddings": 1024}
+    base = write_base(tmp_path / "base", Phi3Config, rope_parameters=rope, **limits)
+    config = config_of(tmp_path, questions(tmp_path), "longrope", model__path=str(base))
+    planned = list[Facts]()
+
+    def note_facts(config: RunConfig, facts: Facts, *_: Any) -> None:
+        planned.append(facts)
+        raise ConfigError("far enough")
+
+    with patch("longspan.run.set_up.resolve_on_ranks", note_facts), pytest.raises(ConfigError, match="far enough"):
+        lines_of(0, config, 1)
+    (facts,) = planned
+    plan = facts.plan_step(PlannerConfig.fixed(1, max_tokens_per_slot=8192), 0)
+    assert plan.parents is not None and facts.length_limits == (LengthLimit(285, of_each_length=False),)
+    for document in plan.whole_documents:
+        if plan.parents[document] >= 0:
+            siblings = [d for d in plan.whole_documents if plan.parents[d] == plan.parents[document]]
+            assert len({plan.path_lengths[d] <= 285 for d in siblings}) == 1
+
+
+def test_a_dry_run_counts_the_tokens_of_all_documents(
+    alone: tuple[RunConfig, RunConfig, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(alone[0], context=replace(alone[0].context, max_tokens_per_slot="auto"))
+    assert show_dry_run(config, ranks=1, on_gpus=False, as_json=True) == 0
+    answer = json.loads(capsys.readouterr().out)
+    whole = [sum(plan.lengths) for plan in plans_of(alone[1])]
+    assert answer["tokens_per_second_per_gpu"] * answer["seconds"] == pytest.approx(sum(whole) / len(whole))
+    (line,) = [note for note in answer["notes"] if "max_tokens_per_slot" in note]
+    assert re.match(r'context.max_tokens_per_slot "auto" is ([\d,]+) rows, .* at most \1 \(× degree 1\)', line), line
+
+
+def test_the_model_card_counts_the_tokens_of_all_documents(alone: tuple[RunConfig, RunConfig, str]) -> None:
+    shared, separate = (
+        dict(_measured_figures(Path(config.run.dir) / "metrics.jsonl", step=2, steps=2)) for config in alone[:2]
+    )
+    assert shared["trained"] == separate["trained"]
 
 
 def test_a_family_above_the_cap_is_said_once(alone: tuple[RunConfig, RunConfig, str], tmp_path: Path) -> None:

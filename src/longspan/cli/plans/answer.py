@@ -36,7 +36,16 @@ from longspan.resolve.evaluation import plan_type_text
 from longspan.resolve.facts import Facts, evenly_spaced_numbers
 from longspan.resolve.partition import choose_partition
 from longspan.resolve.resolved import Reasons, resolve_by_best_way
-from longspan.resolve.ways import UNIT, BindingKeys, Fit, find_longest, fit_way, leanest_fit, rank_ways
+from longspan.resolve.ways import (
+    UNIT,
+    BindingKeys,
+    Fit,
+    family_notes,
+    find_longest,
+    fit_way,
+    leanest_fit,
+    rank_ways,
+)
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 
 PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
@@ -169,7 +178,8 @@ def way_figures(fit: Fit) -> dict[str, Any]:
     mfu = None
     count = len(facts.home.ranks)
     if fit.seconds is not None:
-        per_gpu = sum(plan.tokens for plan in fit.plans) / len(fit.plans) / fit.seconds / count
+        tokens = sum(plan.tokens + plan.spared_rows for plan in fit.plans) / len(fit.plans)
+        per_gpu = tokens / fit.seconds / count
         peak = peak_tflops(facts.machine.device, "bfloat16")
         frozen = config.lora.rank > 0
         shape = ModelShape.of(facts.model, depths=config.mtp.num_layers)
@@ -413,7 +423,7 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     larger = None
     reasons = Reasons(partition=partition)
     if fits:
-        notes += ways[0].notes
+        notes += [*ways[0].notes, *family_notes(run.config, ways[0])]
         resolved = resolve_by_best_way(config, ranking)
         chosen = resolved.config
         reasons = replace(resolved.reasons, partition=partition)

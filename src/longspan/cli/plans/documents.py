@@ -16,10 +16,11 @@ from longspan.corpus.sources.find_files import STDLIB, find_rows
 from longspan.corpus.sources.first_rows import read_text_sizes
 from longspan.data.manifest import SHORTEST
 from longspan.data.run_epochs import documents_line, most_step_tokens, with_epoch_steps
-from longspan.data.run_order import allow_sharing, make_step_order, order_lengths
+from longspan.data.run_order import make_step_order, order_lengths
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, plural
 from longspan.model.weights.tokenizer_files import tokenizer_folder
+from longspan.plan.shape.sharing_rules import read_sharing_rules
 from longspan.resolve.facts import Facts
 from longspan.train.optim.schedule import Schedule
 
@@ -50,8 +51,7 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
     with TemporaryDirectory(prefix="longspan-plan-") as folder:
         settings = CorpusSettings.for_run(config)
         corpus = open_or_build_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
-        order = make_step_order(config, corpus)
-        allow_sharing(config, order, corpus, log)
+        order = make_step_order(config, corpus, read_sharing_rules(run.model), log)
         yield _plan_documents(
             run,
             order,
@@ -111,6 +111,7 @@ def _plan_documents(
         config.train.steps,
         targets_of_step=order.targets_of_step,
         documents_to_share=order.documents_to_share,
+        length_limits=order.length_limits,
         longest=max(length for number, length in enumerate(lengths.tolist()) if number not in held_out),
         target_share=target_share,
         image_rows=rows_of_token * most_step_tokens(config, order) if rows_of_token else 0.0,

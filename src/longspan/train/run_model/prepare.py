@@ -26,25 +26,27 @@ from longspan.model.features import Call, features_of
 from longspan.model.float8_layers import float8_device_reason
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepared import PrepareOptions
+from longspan.model.prepared import PrepareOptions, read_call_rules
 from longspan.model.weights.fill import stored_formats
 from longspan.plain_text import gib_text
 from longspan.plan.memory.settings import known_state_numbers
+from longspan.plan.shape.sharing_rules import SharingRules
 from longspan.resolve.choice import PlannerConfig
 from longspan.train.optim.parameter_groups import check_named_groups, freeze_by_name
-from longspan.train.run_model.load import add_configured_adapter, load_run_model
+from longspan.train.run_model.load import add_configured_adapter, load_run_model, make_model_without_weights
 
 if TYPE_CHECKING:
-    from longspan.model.seams.call_rules import CallRules
     from longspan.plan import MemoryPlan
 
 
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
-def check_run_model(config: RunConfig, world: World, configuration: PreTrainedConfig) -> list[str]:
+def check_run_model(
+    config: RunConfig, world: World, configuration: PreTrainedConfig
+) -> tuple[list[str], SharingRules]:
     """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines
-    for the log.
+    for the log, and what the model forbids of shared prefixes, which data and plans of memory need.
 
     The model is made without weights, checked as `prepare` would on the host, and dropped again. The data decide later
     whether a model with towers sees images: it is refused here only if it can run neither without nor with them. Raises
@@ -63,7 +65,7 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
         try:
             with warnings.catch_warnings(action="ignore"):  # they come once more when the run loads the model
                 model = load_run_model(config, configuration, images=images)
-                _add_adapter_and_freeze(config, model, images=images)
+                adapted_model = _add_adapter_and_freeze(config, model, images=images)
             lines = [*adapter_notes(model)] if config.lora.rank else []
             _check_comm_types_fit_layers(config, model)
             options = _prepare_options(config, world, model, None, training=True)
@@ -79,7 +81,7 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
                 for feature in features:
                     if reason := feature.rank_error(model):
                         raise reason
-            return lines
+            return lines, _sharing_rules(adapted_model, world, options)
         except LongspanError as error:
             errors.append(error)
     first, *errors_with_images = errors
@@ -88,17 +90,24 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
     raise first
 
 
-def read_run_call_rules(config: RunConfig, world: World, configuration: PreTrainedConfig) -> "CallRules":
-    """Return the rules that the run's model will have for its calls on texts, before a plan of memory needs them.
+def read_run_rules(config: RunConfig, world: World, configuration: PreTrainedConfig) -> SharingRules:
+    """Return the rules of `check_run_model` for a run that goes on, whose model has been checked.
 
-    A model without weights is tried on the meta device and dropped.
+    The folder of a model that is trained whole is not read: a checkpoint has its weights.
     """
-    from longspan.model.prepared import read_call_rules
-
+    load = load_run_model if config.lora.rank else make_model_without_weights
     with warnings.catch_warnings(action="ignore"):  # they come once more when the run loads the model
-        model = load_run_model(config, configuration, images=False)
+        model = load(config, configuration)
         adapted_model = _add_adapter_and_freeze(config, model, images=False)
-    return read_call_rules(adapted_model, world, _prepare_options(config, world, model, None, training=True))
+    return _sharing_rules(adapted_model, world, _prepare_options(config, world, model, None, training=True))
+
+
+def _sharing_rules(model: Any, world: World, options: PrepareOptions) -> SharingRules:
+    """Return what a model without weights would say of shared prefixes once prepared; it is tried on the meta device,
+    and to be dropped then.
+    """
+    rules = read_call_rules(model, world, options)
+    return SharingRules(rules.separate_features(training=True), rules.length_limits)
 
 
 def prepare_run_model(
