@@ -187,16 +187,20 @@ def test_families_of_one_set_of_frequencies_are_planned(tmp_path: Path) -> None:
             assert len({plan.path_lengths[d] <= 285 for d in siblings}) == 1
 
 
-def test_a_dry_run_counts_the_tokens_of_all_documents(
-    alone: tuple[RunConfig, RunConfig, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = replace(alone[0], context=replace(alone[0].context, max_tokens_per_slot="auto"))
-    assert show_dry_run(config, ranks=1, on_gpus=False, as_json=True) == 0
-    answer = json.loads(capsys.readouterr().out)
-    whole = [sum(plan.lengths) for plan in plans_of(alone[1])]
-    assert answer["tokens_per_second_per_gpu"] * answer["seconds"] == pytest.approx(sum(whole) / len(whole))
-    (line,) = [note for note in answer["notes"] if "max_tokens_per_slot" in note]
+def test_a_dry_run_counts_the_tokens_of_all_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = list[float]()
+    lines = list[list[str]]()
+    keys = {"model__preset": "qwen3-4b", "context__max_tokens_per_slot": "auto"}
+    for share in ("auto", "none"):
+        config = config_of(tmp_path, questions(tmp_path), share, data__share_prefixes=share, **keys)
+        assert show_dry_run(config, ranks=1, on_gpus=False, as_json=True) == 0
+        answer = json.loads(capsys.readouterr().out)
+        tokens.append(answer["tokens_per_second_per_gpu"] * answer["seconds"])
+        lines.append([note for note in answer["notes"] if "max_tokens_per_slot" in note])
+    assert tokens[0] == pytest.approx(tokens[1])
+    (line,), no_lines = lines
     assert re.match(r'context.max_tokens_per_slot "auto" is ([\d,]+) rows, .* at most \1 \(× degree 1\)', line), line
+    assert no_lines == []
 
 
 def test_the_model_card_counts_the_tokens_of_all_documents(alone: tuple[RunConfig, RunConfig, str]) -> None:
