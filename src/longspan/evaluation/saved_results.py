@@ -109,7 +109,8 @@ def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Diffe
     """Return how the other's losses, and figures by pair, differ from the first's, for each set and degree."""
     differences = list[Difference]()
     for one, another in zip(first.sets, other.sets, strict=True):
-        units, other_units = one.evaluation.units, another.evaluation.units
+        units = one.evaluation.units
+        other_units = another.evaluation.units
         if units is None or other_units is None:
             differences.append(_difference_by_token(one, another))
             continue

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from transformers import Phi3Config
+import transformers
 
 from longspan import Document, Layout, World, share_prefixes
 from longspan.cli.model_card import _measured_figures
@@ -168,7 +168,7 @@ def test_families_of_one_set_of_frequencies_are_planned(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     limits = {"original_max_position_embeddings": 285, "max_position_embeddings": 1024}
-    base = write_base(tmp_path / "base", Phi3Config, rope_parameters=rope, **limits)
+    base = write_base(tmp_path / "base", transformers.Phi3Config, rope_parameters=rope, **limits)
     config = config_of(tmp_path, questions(tmp_path), "longrope", model__path=str(base))
     planned = list[Facts]()
 

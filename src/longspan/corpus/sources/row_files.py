@@ -266,7 +266,8 @@ class JsonFile(CutFile):
                 None,
                 (line.removeprefix(BYTE_ORDER_MARK).strip() for line in iter(lambda: stream.readline(limit), b"")),
             )
-            first, second = next(lines, b""), next(lines, b"")
+            first = next(lines, b"")
+            second = next(lines, b"")
         return first.endswith(b"}") and second.startswith(b"{")
 
 

@@ -35,7 +35,7 @@ def _first_of(every: int, attribute: str = "") -> Rule:
     return rule
 
 
-def _by_period(*types: str) -> Rule:
+def _repeated(*types: str) -> Rule:
     return lambda read, layer: types[layer % len(types)]
 
 
@@ -139,16 +139,16 @@ _WINDOW_IN_ALL = (
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys((*_WINDOW_IN_ALL, "qwen3_moe", "starcoder2"), _all_in_window),
     "afmoe": _last_of(4, "global_attn_every_n_layers"),
-    "axk2": _by_period("indexed_attention"),
+    "axk2": _repeated("indexed_attention"),
     "bailing_hybrid": _last_of(6, "layer_group_size", others="linear_attention"),
     "beam": _last_is_full(_last_of(6)),
     "cohere2": _last_of(4, "sliding_window_pattern"),
     "cohere2_moe": _cohere2_moe,
-    "cohere_compass_text": _by_period(_FULL),
+    "cohere_compass_text": _repeated(_FULL),
     "cwm": _first_of(4),
     "deepseek_ocr2_encoder": _from_max_window_layers,
-    "deepseek_v32": _by_period("indexed_attention"),
-    "deepseek_v4": _by_period("compressed_sparse_attention"),
+    "deepseek_v32": _repeated("indexed_attention"),
+    "deepseek_v4": _repeated("compressed_sparse_attention"),
     "dory": _last_of(4),
     "dots1": _from_max_window_layers,
     "dots3_note*": _dots3_note,
@@ -162,22 +162,22 @@ RULES: Mapping[str, Rule] = {
     "gemma3n*": _last_of(5),
     "gemma4*": _last_is_full(_last_of(6)),
     "glm5_next*": _last_of(4, last="indexed_attention", others="linear_attention"),
-    "glm_moe_dsa": _by_period("indexed_attention"),
+    "glm_moe_dsa": _repeated("indexed_attention"),
     "gpt_oss": _last_of(2),
     "granite_swa": _first_of(4),
     "granitemoe_swa": _first_of(4),
-    "hy_v4*": _by_period("indexed_attention"),
+    "hy_v4*": _repeated("indexed_attention"),
     "inkling*_text": _last_of(6, last="hybrid", others="hybrid_sliding"),
     "kimi_linear": lambda read, layer: _FULL if layer and layer % 4 == 0 else "linear_attention",
     "kolibri1": _last_of(5),
-    "laguna": _by_period(_FULL),
-    "lara_mini": _by_period("linear_attention", _SLIDING, "linear_attention", _FULL, _SLIDING),
+    "laguna": _repeated(_FULL),
+    "lara_mini": _repeated("linear_attention", _SLIDING, "linear_attention", _FULL, _SLIDING),
     "lfm3": _lfm3,
     "llama4*": _llama4,
-    "mellum": _by_period(_FULL),
+    "mellum": _repeated(_FULL),
     "mimo_v2_flash": _mimo,
-    "mistral_large4*": _by_period("indexed_attention"),
-    "minimax": _by_period("linear_attention", _FULL),
+    "mistral_large4*": _repeated("indexed_attention"),
+    "minimax": _repeated("linear_attention", _FULL),
     "*modernbert*": _first_of(3, "global_attn_every_n_layers"),
     "muse_*": _from_last(4),
     "olmo3": _last_of(4),
@@ -190,7 +190,7 @@ RULES: Mapping[str, Rule] = {
     "unlimited_ocr*": lambda read, layer: "reference_sliding_attention" if _has_window(read) else _FULL,
     "vaultgemma": _last_of(2),
     "zamba2": _zamba2,
-    "zaya": _by_period("hybrid"),
+    "zaya": _repeated("hybrid"),
 }
 
 
