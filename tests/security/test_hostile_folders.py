@@ -131,7 +131,13 @@ def test_damaged_files_of_a_tokenizer_are_not_exported(place: Path, capfd: pytes
         assert not (place / "out").exists()
         file.unlink() if old is None else file.write_bytes(old)
     configuration = place / "run" / "config.json"
-    for values in ({"architectures": 7}, {"head_dim": 0}, {"hidden_act": "x"}, {"num_key_value_heads": -1}):
+    for values in (
+        {"architectures": 7},
+        {"dtype": -1},
+        {"head_dim": 0},
+        {"hidden_act": "x"},
+        {"num_key_value_heads": -1},
+    ):
         old = configuration.read_bytes()
         edit_json(configuration, **values)
         refused(["export", "run", "out"], place, capfd, "run/config.json")

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
@@ -50,6 +51,9 @@ def read_configuration(path: Path) -> PreTrainedConfig:
     names: object = config.architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ModelError(f'{file} has "architectures": {names!r}; give a list of names of classes, or leave it out')
+    dtype: object = config.dtype
+    if not isinstance(dtype, str | torch.dtype | None):
+        raise ModelError(f'{file} has "dtype": {dtype!r}; give the name of one of torch, or leave it out')
     return remove_code_and_quantization(config)
 
 
