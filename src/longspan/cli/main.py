@@ -93,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, `| head`, has left; Python would flush to it as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # of a file or a folder that cannot be read or written
+        from longspan.files import os_error_text
+
+        return _print_error(LongspanError(os_error_text(error)).with_traceback(error.__traceback__), debug=debug)
 
 
 def _import_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
