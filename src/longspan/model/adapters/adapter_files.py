@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
 from longspan.model.adapters.adapter import Adapter
 from longspan.model.layers import MTP
 from longspan.model.mtp.depths import select_mtp_weights
+from longspan.model.weights.write import save_tensors
 
 
 def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def write_adapter(
     `modules` are whole modules among the tensors, which peft loads in place of the base model's.
     """
     stock = {name_in_peft_files(name, adapter.name): tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(stock, folder / WEIGHTS)
     config = copy.copy(adapter.config)
     config.inference_mode = True
     if whole_modules := [*modules, *([MTP] if select_mtp_weights(tensors) else [])]:

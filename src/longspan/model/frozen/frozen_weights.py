@@ -160,8 +160,8 @@ class FrozenFeature(Feature):
             yield "a copy of all weights on every rank (shard_parameters=False) is not packed; shard them"
         if self.options.frozen == "stored" and not self._formats:
             yield (
-                "stored codes are kept of models that transformers loaded with BitsAndBytesConfig, and of folders "
-                "under an adapter of longspan train (lora.rank); under an adapter of peft load the folder with "
+                "it is read from no folder in 4 or 8 bits (as longspan train does with lora.rank), and was not loaded "
+                "in them by transformers (BitsAndBytesConfig); under an adapter of peft load the folder with "
                 'load_model(folder, quantized=True), which dequantises it, and use frozen="nf4"'
             )
         elif not self._formats:

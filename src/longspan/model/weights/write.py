@@ -4,6 +4,7 @@ Names become those of stock folders by transformers' conversions, a decoder laye
 target, and then replace an older model's there; other files stay.
 """
 
+import errno
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -65,6 +67,15 @@ def replace_files(partial: Path, folder: Path, replaced: str) -> None:
         (partial / name).rename(folder / name)
     partial.rmdir()
     shutil.rmtree(old_files)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file of safetensors. Raises OSError for what the disk refuses, of which safetensors gives the text."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
 FILE_BYTES = 5 * 10**9  # of one file at most, as on the Hugging Face hub
@@ -166,7 +177,7 @@ class WeightWriter:
         """Write the tensors that wait as the next part, and drop them; nothing if none waits."""
         if not self._file:
             return
-        save_file(self._file, self._partial_path(len(self._files)), metadata={"format": "pt"})
+        save_tensors(self._file, self._partial_path(len(self._files)))
         self._bytes += sum(tensor.nbytes for tensor in self._file.values())
         self._files.append({name: tensor.numel() for name, tensor in self._file.items()})
         self._file = {}
