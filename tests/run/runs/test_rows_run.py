@@ -236,7 +236,7 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(tmp_path: Path, case: str) 
     assert re.search(rf"{read} times; 3 texts (of \d+ documents )?held out \(evaluation.documents\)", out)
     assert f"train.epochs {epochs:g}: {len(rows)} step" in out and "repeatedly" not in out
     assert re.search(rf"\nsteps +{len(rows)}, each of up to {min(tokens, epoch):,} tokens\n", out)
-    run = GpuRun(config, choose_gpus(config, ranks, on_gpus=False), config.model.preset)
+    run = GpuRun.with_model(config, choose_gpus(config, ranks, on_gpus=False))
     with open_planned_documents(run, lambda line: None, estimate=False) as (_, facts, line):
         assert facts.steps == len(rows)
         assert [sum(facts.lengths_of_step(step)) for step in range(len(rows))] == [r["tokens"] for r in rows]

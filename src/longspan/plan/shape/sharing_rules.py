@@ -26,7 +26,8 @@ def read_sharing_rules(config: Any) -> SharingRules:
     `config` is a configuration of transformers, object or dict, a config.json or its folder. What classes draw or
     choose without a key of the configuration is not seen.
 
-    >>> read_sharing_rules({**llama, "attention_dropout": 0.1}).against
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    >>> read_sharing_rules({"model_type": "llama", "vocab_size": 100, **sizes, "attention_dropout": 0.1}).against
     ('dropout of attention weights',)
     """
     reader = ConfigReader.read_language_model(config)
