@@ -63,13 +63,15 @@ def all_gather_backward(
     slices = max(slices, backward_head_groups(max(members.counts), q, k.shape[1]), key=len)
     dq_parts = list[Tensor]()
     own_pairs = list[_Pair]()  # dk and dv of this member's rows
-    travelling: Handle | None = None  # those of the slice before
+    # The gradients of the slice before are still on their way.
+    travelling: Handle | None = None
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         saved_slice = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
         dq = RowSum(saved_slice.q)
         slice_call = call.for_heads(heads.q.start, heads.q.stop)
         addends = block_gradients(dq, dout[:, heads.q], saved_slice, members.launches(None), slice_call)
-        if travelling is not None:  # one message at a time takes memory
+        # Only one message at a time takes memory.
+        if travelling is not None:
             own_pairs.append(travelling.wait())
         travelling = _send_gradients(addends, all_k, all_v, members)
         dq_parts.append(dq.result().to(q.dtype))
@@ -83,11 +85,7 @@ def all_gather_backward(
 def _gather_slices(
     members: Members, tensors: _Pair, slices: Sequence[HeadSlice], label: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
-    """Yield each slice of heads with all rows of its k and v in document order, (S, heads, size); the next slice
-    travels meanwhile.
-
-    `tensors` are this member's k and v. A caller that drops a pair before it asks for the next has one in memory.
-    """
+    """The next slice travels meanwhile. A caller that drops a pair before it asks for the next has one in memory."""
     channel = members.gather_channel
     order = members.document_order(channel.row_starts(members.counts))
 
@@ -98,7 +96,7 @@ def _gather_slices(
     started = [start_gather(slices[0])]
     for i, heads in enumerate(slices):
         in_order = join_columns((started.pop().wait(),), order)
-        started += [start_gather(following) for following in slices[i + 1 : i + 2]]  # none after the last slice
+        started += [start_gather(following) for following in slices[i + 1 : i + 2]]
         k, v = split_columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
         del in_order
         yield heads, (k, v)
@@ -106,12 +104,8 @@ def _gather_slices(
 
 
 def _send_gradients(addends: list[Addend], k: Tensor, v: Tensor, members: Members) -> Handle:
-    """Add up a slice's gradients, one addend for each launch, and start sending each member those of its rows.
-
-    `addends` is emptied, which frees them. `wait()` returns (dk, dv) of this member's rows, summed over members. k and
-    v (S, heads, size) give shapes and dtype. On their way dk and dv lie side by side: (S, columns) in the accumulation
-    dtype, rows member after member.
-    """
+    """Empty `addends`, which frees them. On their way dk and dv lie side by side: (S, columns) in the accumulation
+    dtype, rows member after member."""
     row_shapes = [x.shape[1:] for x in (k, v)]
     widths = [shape.numel() for shape in row_shapes]
     packed = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))

@@ -110,17 +110,14 @@ class HeadSwap:
         return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
 
     def _slice_views(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
-        """View this slice of every member's heads in tensors (T, N, size): (T, members, columns).
-
-        Key/value heads may be cut into fewer slices (`cuts`), of which each serves several slices of query heads.
-        """
+        """(T, members, columns); key/value heads may be cut into fewer slices, each of which serves several slices of
+        query heads."""
         return [
             head_slice_by_member(x, self._degree, cuts, slice_index * cuts // self.slices)
             for x, cuts in zip(tensors, map(self._slice_count, tensors), strict=True)
         ]
 
     def _slice_count(self, x: Tensor) -> int:
-        """How many slices a member's heads of x are cut into: x has all query heads, or else all key/value heads."""
         if x.shape[1] == self.split.heads:
             return self.slices
         return self.slices // self._shared
@@ -179,7 +176,6 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
 
 
 def _gather_indices(call: AttendCall, members: Members) -> AttendCall:
-    """Return the call with the indices of all neighbours' rows, in document order: they are the same for all heads."""
     if call.indices is None:
         return call
     channel = members.inner_channel
@@ -194,10 +190,7 @@ def _gather_indices(call: AttendCall, members: Members) -> AttendCall:
 
 
 def _advance_rings_in_turn(rings: Sequence[Iterator[None]]) -> None:
-    """Advance every ring by a block, one ring after another, until all are at their end.
-
-    All members do so in this order, so that they post their messages in the same one.
-    """
+    """All members do so in this order, so that they post their messages in the same one."""
     for _ in zip(*rings, strict=True):  # strict: once the first ring ends, zip runs the others to their ends too
         pass
 
@@ -226,7 +219,8 @@ class _SlicedForward:
         members = self._swap.members
         first_q, own_k, own_v = self._receive_slice(run.start)
         blocks = key_blocks(own_k, own_v, members)
-        totals = list[tuple[Tensor, Partial, AttendCall]]()  # of each slice: its queries, their sum, its call
+        # Each slice has its queries, the sum of their blocks, and its call.
+        totals = list[tuple[Tensor, Partial, AttendCall]]()
         for turn in range(members.turns):
             launches, k, v = next(blocks)
             for slice_index in run:
@@ -246,9 +240,7 @@ class _SlicedForward:
                 yield
 
     def _receive_slice(self, slice_index: int) -> tuple[Tensor, ...]:
-        """Wait for the next slice on its way here, which must be this one: (q,), or (q, k, v) of the first
-        in its run.
-        """
+        """(q,), or (q, k, v) of the first slice in its run."""
         return self._swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
 
 
@@ -320,8 +312,9 @@ class _SlicedBackward:
         self._arriving = list[Handle]()
         for slice_index in range(min(in_flight, swap.slices)):
             self._send_output_gradients(slice_index)
-        self._shared_kv: tuple[Tensor, ...] = ()  # they arrived with the first of the slices that share them
-        self._dsinks: dict[int, Tensor | None] = {}  # by slice, the gradient of its heads' sinks
+        # The first of the slices that share keys and values brings them.
+        self._shared_kv: tuple[Tensor, ...] = ()
+        self._dsinks: dict[int, Tensor | None] = {}
         # dk and dv of each slice so far that shares the current keys and values
         self._kv_addends: list[Addend] = []
 
@@ -405,15 +398,10 @@ class _SlicedBackward:
         return all_heads
 
     def _send_output_gradients(self, slice_index: int) -> None:
-        """Start sending a slice of dout, with q, k, v and out or deltas where the local ones were saved."""
         self._arriving.append(self._swap.send_heads(self._sent[slice_index], slice_index, _BACKWARD))
 
     def _receive_queries(self, slice_index: int) -> Queries:
-        """Receive dout for the query heads of a slice, and join it with what forward saved of them: exchanged ones are
-        here, local ones come with dout.
-
-        The slice after those in flight is sent, to travel while this one is computed.
-        """
+        """The slice after those in flight is sent, to travel while this one is computed."""
         swap = self._swap
         arrived = swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
         if slice_index + self._in_flight < swap.slices:
@@ -429,13 +417,11 @@ class _SlicedBackward:
         return Queries(dout, saved, swap.slice_call(self._call, slice_index), RowSum(saved.q))
 
     def _send_query_gradients(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
-        """Finish the gradients of these slices of queries, send them back, and keep those of their sinks."""
         for slice_index, slice_queries in zip(indices, queries, strict=True):
             dq, self._dsinks[slice_index] = slice_queries.gradients()
             self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
 
     def _send_gradients(self, slice_index: int, gradient_slice: slice, gradients: Sequence[Tensor]) -> None:
-        """Start sending gradients of a slice back; `gradient_slice` says which of (dq, dk, dv) they are."""
         self._leaving.append(
             (slice_index, gradient_slice, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients"))
         )

@@ -98,16 +98,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, late
 
 
 def _refuse_dtensor(name: str, x: Tensor) -> None:
-    """Raise AttentionError for a DTensor: attend computes with this rank's part, and would take it for the whole."""
     if isinstance(x, DTensor):
         placements = ", ".join(map(str, x.placements))
         raise AttentionError(f"{name} is a DTensor ({placements}); pass this rank's part of it: {name}.to_local()")
 
 
 def _check_shape(name: str, x: Tensor, shape: tuple[int | str, ...], contents: str) -> None:
-    """Raise AttentionError unless x is a plain tensor of this shape, in which "k" stands for any size; `contents` says
-    what it holds.
-    """
+    """In `shape` "k" stands for any size."""
     if not isinstance(x, Tensor):
         raise AttentionError(f"{name} is a {type(x).__name__}; give a tensor of {contents}")
     _refuse_dtensor(name, x)
@@ -164,15 +161,10 @@ def choose_communication(shard: SequenceShard, arguments: Arguments, call: Atten
 
 
 def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, call: AttendCall) -> CommChoice:
-    """Return how the group at `index` of the micro-batch communicates in this call; raise AttentionError as
-    `choose_communication`.
-
-    The call's type wins over the group's; of a list of types the layer's is taken, and "auto" is the fastest one by the
-    world's machine. A group of one member is ("p2p", 1), after the same checks of the type.
-    """
+    """The call's type wins over the group's; a group of one member is ("p2p", 1), after the same checks of the type."""
     group = shard.micro_batch.groups[index]
     where = f" of group {index}"
-    owner = ""  # whose types they are, in messages
+    owner = ""
     types = arguments.cp_comm_type
     if types is None:
         owner = where
@@ -214,9 +206,6 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
 
 
 def _hierarchical_sizes(sizes: LevelSizes | None, degree: int, where: str) -> LevelSizes:
-    """Return (a2a, p2p) sizes whose product is the degree; raise AttentionError for others, or none, with those that
-    would fit.
-    """
     if sizes is not None and sizes[0] * sizes[1] == degree:
         return sizes
     fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
@@ -468,9 +457,6 @@ def attend(
 
 
 def _hashable_argument(argument: Any) -> Any:
-    """Return a sequence as a tuple, so that it may be a part of the cache's key; anything else as it is, to be checked
-    later.
-    """
     if isinstance(argument, Iterable) and not isinstance(argument, str):
         return tuple(argument)
     return argument
@@ -485,12 +471,8 @@ def _cached_or_packed_call(
     arguments: Arguments,
     indices: Tensor | None,
 ) -> AttendCall:
-    """Return the packed call of these arguments, from the shard's cache where a layer had the same; raise
-    AttentionError as `pack_call`.
-
-    The key has the shapes, types, dtypes and devices of tensors, not their values. The layer's index is a part of it
-    only where it decides the communication type.
-    """
+    """The key has the shapes, types, dtypes and devices of tensors, not their values; the layer only where it decides
+    the type."""
     tensors = (q, k, v, sinks, indices)
     if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
         return pack_call(q, k, v, sinks, shard, arguments, indices)  # raises
@@ -586,12 +568,8 @@ class _Attend(torch.autograd.Function):
 
 
 def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: object) -> list[Any]:
-    """Return `run(call, *tensors)`, from its second time on by a replay of its recorded launches where the call may
-    have any.
-
-    `key` tells apart the runs of one call, as forward and backward, and must determine the shapes of `tensors`. Calls
-    with indices or dropout vary from run to run, and are never recorded.
-    """
+    """`key` tells apart the runs of one call, and must determine the shapes of `tensors`; indices and dropout vary
+    between runs, so such calls are never recorded."""
     varies = call.indices is not None or call.dropout is not None
     if call.replays is None or varies or torch.cuda.is_current_stream_capturing():
         return run(call, *tensors)
@@ -607,9 +585,7 @@ def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: 
 
 
 def _add_layer_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor | None) -> AttendCall:
-    """Return the call with this layer's tensors; the call in the shard's cache, which all layers share, must keep
-    neither.
-    """
+    """The call in the shard's cache, which all layers share, must keep neither sinks nor indices."""
     if sinks is None and indices is None:
         return call
     return replace(call, sinks=sinks, indices=indices)
@@ -618,12 +594,8 @@ def _add_layer_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor |
 def _attend_parts(
     q: Tensor, k: Tensor, v: Tensor, call: AttendCall, save_local: bool = False
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
-    """Attend in all parts: return the output (T, N, Hv), what is saved for backward, and each part's number of slices.
-
-    What is saved are the tensors of each `Saved`, slice after slice and part after part. None stands for an output that
-    is the part's rows of the output. With `save_local` the own rows' q, k, v and out are saved under every type, in
-    place of what was exchanged: backward exchanges them once more.
-    """
+    """What is saved are the tensors of each `Saved`, slice after slice and part after part; None stands for an output
+    that is the part's rows of the output. With `save_local` backward exchanges the own rows once more."""
 
     def run(call: AttendCall, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
         parts = list[tuple[Tensor, Sequence[Saved]]]()
@@ -643,9 +615,7 @@ def _attend_parts(
 
 
 def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Turn autocast off inside, where it is on for x's device: it would round products of float32 scores to half
-    precision.
-    """
+    """Autocast would round products of float32 scores to half precision."""
     return (
         torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
     )
@@ -654,7 +624,6 @@ def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
 def _join_rows_of_parts(
     parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """Join the rows of all parts, tensor by tensor: (rows, *shape) in the dtype of `like`, contiguous."""
     if len(parts) == 1:
         return cast_rows(parts[0], like.dtype)
     no_rows = [like.new_empty((0, *shape)) for shape in shapes]

@@ -128,7 +128,6 @@ class RowSum:
             add_rows([(x, self._full_sum()[:, heads])], all_rows)
 
     def _full_sum(self) -> Tensor:
-        """Return the sum as a tensor of all rows in the accumulation dtype, which may be added to in place."""
         (self._total,) = cast_rows((self.result(),), accumulation_dtype(self._like.dtype))
         return self._total
 
@@ -183,9 +182,7 @@ def block_gradients(
 
 
 def _sum_copies(gradient: Tensor, copies: Sequence[Tensor]) -> Tensor:
-    """Sum the gradients (rows that a kernel received, K, H) of each key row's copies, which `copies` lists
-    (`find_copies`), in their order: every sum gives the same bits again.
-    """
+    """Sum in the order of `copies`: every sum gives the same bits again."""
     columns = gradient.flatten(1).contiguous()
     total = columns.new_empty((len(copies[0]), columns.shape[1]), dtype=accumulation_dtype(gradient.dtype))
     sum_rows(total, [(columns, index) for index in copies])

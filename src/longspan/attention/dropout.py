@@ -12,11 +12,12 @@ from torch import Tensor
 
 from longspan.attention.tiles import Launch, Tile
 
-_BITS = 31  # of the hash that are compared with the rate
+# The rate is compared with so many bits of the hash.
+_BITS = 31
 
 
 def _to_signed_word(word: int) -> int:
-    """Return the int64 that has the low 64 bits of an integer: torch has no unsigned arithmetic."""
+    """torch has no unsigned arithmetic."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
@@ -33,7 +34,8 @@ class Dropout:
 
     rate: float
     seed: int
-    first_head: int = 0  # of the tensors at hand, among all query heads
+    # The number is that of the first head at hand among all query heads.
+    first_head: int = 0
 
     def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:
         """Return what each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate)."""
@@ -65,5 +67,5 @@ def _absorb_word(state: Tensor | int, word: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of unsigned words: the sign bit does not spread."""
+    """The sign bit does not spread."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

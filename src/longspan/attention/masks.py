@@ -57,7 +57,8 @@ def tilings_between(
     as there is no window and no chunk ends inside a run; with a window, their number depends on the partition and not
     on how many documents there are.
     """
-    if chunk is not None:  # in what follows a chunk is a document
+    # With `chunk`, each chunk is a document from here on.
+    if chunk is not None:
         longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
         q, k = _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
     if window is not None:
@@ -66,7 +67,6 @@ def tilings_between(
 
 
 def _window_tilings(q: Segments, k: Segments, window: int, *, repeats_keys: bool = False) -> tuple[Tiling, ...]:
-    """Return the tilings of a causal window in the form that takes the fewest launches; all forms cover the same."""
     band = _band_tiles(q, k, window)
     without_idle = _drop_idle_limits(band)
     candidates = (band, without_idle, split_left_limits(without_idle))
@@ -104,11 +104,8 @@ def branch_tilings(
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
-    """Cut runs at chunk ends, and make each chunk of a document a document of its own, positions unchanged.
-
-    Chunks are numbered document after document, each of which gets as many numbers as `longest` positions have chunks.
-    So no two chunks share a number, and q and k have the same ones if both are cut with one `longest`.
-    """
+    """A document gets as many numbers of chunks as `longest` positions have: q and k have the same ones if both are cut
+    with one `longest`."""
     first_chunk = segments.start // chunk
     end_chunk = -(-segments.stop // chunk)
     number = expand_runs(first_chunk, end_chunk)
@@ -129,7 +126,8 @@ def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False) -> tuple[Tili
         return ()
     order = np.lexsort((tiles.document, tiles.right, tiles.left))
     same_mask = (np.diff(tiles.left[order]) == 0) & (np.diff(tiles.right[order]) == 0)
-    is_first = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))  # of its document and mask
+    # A tile is the first of its document and mask where either changes.
+    is_first = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))
     index = np.arange(len(order))
     turn = np.empty_like(index)  # the number of each tile among those of its document and mask
     turn[order] = index - np.maximum.accumulate(np.where(is_first, index, 0))
@@ -150,7 +148,6 @@ def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False) -> tuple[Tili
 
 
 def _find_hiding_limits(tiles: TileArrays) -> tuple[Flags, Flags]:
-    """Return for each tile whether its left limit, and whether its right one, hides a key of the tile from a row."""
     left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
     right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
@@ -173,9 +170,7 @@ def pair_runs(q_document: Integers, k_document: Integers) -> tuple[Integers, Int
 
 
 def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]:
-    """Return the documents in the tensor's order, and where the rows of each begin and end in it; a document's runs
-    follow each other.
-    """
+    """A document's runs follow each other in the tensor."""
     first_runs = np.flatnonzero(np.diff(segments.document, prepend=-1))
     last_runs = np.append(first_runs, len(segments))[1:] - 1
     stops = segments.offset + segments.stop - segments.start
@@ -183,7 +178,7 @@ def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]
 
 
 def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Return one tile for each document that both sides have, in which every row sees every key: what is not causal."""
+    """What is not causal: every row sees every key of its document."""
     document, q_start, q_stop = _document_extents(q)
     k_document, k_start, k_stop = _document_extents(k)
     document, q_index, k_index = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
@@ -194,12 +189,9 @@ def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
 
 
 def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Return the tiles of a causal mask, without a window: each row sees its document's keys up to its position.
-
-    For each pair of a run of q and a run of k there are two tiles, with the keys from the document's first run of k on:
-    the rows at the positions of this run of k, which see one key more with every row, and the rows after it up to the
-    next run of k, which see all of it.
-    """
+    """For each pair of a run of q and a run of k there are two tiles, with the keys from the document's first run of k
+    on: the rows at the positions of this run of k, which see one key more with every row, and the rows after it up to
+    the next run of k, which see all of it."""
     q_run, k_run, first_k_run = pair_runs(q.document, k.document)
     document = q.document[q_run]
     start = q.start[q_run]
@@ -220,17 +212,16 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
         first_key,
         end_key,
         np.array(-1),  # no limit on the left
-        np.array([0, -1]),  # of the two tiles of a pair, the first ends on the causal diagonal
+        # The first of the two tiles of a pair ends on the causal diagonal.
+        np.array([0, -1]),
     )
     tiles = TileArrays(*(np.broadcast_to(column, first_position.shape).reshape(-1) for column in columns))
     return tiles.select(tiles.q_start < tiles.q_stop)
 
 
 def _join_neighbours(tiles: TileArrays) -> TileArrays:
-    """Join neighbouring tiles where one mask covers both: equal keys, or one causal diagonal.
-
-    On a diagonal the second tile has as many more keys as it has rows.
-    """
+    """One mask covers equal keys, or one causal diagonal, on which the second tile has as many more keys as it has
+    rows."""
     added_keys = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
     continues = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
     continues &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == added_keys)
@@ -242,13 +233,10 @@ def _join_neighbours(tiles: TileArrays) -> TileArrays:
 
 
 def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
-    """Return the tiles of runs of q and k where position p sees p − window + 1 … p.
-
-    A pair of runs gives one tile: the rows that see any of the keys, and the keys that any of these sees. Its last row
-    is aligned to its last key, whose position may be `after_key` positions before the row's. Then every row is so many
-    positions after the key that it is aligned to: it sees `after_key` keys to the right of that key, and window − 1 −
-    `after_key` to the left. This is ≥ 0, because a row more than window − 1 positions after the last key sees none.
-    """
+    """Position p sees p − window + 1 … p. A tile's last row is aligned to its last key, whose position may be
+    `after_key` positions before the row's. So every row sees `after_key` keys to the right of the key that it is
+    aligned to, and window − 1 − `after_key` to the left: ≥ 0, because a row more than window − 1 positions after the
+    last key sees none."""
     q_run, k_run, _ = pair_runs(q.document, k.document)
     q_start, q_stop = q.start[q_run], q.stop[q_run]
     k_start, k_stop = k.start[k_run], k.stop[k_run]
@@ -257,7 +245,8 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
     k_first = np.maximum(k_start, first_position - window + 1)
     k_last = np.minimum(k_stop, end_position)
     to_row, to_key = q.offset[q_run] - q_start, k.offset[k_run] - k_start
-    after_key = end_position - k_last  # from the last key's position to the last row's: 0 … window − 1
+    # The last row's position is this far after the last key's: 0 … window − 1.
+    after_key = end_position - k_last
     tiles = TileArrays(
         q.document[q_run],
         first_position + to_row,
@@ -271,10 +260,7 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
 
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
-    """Take away limits that hide nothing from the tiles whose last row is at a later position than their last key.
-
-    Tiles whose last row and last key are at one position keep such limits too, so that all of these have one mask.
-    """
+    """Tiles whose last row and last key are at one position keep such limits, so that all of these have one mask."""
     hides_left, hides_right = _find_hiding_limits(tiles)
     is_after_keys = tiles.right > 0
     return tiles._replace(
@@ -307,7 +293,8 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     """
     if not len(spans):
         return ()
-    queries = spans.find_rows(q)  # their `document` is a span, as that of keys
+    # The `document` of these rows is a span, as that of the keys.
+    queries = spans.find_rows(q)
     keys = spans.find_rows(k)
     q_run, k_run, _ = pair_runs(queries.document, keys.document)
     start = queries.start[q_run]

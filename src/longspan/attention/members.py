@@ -84,11 +84,6 @@ class Members:
         return self._bind_channel("a2a", slots)
 
     def _bind_channel(self, level: str, slots: Sequence[int]) -> Channel:
-        """Return the channel of these slots, among which this rank's slot is, and note it for the run's list of
-        attention's groups.
-
-        `level` is "ring", "all_gather" or "a2a": what the channel is for in this group.
-        """
         channels = world_of(self.part.world_key).channels
         channel = channels.find_channel(slots)
         if len(slots) > 1:
@@ -106,9 +101,7 @@ class Members:
         return segments_from_runs(document[order], start[order], stop[order])
 
     def _list_runs(self, member: int) -> tuple[Integers, Integers, Integers]:
-        """Return document, start and stop of every run of a member's rows: rank after rank, each rank's in the order of
-        its tensor.
-        """
+        """Runs follow rank after rank, each rank's in the order of its tensor."""
         neighbours = range(member * self.inner, (member + 1) * self.inner)
         runs = [(s.document, s.start, s.stop) for s in map(self.part.group.shares.segments, neighbours)]
         document, start, stop = (np.concatenate(column) for column in zip(*runs, strict=True))
@@ -191,19 +184,12 @@ class Members:
         return self._launches[owner]
 
     def _rows_and_starts_of_documents(self) -> tuple[Integers, Integers]:
-        """Return how many rows each document has, padding included, and where it starts among the group's rows in
-        document order.
-        """
+        """Rows include padding; the starts are among the group's rows in document order."""
         laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """Return the launches of this member's rows against `keys`, the segments of a key tensor: by mask, spans and
-        shared prefixes.
-
-        `positions` returns the position in its document of every row of the key tensor; only dropout and indices call
-        it.
-        """
+        """Only dropout and indices call `positions`."""
         document_ids = np.asarray(self.part.group.documents, dtype=np.int64)
         segments = self.segments(self.member)
 
@@ -279,16 +265,14 @@ class Members:
         return segments_from_runs(runs.document, start, stop)
 
     def _join_prefix_ends(self, runs: Segments, start: Integers, stop: Integers) -> Segments:
-        """Return what `runs` see of their documents, rows `start` to `stop`, and what they see of their prefixes.
-
-        Of each prefix that is one run: from the first row that any of its branches here sees to the prefix's end.
-        """
+        """Of each prefix that is one run: from the first row that any of its branches here sees to the prefix's end."""
         group = self.part.group
         window = self.mask.window
         assert window is not None
         bases = np.asarray(group.bases, dtype=np.int64)
         lengths = np.asarray(group.lengths, dtype=np.int64)
-        first_seen = lengths.copy()  # by document, the first row that branches see; its length: none
+        # This is the first row of each document that branches see; the document's length stands for none.
+        first_seen = lengths.copy()
         for ancestors in group.ancestors():
             prefix = np.asarray(ancestors, dtype=np.int64)[runs.document]
             run = np.flatnonzero(prefix >= 0)
@@ -303,11 +287,8 @@ class Members:
         return segments_from_runs(document[order], all_starts[order], all_stops[order])
 
     def _find_rows_among_keys(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
-        """Return which rows of `owner` are among `keys`, and where in the keys' tensor each of them is.
-
-        Rows are compared by their number among the group's rows in document order. A row before all runs of keys gets
-        run −1, whose stop is the 0 that is appended, so that the row is in no run.
-        """
+        """Rows are compared by their number among the group's rows in document order. A row before all runs of keys
+        gets run −1, whose stop is the 0 that is appended, so that the row is in no run."""
         _, document_starts = self._rows_and_starts_of_documents()
         segments = self.segments(owner)
         rows = expand_runs(

@@ -30,7 +30,8 @@ from longspan.attention.rows import accumulation_dtype, add_addends, concat_head
 from longspan.attention.tiles import Launch
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 
-HALVES_BYTES = 48 << 20  # of a block's gradients: a larger message is worth one more launch to hide it (H200)
+# A block whose gradients are larger is worth one more launch to hide its message (H200).
+HALVES_BYTES = 48 << 20
 KeyBlock = tuple[tuple[Launch, ...], Tensor, Tensor]
 
 
@@ -104,11 +105,7 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
 
 
 def _backward_of_head_slice(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
-    """Return the gradients of some heads of this member's rows, by one walk around the ring, or one exchange of window
-    rows.
-
-    Around the ring, computing the own block, which waits for no one, hides the first and the last message.
-    """
+    """Around the ring, computing the own block, which waits for no one, hides the first and the last message."""
     queries = Queries(dout, saved, call, RowSum(saved.q))
     if members.has_narrow_window:
         k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
@@ -174,9 +171,7 @@ class RingGradients:
 
 
 def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:
-    """Return dk and dv of some key/value heads of the own block, in the accumulation dtype; their part of dq is added
-    to `queries`.
-    """
+    """dk and dv are in the accumulation dtype; their part of dq is added to `queries`."""
     dout, (q, k, v, out, lse), call, dq = queries
     per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
@@ -192,7 +187,6 @@ def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) ->
 
 
 def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
-    """Return the rows of all members' `tensors` (T, …) that this member's rows see, its own among them, in order."""
     window_rows = members.window_rows
     send_counts = [len(rows) for rows in window_rows.rows_to_send]
     sent = join_columns(tensors, window_rows.all_rows_to_send)
@@ -204,11 +198,11 @@ def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) ->
 
 
 def _send_gradients_back(members: Members, gradients: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Send gradients of the rows seen here to the members that hold them; return the sums for this member's rows."""
     window_rows = members.window_rows
     label = "attention window rows backward, gradients"
     dtype = accumulation_dtype(gradients[0].dtype)
-    counts = [len(rows) for rows in window_rows.rows_to_send]  # of the gradients that come back
+    # The other members send back the gradients of so many rows each.
+    counts = [len(rows) for rows in window_rows.rows_to_send]
     others_gradients = join_columns(gradients, window_rows.received_places, dtype)
     handle = members.channel.all_to_all_rows(others_gradients, window_rows.receive_counts, counts, label)
     total = join_columns(gradients, window_rows.own_places, dtype)

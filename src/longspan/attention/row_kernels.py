@@ -64,7 +64,6 @@ def merge_rows_kernel(
 
 @triton.jit
 def _move_columns(source, into, width, WIDTH: tl.constexpr):
-    """Copy a row of `width` columns, in the dtype of `into`."""
     column = tl.arange(0, WIDTH)
     x = tl.load(source + column, mask=column < width)
     tl.store(into + column, x.to(into.dtype.element_ty), mask=column < width)
@@ -125,7 +124,6 @@ def copy_rows_kernel(
 
 @triton.jit
 def _add_columns(source, into, width, WIDTH: tl.constexpr):
-    """Add a row of `width` columns to another in place, in float32."""
     column = tl.arange(0, WIDTH)
     inside = column < width
     total = tl.load(into + column, mask=inside, other=0.0) + tl.load(source + column, mask=inside, other=0.0).to(

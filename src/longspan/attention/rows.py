@@ -19,10 +19,12 @@ RowIndex = slice | Tensor
 Move = tuple[Tensor, Tensor]  # (source, into)
 
 NO_KEY = -1e30  # log-sum-exp of a row that has chosen no key of a block: finite, so that blocks are merged by it
-NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
+# The products of so many numbers (rows, heads, head size) are held at a time: 32 MiB in float32.
+NUMBERS_AT_ONCE = 1 << 23
 ALIGNED_BYTES = 16  # Triton compiles a kernel for addresses that this divides, and another for those it does not
 _PAIRS_AT_ONCE = 16  # (row, head) pairs that one program merges, or whose products it sums
-_MOST_MOVES = 3  # in one launch
+# A launch makes so many moves at most.
+_MOST_MOVES = 3
 _MOST_COMPILED = 4096  # entries of `_compiled`; one micro-batch has some dozens
 _KERNELS = "longspan.attention.row_kernels"
 _compiled: dict[Hashable, Any] = {}  # kernels, by all that their compiled form depends on
@@ -67,12 +69,8 @@ def _launch_kernel(
     arguments: Sequence[Any],
     constants: dict[str, Any],
 ) -> None:
-    """Launch a kernel of `row_kernels.py`; its compiled form is remembered by the launch's numbers, dtypes, devices and
-    constants.
-
-    Triton would look for it in every launch, which takes the host several times as long as the launch. The form depends
-    on no more than that, and on whether 16 divides each address: only launches where it divides all are remembered.
-    """
+    """Triton would look for the compiled form in every launch, which takes the host several times as long as the
+    launch. The form depends on whether 16 divides each address: only launches where it divides all are remembered."""
     addresses = 0
     key = [name, grid]
     values = constants.values()
@@ -95,7 +93,7 @@ def _launch_kernel(
 
 
 def _padded_width(size: int) -> int:
-    """The next power of two, which Triton's ranges must be."""
+    """Triton's ranges must be powers of two."""
     return 1 << (size - 1).bit_length()
 
 
@@ -211,14 +209,10 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _copy_pairs(moves: Sequence[Move]) -> None:
-    """Write the rows of each source (rows, …) over those of its `into`, whose rows are contiguous; dtypes
-    may differ.
-    """
     copy_rows([(_flat_rows(x).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in moves])
 
 
 def _flat_rows(x: Tensor) -> Tensor:
-    """Return x (rows, …) as a matrix (rows, columns); a copy where the elements of a row do not follow each other."""
     return contiguous_heads(x.flatten(1))
 
 

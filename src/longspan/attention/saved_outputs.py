@@ -76,11 +76,8 @@ class Recording:
         return tree_map(lambda x: x(inputs) if callable(x) else x, call)
 
     def _keep_output(self, x: Any, inputs: Sequence[Tensor]) -> Any:
-        """Return for a tensor a function that gives it back, from the inputs at hand then; other values unchanged.
-
-        A tensor in the memory of an input comes back as a view of that input, any other from where it was parked. Empty
-        tensors are parked: they have no memory by which an input is recognised.
-        """
+        """A tensor in the memory of an input comes back as a view of that input, any other from where it was parked.
+        Empty tensors are parked: they have no memory by which an input is recognised."""
         if not isinstance(x, Tensor):
             return x
         for i, source in enumerate(inputs):
@@ -111,9 +108,7 @@ class ReentrantContext(AbstractContextManager[None]):
 
 @contextmanager
 def _activate_recording(recording: Recording, start: int | None) -> Iterator[None]:
-    """Let `attend` use this recording inside, from its call `start` on: it takes results from there, or with None
-    records them.
-    """
+    """With a start, results are taken from this call on; None records them."""
     token = active_recording.set(recording)
     recording._next = start
     try:
@@ -125,8 +120,6 @@ def _activate_recording(recording: Recording, start: int | None) -> Iterator[Non
 def _view_of_input(
     index: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int, inputs: Sequence[Tensor]
 ) -> Tensor:
-    """Return the view of input `index` that a recorded result was; `offset` is counted in elements from where the input
-    itself begins.
-    """
+    """`offset` is counted in elements from where the input itself begins."""
     source = inputs[index]
     return source.as_strided(size, stride, source.storage_offset() + offset)

@@ -128,7 +128,8 @@ class Tiling:
         # A row sees from `left` keys before its own to `right` after it: so a key is seen by rows from `right` before
         # its own to `left` after it.
         limit_before, limit_after = (self.right, self.left) if of_keys else (self.left, self.right)
-        aligned = start + (other_lengths - lengths)[tile]  # to what the block's first row (or key) is aligned
+        # The block's first row (or key) is aligned to this key (or row).
+        aligned = start + (other_lengths - lengths)[tile]
         most = other_lengths[tile]
         first_met = 0 if limit_before is None else np.maximum(aligned - limit_before, 0)
         end_met = most if limit_after is None else np.minimum(aligned + rows + limit_after, most)
@@ -140,7 +141,6 @@ class Tiling:
 
 
 def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
-    """Return the rows from each start to its stop, as a slice where the runs follow each other."""
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     return expand_runs(starts, stops)
@@ -189,7 +189,8 @@ class Launch:
         self.left: int | None = tiling.left
         self.right: int | None = tiling.right
         self.q_rows: slice | Tensor = _index_on_device(tiling.q_rows(), device)
-        self.distinct_key_rows: slice | Integers = tiling.k_rows()  # on the host
+        # These rows stay on the host.
+        self.distinct_key_rows: slice | Integers = tiling.k_rows()
         self.k_rows: slice | Tensor = _index_on_device(self.distinct_key_rows, device)
         self.gradient_rows: slice | Tensor = self.k_rows
         self.key_copies: tuple[Tensor, ...] = ()
@@ -244,16 +245,18 @@ class Launch:
         """For a call with indices: which key of a tile is at a position, and where its bits lie (`KeyBits`)."""
         assert self._identities is not None, "this launch was made without identities of rows"
         positions = self._identities().k_position[self.tiling.k_rows()]
-        key_starts = self.tiling.packed_tiling().bounds[:, 2]  # of tiles, among the keys that a kernel receives
+        # Each tile's keys begin here among the keys that a kernel receives.
+        key_starts = self.tiling.packed_tiling().bounds[:, 2]
         rows, keys = self.tiling.sizes.T
         position_counts = np.maximum.reduceat(positions, key_starts) + 1
         word_counts = rows * -(-keys // 64)
-        starts = np.zeros((2, len(self.tiling) + 1), dtype=np.int64)  # of tiles among places, and among words
+        # The rows are the tiles' starts among places, and among words.
+        starts = np.zeros((2, len(self.tiling) + 1), dtype=np.int64)
         starts[:, 1:] = np.cumsum([position_counts, word_counts], axis=1)
         places = np.full(starts[0, -1], -1, dtype=np.int32)
         key_in_tile = np.arange(len(positions)) - np.repeat(key_starts, keys)
         places[np.repeat(starts[0, :-1], keys) + positions] = key_in_tile
-        place_starts, bit_starts = to_device(starts, self.device)  # in one copy
+        place_starts, bit_starts = to_device(starts, self.device)
         return KeyBits(to_device(places, self.device), place_starts, bit_starts, int(starts[1, -1]))
 
 
@@ -286,7 +289,6 @@ def visible_key_mask(tile: Tile, device: torch.device) -> Tensor | None:
 
 
 def _index_on_device(rows: slice | np.ndarray, device: torch.device) -> slice | Tensor:
-    """Move an index of rows to the device; a slice stays as it is."""
     return rows if isinstance(rows, slice) else to_device(rows, device)
 
 

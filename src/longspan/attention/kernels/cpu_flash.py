@@ -70,9 +70,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _split_into_dense_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
-    """Yield the calls of a launch: for a tile without a window one or two, for any other tile one with a mask for each
-    _BAND_ROWS rows.
-    """
+    """A tile without a window gives one or two calls, any other tile one with a mask for each _BAND_ROWS rows."""
     for tile in launch.tiles:
         if tile.left is None and (tile.right in (None, 0) or tile.queries == 1):
             yield from dense_calls(tile)
@@ -92,6 +90,6 @@ def _add_batch_dim(x: Tensor) -> Tensor:
 
 
 def _pad_to_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill up the heads of q, k and v with zeros to the larger of both head sizes, as torch's kernel takes one."""
+    """torch's kernel takes one head size."""
     size = max(q.shape[2], v.shape[2])
     return pad_heads(q, size), pad_heads(k, size), pad_heads(v, size)

@@ -20,7 +20,8 @@ from longspan.attention.kernels import reference
 from longspan.attention.rows import accumulation_dtype, pad_heads
 from longspan.attention.tiles import DenseCall, Launch, Tile, Tiling, dense_calls
 
-_VERSION = 91100  # from it on, query heads of 192 with values of 128
+# cuDNN takes query heads of 192 with values of 128 from this version on.
+_VERSION = 91100
 _HEAD_SIZE_MULTIPLE = 8
 
 
@@ -74,18 +75,17 @@ def split_into_dense_calls(launch: Launch) -> Iterator[DenseCall]:
 
 
 def _is_too_small(dense: DenseCall) -> bool:
-    """Whether a call has a single row or key, which cuDNN does not take."""
+    """cuDNN does not take a single row or key."""
     return min(dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start) == 1
 
 
 def _launch_of_dense_call(dense: DenseCall, launch: Launch) -> Launch:
-    """Return a launch whose one tile is this call, over its own rows and keys, for the reference kernel."""
     rows, keys = dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start
     return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if dense.causal else None),)), launch.device)
 
 
 def _call_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend with cuDNN from q (Tq, N, H) to k and v: out (Tq, N, Hv) in their dtype, lse (Tq, N) float32."""
+    """q (Tq, N, H) to out (Tq, N, Hv) in its dtype, lse (Tq, N) float32."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(_add_batch_dim(x) for x in (q, k, v)),
         attn_bias=None,
@@ -97,10 +97,11 @@ def _call_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 
 
 def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """Return cuDNN's dq, dk and dv of one dense call, whose out and lse are over the keys of all blocks."""
+    """out and lse are over the keys of all blocks."""
     q, k, v, out, lse = saved
     heads_first = lse.float().transpose(0, 1).contiguous()[None]  # (1, N, Tq)
-    unread_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, and its offset; dropout is 0
+    # torch asks for dropout's seed and offset, and reads neither at dropout 0.
+    unread_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     absent = None  # bias and boundaries of variable lengths: torch takes None for an undefined tensor
     # torch keeps cuDNN's plans by the strides of q, k and v only, so those of out and dout must always be the same.
     dout = dout.contiguous()
@@ -124,9 +125,7 @@ def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tu
 
 @cache
 def _lse_has_last_dim(device: torch.device) -> bool:
-    """Whether this torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T); it is tried out
-    once.
-    """
+    """torch gives, and so takes, the log-sum-exp as (1, N, T, 1) or as (1, N, T); it is tried out once."""
     x = torch.zeros((1, 1, 64, 64), dtype=torch.bfloat16, device=device)
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         x, x, x, attn_bias=None, compute_log_sumexp=True, scale=1.0

@@ -18,7 +18,8 @@ from longspan.attention.call import AttendCall, Saved, unsupported_capability_re
 from longspan.attention.rows import pad_heads
 from longspan.attention.tiles import Launch
 
-_HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
+# Gradients may be wrong at other sizes.
+_HEAD_SIZE_MULTIPLE = 32
 
 
 @cache
@@ -31,9 +32,6 @@ def unsupported_reason(device: torch.device) -> str:
 
 @cache
 def _kernel_interface() -> Any:
-    """Import the kernels' module, without the warnings meant for its authors: those of the import, and one of every
-    compilation.
-    """
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -93,17 +91,13 @@ def takes_deltas(call: AttendCall) -> bool:
 
 
 def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:
-    """Return numbers (Tq, N) heads first, as the kernel takes them: (N, Tq), and (1, N, Tq) for a launch of
-    one tile.
-    """
+    """(Tq, N) to (N, Tq), and to (1, N, Tq) for a launch of one tile."""
     heads_first = x.transpose(0, 1).contiguous()
     return heads_first[None] if len(launch.tiling) == 1 else heads_first
 
 
 def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the padded tensors of a call, and its lengths by name. One tile is a dense call, of tensors (1, T, heads,
-    size) without lengths.
-    """
+    """One tile is a dense call, of tensors (1, T, heads, size) without lengths."""
     size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZE_MULTIPLE) * _HEAD_SIZE_MULTIPLE
     tensors = tuple(pad_heads(x, size) for x in tensors)
     if len(launch.tiling) == 1:
@@ -119,7 +113,6 @@ def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], d
 
 
 def _mask_arguments(launch: Launch) -> dict[str, Any]:
-    """Return the mask of a launch as keywords of the kernel."""
     if launch.left is None and launch.right == 0:
         return {"causal": True}
     return {"window_size_left": launch.left, "window_size_right": launch.right}

@@ -13,10 +13,12 @@ from longspan.attention.dropout import Dropout
 from longspan.attention.rows import NO_KEY, accumulation_dtype
 from longspan.attention.tiles import Launch, Tile, visible_key_mask
 
-_BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
+# The scores of a piece and all that is made of them take so many bytes at most.
+_BYTES_AT_ONCE = 256 << 20
 # Numbers that backward holds of a score at most, in the score's dtype: weight, its gradient, slope of softcap, factor.
 _NUMBERS_PER_SCORE = 4
-_HASH_BYTES = 2 * 8 + 1  # of a score where dropout hashes it: two words, and whether it is kept
+# Where dropout hashes a score, it takes two words, and whether the score is kept.
+_HASH_BYTES = 2 * 8 + 1
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
@@ -30,7 +32,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
         scores = _scores(_group_heads(q[rows], k.shape[1], dtype), whole_k[keys].to(dtype), call)
         scores = _mask_scores_(scores, tile, launch, call)
         largest = scores.amax(-1, keepdim=True).clamp_(min=NO_KEY)  # where a row has no key
-        weights = scores.sub_(largest).exp_()  # in place: a piece's scores are large
+        # A piece's scores are large, so the weights are written over them.
+        weights = scores.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True).clamp_(min=1)  # the largest weight is 1
         weights.div_(total)
         row_lse = (largest + total.log()).squeeze(-1)
@@ -59,7 +62,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         q_rows, dout_rows = (_group_heads(x[rows], kv_heads, dtype) for x in (q, dout))
         k_rows, v_rows = whole_k[keys].to(dtype), v[keys].to(dtype)
         weights = _scores(q_rows, k_rows, call)  # scores at first: they become weights in place, to be held once
-        slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)  # of tanh
+        # This is the slope of tanh.
+        slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)
         row_lse, delta = (x[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0) for x in (lse, deltas))
         weights = _mask_scores_(weights, tile, launch, call).sub_(row_lse.unsqueeze(-1)).exp_()
         factors = None if call.dropout is None else _dropout_factors(call.dropout, launch, tile, weights)
@@ -79,23 +83,18 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _whole_keys(k: Tensor, v: Tensor, call: AttendCall) -> Tensor:
-    """Return the keys (Tk, K, H) to multiply queries with: k itself, or with latents the numbers of v and then those of
-    k.
-    """
+    """With latents the keys are the numbers of v and then those of k."""
     return torch.cat((v, k), -1) if call.latents else k
 
 
 def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:
-    """Yield the tiles cut by query rows: the scores of a piece, and what is made of them, take at most _BYTES_AT_ONCE,
-    or the piece is one row.
-    """
+    """The scores of a piece, and what is made of them, take at most _BYTES_AT_ONCE, or the piece is one row."""
     bytes_of_score = _NUMBERS_PER_SCORE * dtype.itemsize + (0 if dropout is None else _HASH_BYTES)
     for tile in launch.tiles:
         yield from tile.pieces(max(1, _BYTES_AT_ONCE // (bytes_of_score * heads * tile.keys)))
 
 
 def _dropout_factors(dropout: Dropout, launch: Launch, tile: Tile, weights: Tensor) -> Tensor:
-    """Return what dropout multiplies each weight of a tile by, shaped like the weights (K, G, Tq, Tk)."""
     kv_heads, per_head = weights.shape[:2]
     return dropout.factors(launch, tile, kv_heads * per_head, weights.dtype).view_as(weights)
 
@@ -106,9 +105,7 @@ def _group_heads(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
-    """Return the scores (K, G, Tq, Tk) of all pairs, scaled and soft-capped; those that the mask hides are
-    among them.
-    """
+    """(K, G, Tq, Tk), scaled and soft-capped; those that the mask hides are among them."""
     scores = torch.einsum("qkgh,skh->kgqs", q, k).mul_(call.scale)
     if call.softcap is None:
         return scores
@@ -116,7 +113,6 @@ def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
 
 
 def _mask_scores_(scores: Tensor, tile: Tile, launch: Launch, call: AttendCall) -> Tensor:
-    """Set the scores (K, G, Tq, Tk) of keys that rows do not see, or have not chosen, to −inf in place; return them."""
     for seen in (visible_key_mask(tile, scores.device), _chosen_key_mask(tile, launch, call.indices)):
         if seen is not None:
             scores.masked_fill_(~seen, -torch.inf)
@@ -124,15 +120,12 @@ def _mask_scores_(scores: Tensor, tile: Tile, launch: Launch, call: AttendCall) 
 
 
 def _chosen_key_mask(tile: Tile, launch: Launch, indices: Tensor | None) -> Tensor | None:
-    """Return which keys each query row of a tile has chosen: (queries, keys) bool; None for a call without indices.
-
-    `chosen` marks for each row the positions of the document that it chose, in column position + 1: −1 marks column 0.
-    """
+    """(queries, keys) bool; `chosen` marks position p of the document in column p + 1: −1 marks column 0."""
     if indices is None:
         return None
     rows = indices[tile.q_start : tile.q_stop].long()
     _, _, positions = launch.row_identities
-    keys = positions[tile.k_start : tile.k_stop]  # their positions
+    keys = positions[tile.k_start : tile.k_stop]
     size = int(torch.maximum(keys.amax(), rows.amax() if rows.numel() else keys.amax())) + 2
     chosen = torch.zeros((len(rows), size), dtype=torch.bool, device=rows.device).scatter_(1, rows + 1, True)
     return chosen[:, keys + 1]

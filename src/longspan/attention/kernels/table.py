@@ -20,16 +20,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def _flash_unsupported_reason(device: torch.device) -> str:
-    """Return what torch or the GPU lacks for torch's FlashAttention 2, as "needs …, got …"; "" for nothing."""
     if not torch.backends.cuda.is_flash_attention_available():
         return f"needs a torch built with flash attention, got {torch.__version__}"
     return unsupported_capability_reason(device, range(8, 100), "8.0")
 
 
 def _table_row(name: str, module: ModuleType, devices: tuple[str, ...] = ("cuda",), **options: Any) -> Kernel:
-    """Return a row of the table for a module with `forward` and `backward`: half precision on CUDA, all floating dtypes
-    elsewhere.
-    """
     dtypes = _HALF if devices == ("cuda",) else (*_HALF, torch.float32, torch.float64)
     return Kernel(name, devices, dtypes, module.forward, module.backward, **options)
 
@@ -133,6 +129,5 @@ def find_kernel(name: str, hint: str | None = None) -> Kernel:
 
 
 def _available_kernels_text(call: AttendCall) -> str:
-    """Return which kernels could compute this call on this machine, for the end of an error."""
     able = [kernel.name for kernel in KERNELS if not kernel.unsupported_call_reason(call)]
     return f"available here: {', '.join(able) or 'none'}"

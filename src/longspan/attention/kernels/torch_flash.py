@@ -14,7 +14,8 @@ from longspan.attention.call import AttendCall, Saved
 from longspan.attention.rows import concat_heads, pad_heads
 from longspan.attention.tiles import Launch
 
-MAX_SUM_ELEMENTS = 2**31 - 1  # of the sums for dq
+# The sums for dq have so many elements at most.
+MAX_SUM_ELEMENTS = 2**31 - 1
 _BLOCK_ROWS = 128
 
 
@@ -57,7 +58,6 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) -> tuple[Tensor, ...]:
-    """Return the kernel's dq, dk and dv of some heads; `saved` are dout, q, k, v, out, of one head size, and lse."""
     *tensors, lse = saved
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # seed and offset, unread at dropout 0
     return torch.ops.aten._flash_attention_backward(
@@ -79,9 +79,6 @@ def _is_causal(launch: Launch) -> bool:
 
 
 def _mask_arguments(launch: Launch) -> dict[str, int]:
-    """Return the limits of a launch as keywords of the kernel; none where it is causal, which is an argument of its
-    own.
-    """
     if _is_causal(launch):
         return {}
     limits = {"window_size_left": launch.left, "window_size_right": launch.right}
@@ -89,17 +86,13 @@ def _mask_arguments(launch: Launch) -> dict[str, int]:
 
 
 def _max_lengths(launch: Launch) -> tuple[int, int]:
-    """Return the most query rows and the most keys of a tile, as the kernel has to be told.
-
-    With max_seqlen_q 1 the kernel folds head groups into rows, and its log-sum-exp with them, so it gets at least 2. If
-    a window has no limit on its right, the kernel takes max_seqlen_k for the limit: too few keys if there are more
-    queries, so it gets at least as many as queries (torch 2.11).
-    """
+    """With max_seqlen_q 1 the kernel folds head groups into rows, and its log-sum-exp with them, so it gets at least 2.
+    If a window has no limit on its right, the kernel takes max_seqlen_k for the limit: too few keys if there are more
+    queries, so it gets at least as many as queries (torch 2.11)."""
     queries, keys = launch.max_lengths
     open_right = launch.left is not None and launch.right is None
     return max(queries, 2), max(queries, keys) if open_right else keys
 
 
 def _padded_head_dim(q: Tensor, v: Tensor) -> int:
-    """Return the larger head size of q and v, rounded up to a multiple of 8."""
     return -(-max(q.shape[2], v.shape[2]) // 8) * 8

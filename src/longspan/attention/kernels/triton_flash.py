@@ -54,7 +54,8 @@ KEY_GRADIENTS: dict[int, tuple[BlockSizes, ...]] = {
 _MIN_TABLE_WIDTH = 128  # the narrowest of the tables
 _PACKED = (4, 256)  # rows and chosen keys that a program packs at a time
 _MAX_JOINT_WIDTH = 256  # the widest head whose dk and dv are summed in one program
-_fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of its blocks fits
+# This remembers which blocks of a kernel fit, by kernel, width, dtype and device.
+_fitting: dict[Any, int] = {}
 
 
 @cache
@@ -121,9 +122,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor | None]:
-    """Return which keys each row has chosen, as words of 64 bits (`KeyBits`), one bit a key, and the word at which each
-    tile begins; both int64, or (None, None) for a call without indices.
-    """
+    """One bit a key in words of 64 bits (`KeyBits`), and the word at which each tile begins; both int64."""
     if call.indices is None:
         return None, None
     places, place_starts, bit_starts, words = launch.key_bits
@@ -163,16 +162,11 @@ def launch_fitting_blocks(
 
 
 def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:
-    """Return scale, soft cap and limits as the kernels take them; for an absent one, which HAS_… leaves out, any
-    number.
-    """
+    """An absent one, which HAS_… leaves out, may be any number."""
     return call.scale, call.softcap or 1.0, launch.left or 0, launch.right or 0
 
 
 def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[str, Any]:
-    """Return the compile-time constants of a launch: which parts of the mask it has, and the head sizes with their
-    padded widths.
-    """
     return {
         "HAS_CAP": call.softcap is not None,
         "HAS_LEFT": launch.left is not None,

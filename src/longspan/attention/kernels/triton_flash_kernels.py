@@ -15,13 +15,12 @@ _NO_KEY = tl.constexpr(-1e30)  # `rows.NO_KEY`
 
 @triton.jit
 def _cap_scores(scores, softcap):
-    """Return softcap · tanh(scores / softcap), by the sigmoid that Triton has."""
+    """softcap · tanh(scores / softcap), by the sigmoid that Triton has."""
     return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
 
 
 @triton.jit
 def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Return whether a row that is aligned to the key `aligned` sees `key`; keys from `keys` on do not exist."""
     seen = key < keys
     if HAS_LEFT:
         seen = seen & (key >= aligned - left)
@@ -32,7 +31,6 @@ def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIG
 
 @triton.jit
 def _load_rows(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows of a head, whose elements are in order; zeros beyond the last row and the head's size."""
     column = tl.arange(0, WIDTH)
     at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]  # heads may lie a whole tensor of rows apart
     return tl.load(at, mask=(row < rows)[:, None] & (column < SIZE)[None, :], other=0.0)
@@ -40,7 +38,6 @@ def _load_rows(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _store_rows(x, row, row_stride, rows, values, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Store rows of a head, without those beyond the last row and the columns beyond the head's size."""
     column = tl.arange(0, WIDTH)
     at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]
     tl.store(at, values.to(x.dtype.element_ty), mask=(row < rows)[:, None] & (column < SIZE)[None, :])
@@ -69,10 +66,7 @@ def _find_visible_keys(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Return where the keys begin and end that any of ROWS rows sees, if the first row is aligned to `first_aligned`.
-
-    The beginning is rounded down to a whole number of blocks of KEYS.
-    """
+    """The beginning is rounded down to a whole number of blocks of KEYS."""
     first_key = 0
     end_key = keys
     if HAS_LEFT:

@@ -33,10 +33,14 @@ GRADIENTS: dict[int, tuple[BlockSizes, ...]] = {
     256: (BlockSizes(32, 64, 8, 2), BlockSizes(32, 32, 4, 2), BlockSizes(16, 32, 4, 1)),
     512: (BlockSizes(32, 32, 8, 2), BlockSizes(16, 32, 4, 1)),
 }
-LARGEST = 576  # of a key: 512 numbers of its value, and 64
-_LISTED_BYTES = 256 << 20  # of the lists of keys of a run of rows
-_COLUMNS = 512  # of a choice that a program lists at a time
-_PIECE = 64  # at least so many columns of a value have their gradients summed at once, a quarter of wide ones
+# A key has 512 numbers of its value, and 64 more.
+LARGEST = 576
+# The lists of keys of a run of rows take so many bytes.
+_LISTED_BYTES = 256 << 20
+# A program lists so many columns of a choice at a time.
+_COLUMNS = 512
+# The gradients of at least so many columns of a value are summed at once, of wide values those of a quarter.
+_PIECE = 64
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
@@ -66,12 +70,8 @@ def _launch_on_runs(
     launch: Launch,
     call: AttendCall,
 ) -> None:
-    """Run the kernel `name`, "forward" or "gradients", over all rows of a launch: one run of rows after another.
-
-    Before each run `list_keys` writes for every row which of its chosen keys it sees in this launch; a run is so long
-    that these lists take _LISTED_BYTES. `tensors` are q, k, v and in backward dout; `contiguous` are the tensors that
-    the kernel reads or writes besides, in its order. A program has 16 heads at least, as products of Triton want.
-    """
+    """Before each run of rows `list_keys` writes for every row which of its chosen keys it sees in this launch; these
+    lists take _LISTED_BYTES. A program has 16 heads at least, as products of Triton want."""
     assert call.indices is not None
     kernels = import_triton_kernels("longspan.attention.kernels.triton_gathered_kernels")
     indices = call.indices.contiguous()

@@ -54,35 +54,30 @@ def list_keys(
 
 @triton.jit
 def _load_heads(x, head, heads, head_stride, column, size):
-    """Load some numbers of each head (HEADS, columns)."""
     at = x + head[:, None] * head_stride + column[None, :]
     return tl.load(at, mask=(head < heads)[:, None] & (column < size)[None, :], other=0.0)
 
 
 @triton.jit
 def _load_keys(x, place, exists, row_stride, column, size):
-    """Load rows that lie anywhere (KEYS, columns)."""
     at = x + place.to(tl.int64)[:, None] * row_stride + column[None, :]
     return tl.load(at, mask=exists[:, None] & (column < size)[None, :], other=0.0)
 
 
 @triton.jit
 def _add_keys(x, place, exists, values, column, size):
-    """Add to rows that lie anywhere, of `size` numbers each."""
     at = x + place.to(tl.int64)[:, None] * size + column[None, :]
     tl.atomic_add(at, values, mask=exists[:, None] & (column < size)[None, :], sem="relaxed")
 
 
 @triton.jit
 def _store_heads(x, head, heads, head_stride, column, size, values):
-    """Store numbers of each head, which are columns of `values`."""
     at = x + head[None, :] * head_stride + column[:, None]
     tl.store(at, values.to(x.dtype.element_ty), mask=(head < heads)[None, :] & (column < size)[:, None])
 
 
 @triton.jit
 def _find_row(lists, counts, blocks, q_ends, columns, HEADS: tl.constexpr):
-    """Return this program's row among those of q, its heads, how many keys are listed for the row, and where."""
     program = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
     row = (tl.load(q_ends + tl.load(blocks + 2 * program)) + tl.load(blocks + 2 * program + 1)).to(tl.int64)
@@ -189,7 +184,8 @@ def gradients(
     dq = dq + row * heads * (V_SIZE + SIZE)
     q_of_k = _load_heads(q + V_SIZE, head, heads, q_head, column, SIZE)
     dq_of_k = tl.zeros((WIDTH, HEADS), tl.float32)
-    q_of_v, dout_of_v, dq_of_v = (), (), ()  # in pieces: whole they would not fit the registers
+    # The registers would not hold whole values, so these are tuples of pieces.
+    q_of_v, dout_of_v, dq_of_v = (), (), ()
     for first in tl.static_range(0, V_WIDTH, PIECE):
         q_of_v = q_of_v + (_load_heads(q, head, heads, q_head, first + piece, V_SIZE),)
         dout_of_v = dout_of_v + (_load_heads(dout, head, heads, dout_head, first + piece, V_SIZE),)
