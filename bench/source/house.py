@@ -237,19 +237,23 @@ def count_circles() -> int:
 
 
 def _imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """Modules that a file imports when it is loaded or run."""
+    """Modules that a file imports when it is loaded or run, also those that strings name where it imports by names."""
+    by_name = re.search(r"\b(import_module|resolve_name|import_triton_kernels)\b", path.read_text())
     waiting: list[ast.AST] = [trees()[path]]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         waiting.extend(ast.iter_child_nodes(node))
+        qualified_names = list[str]()
         if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                qualified = f"{node.module}.{alias.name}"
-                target = qualified if qualified in modules else str(node.module)
-                if target in modules and modules[target].name != "__init__.py":
-                    yield target
+            qualified_names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif by_name and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            qualified_names = [node.value.replace(":", ".")]
+        for name in qualified_names:
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and modules[target].name != "__init__.py":
+                yield target
 
 
 def surroundings() -> dict[str, int]:

@@ -12,7 +12,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model import features, load_model, prepare
 from longspan.model.execution import model_execution
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import run_step

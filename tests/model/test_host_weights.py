@@ -23,7 +23,7 @@ from longspan.evaluation import evaluate
 from longspan.layout import Layout
 from longspan.model import host_arena, load_model, save_model
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
-from longspan.model.features import Call
+from longspan.model.feature import Call
 from longspan.model.host_weights import HostParam, HostStore, HostWeightsFeature
 from longspan.model.marks import HOST_STORE, packed_weights, waits_on_host
 from longspan.model.options import PrepareOptions

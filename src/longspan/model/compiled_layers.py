@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError, plural
 from longspan.model.activations.tiles import TiledForward
-from longspan.model.features import Call, Feature
+from longspan.model.feature import Call, Feature
 from longspan.model.kinds import class_forward, find_mixers
 from longspan.model.layers import architecture_name, layers_and_mtp_blocks
 from longspan.model.marks import IS_COMPILED

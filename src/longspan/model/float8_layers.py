@@ -16,7 +16,7 @@ from longspan.comm import raise_first_error
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter
 from longspan.model.execution import Execution
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.model.float8.products import (
     ScaledRows,
     add_float8_weights,

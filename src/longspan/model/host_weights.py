@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_peft_module
-from longspan.model.features import Call, Feature
+from longspan.model.feature import Call, Feature
 from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
 from longspan.model.layers import architecture_name
 from longspan.model.marks import HOST_STORE, find_packed_weight, record_norm_on_device

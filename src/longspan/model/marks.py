@@ -4,7 +4,6 @@ So the file of a feature that is off is not imported to learn that it is off.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -62,9 +61,9 @@ def keep_float8_weights(model: nn.Module) -> AbstractContextManager[None]:
 
     A null context for a model without any.
     """
-    if not any(FLOAT8_WEIGHTS in vars(module) for module in model.modules()):
-        return nullcontext()
-    return import_module("longspan.model.float8.products").keep_quantised_weights(model)
+    weights = (weight for module in model.modules() for weight in vars(module).get(FLOAT8_WEIGHTS, {}).values())
+    first = next(weights, None)
+    return nullcontext() if first is None else first.keep_all(model)
 
 
 PACKED_WEIGHTS = "packed_weights"  # an attribute of modules: PackedWeight by name of a parameter

@@ -15,7 +15,8 @@ from longspan.model.adapted_modules import adapter_dropout, is_peft_module, unwr
 from longspan.model.exactness.check_model import check_model
 from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution
-from longspan.model.features import Call, features_of
+from longspan.model.feature import Call
+from longspan.model.features import features_of
 from longspan.model.kinds import score_columns
 from longspan.model.layers import is_tied
 from longspan.model.marks import FORMER, name_parameters

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from longspan.errors import ModelError
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.model.kinds import SCORE_HEADS
 from longspan.model.layers import architecture_name, base_model, base_model_name
 from longspan.model.weights.drawn_weights import DrawnWeights

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.channel import widen_half_precision
 from longspan.errors import ModelError
-from longspan.model.features import Call, Feature
+from longspan.model.feature import Call, Feature
 from longspan.model.layers import decoder_layers, mtp_depths, towers_beside_text_model
 from longspan.model.options import Sharding
 from longspan.model.weights.empty_model import has_meta_parameters

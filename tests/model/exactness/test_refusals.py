@@ -17,7 +17,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.experts.moe import connect_experts
-from longspan.model.features import Call
+from longspan.model.feature import Call
 from longspan.model.layers import decoder_layers
 from longspan.model.options import PrepareOptions
 from longspan.model.seams.attention_calls import IMPLEMENTATION

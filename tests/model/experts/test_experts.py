@@ -25,7 +25,7 @@ from longspan.model import prepare, save_model
 from longspan.model.experts.expert_products import ExpertLoads, run_experts
 from longspan.model.experts.moe import IMPLEMENTATION, ExpertFeature
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.features import Call
+from longspan.model.feature import Call
 from longspan.model.options import PrepareOptions
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.shape.model_shape import ModelShape

@@ -16,7 +16,8 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import preset_config
 from longspan.model.adapted_modules import unwrap_peft_model
-from longspan.model.features import Call, features_of
+from longspan.model.feature import Call
+from longspan.model.features import features_of
 from longspan.model.frozen.frozen_weights import weights_to_pack
 from longspan.model.frozen.packed_format import NF4, VALUES
 from longspan.model.options import PrepareOptions

@@ -21,7 +21,7 @@ from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_adapter
 from longspan.model.adapters.new_adapter import NewAdapter, adapter_notes, add_lora
-from longspan.model.features import Call
+from longspan.model.feature import Call
 from longspan.model.options import PrepareOptions
 from longspan.model.tensor_parallel.split_model import TensorParallelFeature
 from longspan.plan import plan_fixed

@@ -16,7 +16,7 @@ from longspan import Layout, World, bind, prepare, run_step
 from longspan.errors import ModelError, PlanError
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.features import Call
+from longspan.model.feature import Call
 from longspan.model.options import PrepareOptions
 from longspan.model.tensor_parallel.module_styles import (
     COLWISE,

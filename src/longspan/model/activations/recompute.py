@@ -25,7 +25,7 @@ from longspan.attention.saved_outputs import Recording, ReentrantContext, Result
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.execution import Execution
-from longspan.model.features import Call, Feature
+from longspan.model.feature import Call, Feature
 from longspan.model.host_arena import HostArena, check_free_host_memory
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
 from longspan.model.sharding import fsdp_param_groups

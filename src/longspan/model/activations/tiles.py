@@ -24,7 +24,7 @@ from longspan.model.activations.recompute import (
     random_states,
     use_random_states,
 )
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.model.kinds import expert_modules
 from longspan.model.layers import layers_and_mtp_blocks
 from longspan.model.marks import keep_float8_weights

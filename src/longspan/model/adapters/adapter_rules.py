@@ -25,7 +25,7 @@ from longspan.model.adapted_modules import (
 from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_adapter
 from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.adapters.new_adapter import DrawnAdapter
-from longspan.model.features import Call, Feature
+from longspan.model.feature import Call, Feature
 from longspan.model.kinds import expert_modules, find_indexers
 from longspan.model.layers import is_tied, mtp_depths
 from longspan.model.mtp.depths import reasons_against_mtp, select_mtp_weights

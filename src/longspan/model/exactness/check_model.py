@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.exactness.class_trial import ClassTrial, try_small_model_of_class
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.model.kinds import (
     ROWWISE_LAYER_TYPES,
     attends_to_chosen_keys,

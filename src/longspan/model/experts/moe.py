@@ -29,7 +29,7 @@ from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tile
 from longspan.model.adapted_modules import is_expert_adapter, peft_modules
 from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERTS, ExpertLoads, run_experts
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.model.kinds import expert_modules, router_modules
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.trial_shards import Probe

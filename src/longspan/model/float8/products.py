@@ -5,7 +5,7 @@ are products in float8 too, those of weights are not.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -163,6 +163,11 @@ class Float8Weight:
         columns = self._columns or quantise_columns(weight.detach())
         self._columns = columns if self.keeps else None
         return columns
+
+    @staticmethod
+    def keep_all(model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context of `keep_quantised_weights`, for who has found a weight and does not import this file."""
+        return keep_quantised_weights(model)
 
 
 def add_float8_weights(module: nn.Module, names: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from longspan.errors import ModelError, plural
 from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, name_without_adapter, peft_modules
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.execution import Execution
-from longspan.model.features import Call, Feature
+from longspan.model.feature import Call, Feature
 from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_codes
 from longspan.model.frozen.packed_format import NF4, PackedFormat
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered

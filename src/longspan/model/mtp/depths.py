@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.bridge.item_rows import embedding_arguments
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, is_adapted
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.model.layers import MTP, architecture_name, mtp_depths, named_layer_list
 
 

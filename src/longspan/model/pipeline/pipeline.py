@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
-from longspan.model.features import Call, Feature
+from longspan.model.feature import Call, Feature
 from longspan.model.kinds import router_sizes, score_columns
 from longspan.model.layers import Absent, decoder_model, mtp_depths, text_model_name
 from longspan.model.parts import find_parts

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from longspan.errors import ModelError
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.model.kinds import CONVOLUTION, SCANS, called_functions, class_forward, find_mixers
 from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.running_layer import running_layer

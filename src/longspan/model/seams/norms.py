@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.lazy import import_triton_kernels
-from longspan.model.features import Call, Feature
+from longspan.model.feature import Call, Feature
 from longspan.model.seams.set_forwards import has_forward_of_others
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -22,7 +22,7 @@ from longspan.errors import ModelError
 from longspan.model.adapted_modules import has_trained_copy, is_adapted, is_expert_adapter, peft_modules
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.experts.expert_products import ADAPTER_VIEW
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.model.kinds import expert_modules
 from longspan.model.layers import Absent, layers_and_mtp_blocks
 from longspan.model.tensor_parallel import module_styles as tp_style

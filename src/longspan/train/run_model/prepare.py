@@ -22,7 +22,8 @@ from longspan.host import free_host_bytes
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness.check_model import check_model_on_this_rank
-from longspan.model.features import Call, features_of
+from longspan.model.feature import Call
+from longspan.model.features import features_of
 from longspan.model.float8_layers import float8_device_reason
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel

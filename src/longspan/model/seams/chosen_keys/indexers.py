@@ -22,7 +22,7 @@ from longspan.attention.masks import Mask
 from longspan.attention.members import Members
 from longspan.comm.autograd import break_graphs_around
 from longspan.model.execution import Execution
-from longspan.model.features import Feature
+from longspan.model.feature import Feature
 from longspan.model.kinds import attends_to_chosen_keys, find_indexers
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
 from longspan.model.seams.chosen_keys.latents import latents_text, takes_latents
