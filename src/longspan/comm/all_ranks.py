@@ -138,9 +138,7 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
 
 
 def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
-    """Return the error for all ranks: an OSError as `os_error_as`, a LongspanError as it is; raise any other here, as
-    it is no caller's mistake.
-    """
+    """An error of another class is no caller's mistake, and is raised here."""
     if isinstance(error, OSError):
         return os_error_as(os_error_text(error))
     if isinstance(error, LongspanError):

@@ -12,7 +12,8 @@ def apply_with_gradient(
     x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return `forward(x)`, whose gradient `backward` turns into that of x; no tensor is saved for it."""
-    if not torch.is_grad_enabled():  # in evaluation a node of autograd, nine a layer, would only cost the host
+    # In evaluation a node of autograd, nine a layer, would only cost the host.
+    if not torch.is_grad_enabled():
         return forward(x)
     return _StatedGradient.apply(x, forward, backward)  # pyright: ignore[reportReturnType]
 

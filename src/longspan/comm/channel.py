@@ -156,7 +156,6 @@ class Channel:
     def _make_handle(
         self, operation: Operation, works: Sequence[Work], keep: object, finish: Callable[[], Any], work_bytes: int
     ) -> Handle:
-        """Return a handle for works that have started on this channel's device; see `Handle` for the arguments."""
         return Handle(operation, works, keep, finish, work_bytes, on_host=self.device.type == "cpu")
 
     def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], label: str) -> Handle:
@@ -215,9 +214,6 @@ class Channel:
         counts: tuple[Sequence[int], Sequence[int]],
         label: str,
     ) -> Handle:
-        """Start one call of the members' own communicator: runs of rows of x, by counts of (sends, receives), into
-        `into`, which `wait()` returns.
-        """
         sends, receives = map(list, counts)
         with self.watch.enter_operation(label, self.ranks) as operation:
             work = communicator.alltoall_base(into, x, receives, sends)
@@ -266,7 +262,8 @@ class Channel:
         return tuple(member * max(counts) for member in range(self.degree))
 
     def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:
-        """Return the members' own communicator where they gather by it, each as many rows as the longest; else None."""
+        """None stands for members that do not gather by their own communicator; by it each gathers as many rows as the
+        longest."""
         if max(counts) > 0 and self.degree > 1:
             return self._groups.communicator(self.ranks)
         return None
@@ -391,7 +388,8 @@ class Channels:
         return self._make_channel("everyone", [home.ranks])
 
     def _make_channel(self, kind: Literal["pipeline", "everyone"], lines: Sequence[tuple[int, ...]]) -> Channel:
-        """Make a group of each of these tuples of ranks; return the channel of the one that this rank is in."""
+        """Entered by all ranks: make a group of each of these tuples, and return the channel of the one that this rank
+        is in."""
         self._groups.make_parent(kind, lines, kind)
         ranks = next(ranks for ranks in lines if self._rank in ranks)
         channel = Channel(self._groups, ranks, ranks.index(self._rank), self._device, kind)
@@ -415,7 +413,8 @@ class Channels:
         for slots in self._choice.choose_groups(plan):
             for plane in self._home.planes():
                 ranks = tuple(plane[slot] for slot in slots)
-                if ranks != tuple(sorted(ranks)):  # of a home whose ranks do not ascend
+                # A home whose ranks do not ascend has such slots.
+                if ranks != tuple(sorted(ranks)):
                     continue
                 group = self._groups.make_group(ranks, "communicator")
                 if group is not None:
@@ -423,10 +422,7 @@ class Channels:
                     self._warm_up_group(group, ranks)
 
     def _warm_up_channel(self, channel: Channel) -> None:
-        """Have NCCL connect the members: by a collective of the parent group, and an exchange with both neighbours.
-
-        On CPUs nothing is done.
-        """
+        """NCCL connects the members by a collective of the parent group, and by an exchange with both neighbours."""
         self._warm_up_group(channel.group, channel.ranks)
         if channel.degree > 1:
             next_member = (channel.index + 1) % channel.degree
@@ -436,19 +432,14 @@ class Channels:
     def _exchange_numbers(
         self, channel: Channel, targets: Sequence[int], sources: Sequence[int], label: str
     ) -> None:
-        """Send a number to the members at indices `targets` and receive one from those at `sources`; on CPUs nothing is
-        sent.
-        """
+        """On CPUs nothing is sent."""
         if self._device.type == "cuda" and targets:
             x = torch.zeros(1, device=self._device)
             channel.exchange([(m, x) for m in targets], [(m, x.clone()) for m in sources], label).wait()
             torch.cuda.synchronize(self._device)
 
     def _warm_up_group(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
-        """Have NCCL make the communicator by a first collective; afterwards any of its members may talk point to point.
-
-        On CPUs nothing is done.
-        """
+        """After the first collective of its communicator any two members may talk point to point."""
         if self._device.type == "cuda":
             with self._groups.watch.enter_operation("warming a communicator", ranks):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)

@@ -19,7 +19,8 @@ from longspan.errors import CommError
 from longspan.layout import Floats, Layout
 from longspan.plain_text import excerpt
 
-_FLAGS = 2  # of a comparison: all have room for as many, for messages of one size match
+# All members have room for as many flags of a comparison, for messages of one size match.
+_FLAGS = 2
 T = TypeVar("T")
 PairExchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -> what the member sends
 
@@ -52,7 +53,8 @@ class PairRounds:
         if in_pair:
             self._partner = index - 1 if self._is_second else index + 1
         self._calls = 0
-        self._tag = 0  # of the messages of the last call
+        # The messages of the last call have this tag.
+        self._tag = 0
 
     def reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], label: str) -> Tensor:
         """Combine all members' tensors of one shape and dtype, in the order of the members; all get the result."""
@@ -71,19 +73,14 @@ class PairRounds:
         return self._reduce_in_rounds(value, self._exchange_objects, combine_values)
 
     def _begin_call(self, label: str) -> None:
-        """Number a call, and make the tag of its messages from the number and the label; members in other calls get
-        another.
-        """
+        """Members in other calls get another tag, made from the number and the label of theirs."""
         self._calls += 1
         self._tag = zlib.crc32(f"{self._calls} {label}".encode()) >> 1  # gloo takes 31 bits
 
     def _reduce_in_rounds(self, value: Any, exchange: PairExchange, combine: Callable[[Any, Any], Any]) -> Any:
-        """Combine all members' values by rounds of exchanges; return the result, the same on every member, bit for bit.
-
-        Round i is between the first members of places that differ in bit i. The value of the lower place is always the
-        first of the two that are combined. The second member of a place gives its value to the first one before the
-        rounds, and gets the result from it after them.
-        """
+        """The result is the same on every member, bit for bit. Round i is between the first members of places that
+        differ in bit i; the value of the lower place is always the first of the two that are combined. The second
+        member of a place gives its value to the first one before the rounds, and gets the result from it after them."""
         if self._is_second:
             exchange(self._partner, value, receives=False)
             return exchange(self._partner, value, sends=False)
@@ -99,15 +96,13 @@ class PairRounds:
         return value
 
     def _exchange_tensors(self, member: int, x: Tensor, *, sends: bool = True, receives: bool = True) -> Tensor:
-        """Exchange tensors of one shape with a member; return its tensor, or without `receives` one's own."""
+        """Without `receives` the result is one's own tensor."""
         into = torch.empty_like(x) if receives else x
         self._send_and_receive(member, x if sends else None, into if receives else None)
         return into
 
     def _exchange_objects(self, member: int, value: object, *, sends: bool = True, receives: bool = True) -> Any:
-        """Exchange pickled objects with a member, sizes first, then values that are not None; return its value, None if
-        it sent none.
-        """
+        """Sizes go first, then pickled values that are not None; the result is None where the member sent none."""
         packed = torch.empty(0)
         if sends and value is not None:
             packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -119,9 +114,7 @@ class PairRounds:
         return pickle.loads(into.numpy().tobytes()) if len(into) else None
 
     def _send_and_receive(self, member: int, sent: Tensor | None, into: Tensor | None) -> None:
-        """Send a tensor to a member and fill `into` from it, each if it has elements; wait for both, at most `limit()`
-        seconds.
-        """
+        """A tensor without elements is neither sent nor received; each wait lasts at most `limit()` seconds."""
         peer = dist.get_group_rank(self._group, self._ranks[member])
         works = [self._group.recv([into], peer, self._tag)] if into is not None and into.numel() else []
         works += [self._group.send([sent], peer, self._tag)] if sent is not None and sent.numel() else []
@@ -130,7 +123,6 @@ class PairRounds:
 
 
 def _as_float64(values: Sequence[float]) -> Tensor:
-    """Return numbers of the host as a float64 tensor, in which they are summed."""
     return torch.tensor(list(values), dtype=torch.float64)
 
 
@@ -264,7 +256,7 @@ class ControlGroup:
         return self._reduce(_as_float64(values), torch.maximum, label).tolist()
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], label: str) -> Tensor:
-        """Combine all ranks' tensors of one shape, in the order of ranks; a rank that is alone gets its own back."""
+        """Tensors are combined in the order of ranks."""
         if self._is_alone:
             return x
         with self._watch.enter_operation(label, self.home.ranks):

@@ -33,9 +33,9 @@ class Replay:
         self._label = label
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs = list[Tensor]()  # that the recording reads
+        self._inputs = list[Tensor]()
         self._written = list[Tensor]()  # the tensors among `_results` that the recording writes
-        self._results = list[Any]()  # of the recorded call
+        self._results = list[Any]()
 
     def __call__(self, run: Run, tensors: Sequence[Tensor]) -> list[Any]:
         """Return the results of `run(*tensors)`; `run` is called at the first call, recorded (and replayed) at the
@@ -96,7 +96,6 @@ def record_graph(run: Callable[[], list[Any]]) -> tuple[torch.cuda.CUDAGraph, li
 def _record_on_stream(
     run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
-    """Record a call as a graph on this stream, in this pool of memory; an error ends the recording and is raised."""
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -113,11 +112,7 @@ def _record_on_stream(
 
 @cache
 def _recorder(device: int, current_stream: int) -> tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]:
-    """Return, for calls under this current stream of a device, a stream to record on and a pool of memory.
-
-    The pool is torch's handle of it, whose type has no public name. The third value is a graph that is never replayed:
-    the pool stays while any graph has memory of it.
-    """
+    """The third value is a graph that is never replayed: the pool stays while any graph has memory of it."""
     stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()
     graph, _ = _record_on_stream(lambda: [torch.zeros(1, device=device)], stream, pool)

@@ -49,7 +49,7 @@ def unused_bytes(device: torch.device, ranks: int) -> int:
 
 
 def _allocator_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
-    """Return a figure of the allocator of a GPU, in bytes over all its pools; 0 before its first allocation."""
+    """Bytes over all pools of the allocator; 0 before its first allocation."""
     # torch.cuda.memory_allocated and the like take longer: they flatten and sort all two hundred figures
     figures = torch.cuda.memory_stats_as_nested_dict(device)
     return figures[name]["all"][which] if figures else 0

@@ -113,7 +113,6 @@ class FailureReports:
         self._connect(clone_store_connection(self._connection))
 
     def _connect(self, root: Store) -> None:
-        """Ask the store of all ranks over this connection; every request has a limit."""
         self._connection = root
         self._root = LimitedStore(root)
         self._store = LimitedStore(PrefixStore(self._prefix, root))
@@ -176,11 +175,9 @@ class FailureReports:
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
     def _collect_report(self, number: int, operation: str) -> FailureReport:
-        """Wait at most ANSWER_SECONDS for the answers to request `number`, and return the report of this `operation`.
-
-        The causes are ranks that left with an error of their own, died or did not answer; if there are none, ranks that
-        are not in this operation. A rank that left only because it heard of a failure (an echo) is no cause.
-        """
+        """Wait at most ANSWER_SECONDS. The causes are ranks that left with an error of their own, died or did not
+        answer; if there are none, ranks that are not in this operation. A rank that left only because it heard of a
+        failure is no cause."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             answers = {entry.pop("rank"): Activity(**entry) for entry in self._entries(f"{number}/answers")}
@@ -209,11 +206,8 @@ class FailureReports:
         return f"{self.server}, which serves the store{node or ','} does not answer: killed, cut off or stopped"
 
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
-        """Return, for those of the missing ranks that are known to be dead, how they died.
-
-        Of a rank that torchrun started on this host, it is known by the process id; of any rank, where its launcher has
-        posted it. Such posts are looked up for the first 64 missing ranks only, as each takes a request.
-        """
+        """The process id tells it of a rank that torchrun started on this host, a post of its launcher of any rank:
+        looked up for the first 64 missing ranks only, as each takes a request."""
         processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
         deaths = {
             rank: f"ended, or was killed: process {pid} is gone"
@@ -224,22 +218,18 @@ class FailureReports:
         return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
     def _entries(self, key: str) -> list[dict[str, Any]]:
-        """Return the entries that ranks have appended under a key, in the order in which they came."""
+        """The entries come in the order in which ranks appended them."""
         if not self._store.check([key]):
             return []
         return [json.loads(line) for line in self._store.get(key).decode().splitlines()]
 
     def _append_entry(self, key: str, entry: dict[str, Any]) -> None:
-        """Append an entry under a key, and tell all ranks that there is news."""
         self._store.append(key, json.dumps(entry) + "\n")
         self._store.set("news", "")
 
 
 def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """Return a line for each rank that is not in `operation`: for NAMED ranks, and one that counts the others.
-
-    Where all are in it, the one line says so.
-    """
+    """For NAMED ranks at most, and one line that counts the others."""
     texts = [f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation]
     if not texts:
         return ["all ranks are in it: look at the network and the devices between them"]
@@ -250,9 +240,7 @@ def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[s
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """Return a line on what each rank does, first of those that are not in `operation`: for NAMED ranks, and one that
-    counts the others.
-    """
+    """First those that are not in `operation`: NAMED ranks at most, and one line that counts the others."""
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
     lines = list[str]()
     for rank in ranks[:NAMED]:
@@ -266,7 +254,8 @@ def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[
 
 
 _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
-RECORDER_SECONDS = 2.0  # in which a recorder answers; next to a device that is stuck it may never
+# A recorder answers in this time; next to a device that is stuck it may never answer.
+RECORDER_SECONDS = 2.0
 
 
 def last_collective_text() -> str:
@@ -292,7 +281,6 @@ def last_collective_text() -> str:
 
 
 def _read_last_collective() -> str:
-    """Return the text of `last_collective_text` from torch's recorders, however long these take."""
     nccl = _recorded_entries("_dump_nccl_trace_json")
     unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
     if unfinished is not None:
@@ -304,13 +292,12 @@ def _read_last_collective() -> str:
 
 
 def _recorded_entries(function: str) -> list[dict[str, Any]]:
-    """Return what one of torch's recorders holds, the oldest first; nothing where this torch has no such recorder."""
+    """Oldest first; none where this torch has no such recorder."""
     dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
     return [] if dump is None else json.loads(dump()).get("entries", [])
 
 
 def _collective_text(entry: dict[str, Any]) -> str:
-    """Return a recorded collective in words: backend, kind, its number in its group, and sizes."""
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     sizes = ", ".join(
         f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)

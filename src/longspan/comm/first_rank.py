@@ -52,7 +52,8 @@ class FirstRank:
             result = work()
             message = pickle.dumps((_RESULT, result))
         except BaseException as error:
-            with suppress(CommError):  # another rank is gone, which is what failed here
+            # If another rank is gone, the error at hand is that loss, and none is left to tell.
+            with suppress(CommError):
                 self._send(pickle.dumps((_ERROR, _make_shared_error(error, result_name))))
             self._waiting = None
             raise
@@ -60,7 +61,7 @@ class FirstRank:
         return result
 
     def _answer_first_rank(self) -> Any:
-        """Join the first rank's calls, as another rank, until it sends its result, which is returned, or its error."""
+        """Entered by all ranks but the first, until it sends its result, which is returned, or its error."""
         while True:
             with leave_together(self.world):  # waits until the first rank leaves, too
                 pass
@@ -69,7 +70,7 @@ class FirstRank:
                 return value
             if name == _ERROR:
                 raise value
-            self.calls[name](*value)  # what `call_on_others` sent: a name and arguments
+            self.calls[name](*value)
 
     @contextmanager
     def call_on_others(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -88,12 +89,11 @@ class FirstRank:
                 self._tell_others_to_wait()
 
     def _tell_others_to_wait(self) -> None:
-        """Enter `leave_together`, in which the other ranks wait until this rank leaves it, to send something."""
+        """The other ranks wait in `leave_together` until this rank leaves it, to send something."""
         self._waiting = ExitStack()
         self._waiting.enter_context(leave_together(self.world))
 
     def _send(self, message: bytes) -> None:
-        """End the wait of the other ranks, and send them a pickled message."""
         waiting = self._waiting
         self._waiting = None
         assert waiting is not None
@@ -102,7 +102,7 @@ class FirstRank:
 
 
 def _make_shared_error(error: BaseException, result_name: str) -> LongspanError:
-    """Return an error for the other ranks: a LongspanError that pickles as it is, else a CommError with its text."""
+    """A LongspanError that pickles stays as it is."""
     if isinstance(error, LongspanError):
         with suppress(Exception):
             return pickle.loads(pickle.dumps(error))

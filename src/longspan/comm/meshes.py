@@ -88,7 +88,7 @@ class Meshes:
 
     @cached_property
     def _root_mesh(self) -> DeviceMesh:
-        """The mesh of this stage with axes (replicate, slots of one replica, tp), those of size 1 left out."""
+        """Axes (replicate, slots of one replica, tp), those of size 1 left out."""
         home = self._home
         width = home.slots // home.dp_replicate
         by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)
@@ -96,10 +96,7 @@ class Meshes:
 
     @cached_property
     def _expert_root_mesh(self) -> DeviceMesh:
-        """The mesh of this stage with axes (replicate, outer, ep): neighbours along `ep` together hold all experts.
-
-        Raises CommError where ep does not divide the slots of a replica.
-        """
+        """Axes (replicate, outer, ep): neighbours along `ep` together hold all experts."""
         home = self._home
         width = home.slots // home.dp_replicate
         if width % home.ep:
@@ -112,13 +109,9 @@ class Meshes:
         return self._build_mesh((REPLICATE, OUTER, EP), ranks)
 
     def _build_mesh(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
-        """Return the mesh of this rank's stage, over ranks (stages, *axes); its groups are made where they are missing,
-        by all ranks together.
-
-        Axes of size 1 are left out, but for those over slots. torch orders the members of a group by rank. Without tp
-        and ep slots are sorted so, as any slot may hold any shard. Otherwise a slot's place says what it holds: raises
-        CommError where ranks descend along an axis other than that of replicas.
-        """
+        """Entered by all ranks, which make missing groups together. Axes of size 1 are left out, but for those over
+        slots. torch orders the members of a group by rank. Without tp and ep slots are sorted so, as any slot may hold
+        any shard. Otherwise a slot's place says what it holds: ranks may descend along replicas only."""
         sizes = ranks.shape[1:]
         if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:
             ranks = np.sort(ranks, axis=2)
@@ -143,12 +136,10 @@ class Meshes:
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
 
     def _slice_root(self, root: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
-        """Return the part of a mesh along those of these axes that it has."""
         assert root.mesh_dim_names is not None
         return root[tuple(axis for axis in axes if axis in root.mesh_dim_names)]
 
     def _check_axis(self, axis: str, size: int) -> None:
-        """Raise CommError where the home has a single rank along an axis, and so no mesh of it."""
         if size == 1:
             raise CommError(
                 f"the home has {axis} 1, so it has no {axis} mesh; use Layout(ranks=…, {axis}=2) or more"
@@ -156,12 +147,12 @@ class Meshes:
 
 
 def _lines_along(ranks: Integers, axis: int) -> Integers:
-    """Return the ranks (lines, size) of every line along the axis of this number, of ranks (stages, *axes)."""
+    """(stages, *axes) to (lines, size)"""
     return np.moveaxis(ranks, axis + 1, -1).reshape(-1, ranks.shape[axis + 1])
 
 
 def _check_ranks_ascend(axes: Sequence[str], ranks: Integers) -> None:
-    """Raise CommError where ranks (stages, *axes) descend along an axis; along replicas, which are alike, they may."""
+    """Ranks may descend along replicas, which are alike."""
     for i, axis in enumerate(axes):
         for line in _lines_along(ranks, i):
             if axis != REPLICATE and (np.diff(line) < 0).any():
@@ -172,7 +163,6 @@ def _check_ranks_ascend(axes: Sequence[str], ranks: Integers) -> None:
 
 
 def _forget_shardings() -> None:
-    """Clear what DTensor has remembered, in this thread, of operations and the meshes of their arguments."""
     from torch.distributed.tensor import DTensor  # here: the import takes half a second
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()

@@ -56,7 +56,8 @@ class Shareable:
     users: int = 0
 
 
-ByRanks = dict[tuple[object, ...], list[Shareable]]  # by ranks, torch's options and purpose, in the order made
+# Groups are shared by ranks, torch's options and purpose, in the order in which they were made.
+ByRanks = dict[tuple[object, ...], list[Shareable]]
 
 
 class ProcessGroups:
@@ -70,7 +71,8 @@ class ProcessGroups:
         self._timeout = timeout
         self._used: list[Shareable] = []
         self.by_ranks: dict[tuple[int, ...], ProcessGroup] = {}  # communicators, by their ranks in ascending order
-        self.parents: dict[ParentName, ProcessGroup] = {}  # on which point-to-point runs
+        # Point-to-point messages run on these groups.
+        self.parents: dict[ParentName, ProcessGroup] = {}
 
     def make_group(
         self, ranks: Sequence[int], kind: str, *, backend: str | None = None, timeout: float | None = None
@@ -176,7 +178,8 @@ class CommunicatorChoice:
         candidates = [group.slots for group in groups if self._may_get_communicator(group.slots)]
         self._seen.update(candidates)
         chosen_groups = list[tuple[int, ...]]()
-        for slots in dict.fromkeys(candidates):  # one that was chosen may have taken the room of the next
+        # A chosen group may have taken the room of the next candidate.
+        for slots in dict.fromkeys(candidates):
             if self._may_get_communicator(slots) and (one_degree or self._seen[slots] > 1):
                 chosen_groups.append(slots)
                 self._chosen.add(slots)
@@ -185,10 +188,7 @@ class CommunicatorChoice:
         return chosen_groups
 
     def _may_get_communicator(self, slots: tuple[int, ...]) -> bool:
-        """Whether these slots ascend, have no communicator yet, and each has room for one more.
-
-        A communicator is never given up.
-        """
+        """A communicator is never given up, so each slot needs room for one more."""
         has_room = all(self._load[slot] < self.max_groups for slot in slots)
         return has_room and slots not in self._chosen and slots == tuple(sorted(slots))
 

@@ -13,7 +13,8 @@ from longspan.comm.world import World
 from longspan.launch.launcher_watch import launcher_is_gone
 from longspan.launch.stop_signals import SAME_PRESS, Interrupted, signals_that_stop
 
-LAUNCHER_END = "the end of its launcher"  # in place of a signal's name
+# This stands in place of a signal's name.
+LAUNCHER_END = "the end of its launcher"
 
 
 class StopSignal:
@@ -52,12 +53,11 @@ class StopSignal:
         return f"{self.received} was received"
 
     def _remember_signal(self, number: int, _: FrameType | None) -> None:
-        """Handle a signal: note its name and when it came. One press of Ctrl-C may arrive twice, and counts once; a
-        second press to stop raises Interrupted.
-        """
+        """One press of Ctrl-C may arrive twice, and counts once; a second press to stop raises Interrupted."""
         now = time.monotonic()
         name = signal.Signals(number).name
-        if number == signal.SIGTERM and launcher_is_gone():  # this process sent it to itself
+        # Where the launcher is gone, this process sent the signal to itself.
+        if number == signal.SIGTERM and launcher_is_gone():
             name = LAUNCHER_END
         if number in self._save_on:
             if now - self._save_at > SAME_PRESS:

@@ -19,7 +19,8 @@ from longspan.errors import CommError, plural
 from longspan.plain_text import excerpt
 
 T = TypeVar("T")
-STORE_SECONDS = 10.0  # in which a store answers
+# A store answers in this time.
+STORE_SECONDS = 10.0
 _NEWEST = "longspan/newest"  # the prefix of the world that rank 0 began last
 _OPENED = "opened"
 _DECIDED = "decided"  # the first to add to it decides: rank 0 opens this world, or a rank leaves it
@@ -32,12 +33,15 @@ class Place:
     rank: int
     size: int
     local_rank: int
-    address: str  # of the store; empty where a single process needs none, or the default group has one already
+    # The store's address is empty where a single process needs none, or the default group has one already.
+    address: str
     node: str = ""  # the name of its node, for messages
-    store_server: str = "the launcher"  # which serves the store, for messages
+    # Messages name the process that serves the store.
+    store_server: str = "the launcher"
 
 
-_stores: dict[str, Store] = {}  # by address: a process keeps its store, so that it can open worlds in turn
+# A process keeps its stores by address, so that it can open worlds in turn.
+_stores: dict[str, Store] = {}
 
 
 def shared_store(place: Place, timeout: float) -> Store:
@@ -82,13 +86,11 @@ def join_world_of_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 
 def _open_world(store: Store, place: Place, timeout: float) -> str:
-    """As rank 0, begin a world, open it once all other ranks have joined it, and return its prefix.
-
-    A rank that gives up decides about the world too: where it does so first, rank 0 begins another. Raises CommError
-    with the ranks that did not come in `timeout` seconds.
-    """
+    """Entered by rank 0, which opens the world once all other ranks have joined it. A rank that gives up decides about
+    the world too: where it does so first, rank 0 begins another."""
     prefix = ""
-    world_store = store  # that of the world, once one is begun
+    # Once a world is begun, this is its store.
+    world_store = store
     is_begun = False
     for _ in _iterate_pauses(place.size, timeout):
         if not is_begun:
@@ -102,17 +104,16 @@ def _open_world(store: Store, place: Place, timeout: float) -> str:
         if world_store.add(_DECIDED, 1) == 1:
             world_store.set(_OPENED, str(place.size))
             return prefix
-        is_begun = False  # another rank decided first: it leaves this world
+        # Another rank decided first, and leaves this world.
+        is_begun = False
     world_store.set("rank/0", "left")
     raise _absence_error(world_store, place, timeout)
 
 
 def _join_world(store: Store, place: Place, timeout: float) -> str:
-    """As another rank, register in rank 0's newest world until one opens, and return its prefix.
-
-    Raises CommError where none opened in `timeout` seconds; the world that this rank is in then is left.
-    """
-    prefix = ""  # of the world that this rank is registered in; "": of none
+    """Entered by all ranks but 0; where no world opens in `timeout` seconds, the one that this rank is in is left."""
+    # This rank is registered in the world of this prefix; "" stands for none.
+    prefix = ""
     seen = {""}  # prefixes of the worlds that it has tried to join
     try:
         for _ in _iterate_pauses(place.size, timeout):
@@ -141,10 +142,8 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
 
 
 def _leave_unopened_world(world_store: Store, place: Place) -> bool:
-    """Leave a world that this rank joined, and return True; stay, and return False, where rank 0 has opened it now.
-
-    Where another decided first, it may be rank 0: the key that says that it opened the world is waited for, a second.
-    """
+    """Return False where rank 0 has opened the world now. Where another decided first, it may be rank 0: the key that
+    says that it opened the world is waited for, a second."""
     if world_store.add(_DECIDED, 1) != 1 and any(
         _is_open(world_store, place.size) for _ in _iterate_pauses(1, 1.0)
     ):
@@ -156,15 +155,12 @@ def _leave_unopened_world(world_store: Store, place: Place) -> bool:
 
 
 def _is_open(world_store: Store, size: int) -> bool:
-    """Whether rank 0 has opened this world, for so many ranks."""
     return world_store.check([_OPENED]) and int(world_store.get(_OPENED)) == size
 
 
 def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
-    """Yield for each question to a store that `size` ranks ask: at once, after each pause, and last after the time-out.
-
-    Pauses grow with the time waited, to 0.2 s, and are long enough that all ranks ask at most 5,000 times a second.
-    """
+    """At once, after each pause, and last after the time-out: pauses grow with the time waited, to 0.2 s, and are long
+    enough that all ranks ask at most 5,000 times a second."""
     began = time.monotonic()
     while True:
         yield
@@ -175,7 +171,6 @@ def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
 
 
 def _absence_error(world_store: Store, place: Place, timeout: float) -> CommError:
-    """Return the error that names the ranks that did not come to this world, and those that left it again."""
     peers = [rank for rank in range(place.size) if rank != place.rank]
     absent = [rank for rank in peers if not world_store.check([f"rank/{rank}"])]
     departed = [rank for rank in peers if rank not in absent and world_store.get(f"rank/{rank}") == b"left"]
@@ -185,7 +180,6 @@ def _absence_error(world_store: Store, place: Place, timeout: float) -> CommErro
 
 
 def _incomplete_world_error(place: Place, timeout: float, cause: str) -> CommError:
-    """Return the error of a world that did not open in time, for this cause."""
     return CommError(
         f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: {cause}; start "
         "them all, or give more time"
@@ -222,7 +216,6 @@ class LimitedStore:
 
 
 def _fulfil(future: Future[T], request: Callable[[], T]) -> None:
-    """Set a future to the result of a request, or to its error."""
     try:
         future.set_result(request())
     except BaseException as error:
@@ -232,5 +225,6 @@ def _fulfil(future: Future[T], request: Callable[[], T]) -> None:
 def clone_store_connection(store: Store) -> Store:
     """Return another connection to the store, whose reads of keys that are not there fail after STORE_SECONDS."""
     connection: Store = LimitedStore(store).clone()
-    connection.set_timeout(timedelta(seconds=STORE_SECONDS))  # for keys that are not there
+    # A request for a key that is not there ends after this time.
+    connection.set_timeout(timedelta(seconds=STORE_SECONDS))
     return connection

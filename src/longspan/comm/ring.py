@@ -41,7 +41,8 @@ class RingBlocks:
         me = self._channel.index
         own_matrix = torch.cat([t.flatten(1) for t in self._tensors], 1)
         buffer = own_matrix  # the memory that the block at hand lies in
-        packed = own_matrix  # its rows there, side by side
+        # These are the rows of the block, side by side in the buffer.
+        packed = own_matrix
         block = self._tensors  # the same rows, as tensors
         for step in range(degree):
             owner = (me - step) % degree
@@ -56,7 +57,8 @@ class RingBlocks:
             handle = self._channel.shift(packed, next_matrix, self._label)
             yield owner, block
             handle.wait()
-            if buffer is not own_matrix:  # which has the rows of this member, and another block may need more
+            # The own matrix keeps the rows of this member, which another block may need.
+            if buffer is not own_matrix:
                 self._spare.append(buffer)
             buffer = arriving
             packed = next_matrix
@@ -98,7 +100,8 @@ class GradientRing:
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
         self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(2)]
         self._step = 0  # sums that were sent on
-        self._handle: Handle | None = None  # of the sum on its way here; None before the first
+        # This is None before the first message.
+        self._handle: Handle | None = None
 
     def add(self, owner: int, addends: Sequence[Addend]) -> None:
         """Add this member's gradient of another's block, as any number of addends, and send the sum on."""
@@ -114,9 +117,7 @@ class GradientRing:
         return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 
     def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
-        """Wait for the sum of this owner's block to arrive, add the addends, and return it; before the first message
-        nothing arrives, and the fresh buffer is filled.
-        """
+        """Before the first message nothing arrives, and the fresh buffer is filled."""
         total = self._buffer(owner)
         fresh = self._handle is None
         if self._handle is not None:
@@ -125,7 +126,6 @@ class GradientRing:
         return total
 
     def _buffer(self, owner: int) -> Tensor:
-        """Return the buffer that the sum of this step is in, cut to the rows of the owner's block."""
         return self._buffers[self._step % 2][: self._counts[owner]]
 
 
@@ -145,5 +145,6 @@ def split_columns(matrix: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tens
             strides.append(stride)
             stride *= size
         views.append(matrix.as_strided((rows, *shape), (row_stride, *reversed(strides)), start))
-        start += stride  # by now that of the whole shape: its columns
+        # The stride is by now that of the whole shape: its columns.
+        start += stride
     return tuple(views)

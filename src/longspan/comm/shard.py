@@ -29,7 +29,7 @@ class Immutable:
     __slots__ = ("__weakref__",)
 
     def _set(self, **values: object) -> None:
-        """Set attributes, in the constructor or as the one writer that a class names."""
+        """Only the constructor, or the one writer that a class names, calls it."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -102,7 +102,8 @@ def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
         first_rows = base + np.cumsum(lengths) - lengths
         for member, slot in enumerate(group.slots):
             segments = group.shares.segments(member)
-            rows_to_end = lengths[segments.document] - segments.start  # of the document; behind it padding follows
+            # Padding follows the last row of a document.
+            rows_to_end = lengths[segments.document] - segments.start
             sizes = np.clip(rows_to_end, 0, segments.stop - segments.start)
             begin = first_rows[segments.document] + segments.start
             local = next_row[slot] + segments.offset
@@ -128,8 +129,10 @@ class Derived(Immutable):
 
     __slots__ = ("added", "leaves", "packed_order", "real_rows", "row_counts", "spliced")
 
-    packed_order: tuple[tuple[int, ...], Tensor] | None  # for these starts of the slots' rows
-    real_rows: Mapping[tuple[int, int | None], Tensor]  # of these local rows
+    # The order is for these starts of the slots' rows.
+    packed_order: tuple[tuple[int, ...], Tensor] | None
+    # The keys are the local rows that the index is for.
+    real_rows: Mapping[tuple[int, int | None], Tensor]
     row_counts: Tensor | None
     spliced: Mapping[int, RowsAt]
     added: Mapping[int, RowsAt]
@@ -158,7 +161,7 @@ class Derived(Immutable):
 
 
 def _join_rows(first: Mapping[int, RowsAt], second: Mapping[int, RowsAt]) -> Mapping[int, RowsAt]:
-    """Return both mappings as one; where both have a key, its tuples are joined, that of `first` first."""
+    """Where both have a key, its tuples are joined, that of `first` first."""
     keys = {**first, **second}
     return MappingProxyType({key: (*first.get(key, ()), *second.get(key, ())) for key in keys})
 
@@ -238,7 +241,8 @@ class SequenceShard(Immutable):
             document = np.repeat(segments.document, counts)
             real = (place < lengths[document]) & (index >= 0)  # not of padding
             row = np.where(real, bases[index] + starts[document] + place, -1)
-            position = place  # in the document; then also behind the rows of the documents that it continues
+            # The position is counted in the document, and also behind the rows of the documents that it continues.
+            position = place
             if group.parents is not None:
                 position = place + np.asarray(group.bases, dtype=np.int64)[document]
             rows_of_document = np.bincount(document, minlength=len(lengths))
@@ -334,7 +338,7 @@ class SequenceShard(Immutable):
         )
 
     def _copy_with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
-        """Return a copy with these spans, one value a group, and nothing derived yet."""
+        """Nothing is derived yet from the copy's spans, one value a group."""
         shard = object.__new__(SequenceShard)
         values = {name: getattr(self, name) for name in self.__slots__}
         shard._set(**{**values, "spans": spans, "derived": Derived()})
@@ -417,7 +421,6 @@ def check_is_shard(caller: str, shard: object) -> None:
 
 
 def _gather_packed_rows(x_local: Tensor, shard: SequenceShard) -> Tensor:
-    """Gather the rows of all slots of this plane, and lay them in packed order: (S, …)."""
     world = world_of(shard.world_key)
     channel = world.channels.find_channel(range(world.home.slots))
     counts = [0] * world.home.slots

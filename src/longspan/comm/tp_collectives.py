@@ -117,10 +117,7 @@ def tp_index_and_degree(world_key: int) -> tuple[int, int]:
 
 
 def _run_collective(channel: Channel, label: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
-    """Start a collective, note it for failure reports, and let what is launched next wait for it.
-
-    `start(group)` starts it and returns its work; `received` is the tensor that it fills.
-    """
+    """`start(group)` fills `received`; what is launched next waits for it on the device."""
     with channel.watch.enter_operation(label, channel.ranks) as operation:
         work = start(channel.group)
         work.wait()
@@ -132,7 +129,7 @@ def _run_collective(channel: Channel, label: str, start: Callable[[ProcessGroup]
 
 
 def _all_reduce(x: Tensor, world_key: int, label: str) -> Tensor:
-    """Return the sum of x over the slot's tensor-parallel ranks, as a new tensor."""
+    """Entered by the slot's tensor-parallel ranks; the sum is a new tensor."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     tp = world_of(world_key).channels.tp
     _run_collective(tp, label, lambda group: dist.all_reduce(total, group=group, async_op=True), total)
@@ -140,7 +137,7 @@ def _all_reduce(x: Tensor, world_key: int, label: str) -> Tensor:
 
 
 def _all_gather(x: Tensor, world_key: int, dim: int, label: str) -> Tensor:
-    """Return every rank's x joined along `dim`; without a copy if no dim before `dim` is larger than 1."""
+    """Entered by the slot's tensor-parallel ranks; without a copy if no dim before `dim` is larger than 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1  # then ranks' tensors lie one after another in the joined one, too
@@ -154,7 +151,7 @@ def _all_gather(x: Tensor, world_key: int, dim: int, label: str) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, world_key: int, dim: int, label: str) -> Tensor:
-    """Return this rank's slice along `dim` of the sum of x over ranks; dims before `dim` must be of size 1."""
+    """Entered by the slot's tensor-parallel ranks; dims before `dim` must be of size 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (label, x.shape, dim, tp.degree)
@@ -166,7 +163,6 @@ def _reduce_scatter(x: Tensor, world_key: int, dim: int, label: str) -> Tensor:
 
 
 def _slice_of_this_rank(x: Tensor, world_key: int, dim: int) -> Tensor:
-    """Return a contiguous copy of this rank's slice of x along `dim`, which the number of ranks must divide."""
     index, degree = tp_index_and_degree(world_key)
     assert x.shape[dim] % degree == 0, (x.shape, dim, degree)
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)

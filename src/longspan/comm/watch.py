@@ -66,7 +66,8 @@ class Operation:
         self.is_work: bool = is_work
         self.started = 0.0
         self.limit: float = watch.timeout  # seconds
-        self.step = step  # that errors name; None: the world's
+        # Errors name this step; None stands for the world's.
+        self.step = step
         # inside `naming`, errors name the step that it was given
         if step is None and watch.named_operation is not None:
             self.step = watch.named_operation.step
@@ -115,15 +116,16 @@ class Watch:
     last_failed: Operation | None = None  # the last that failed here, and got or gets a report
     last_label: str = "nothing yet"
     notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
-    open_watches: "Callable[[], Sequence[Watch]]" = lambda: ()  # of every world that is open on this rank
-    named_operation: Operation | None = None  # around collectives that others start
-    background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
+    # These are the watches of every world that is open on this rank.
+    open_watches: "Callable[[], Sequence[Watch]]" = lambda: ()
+    # Others start collectives inside this operation.
+    named_operation: Operation | None = None
+    background: Callable[[], str] = str
     # The last collective that was waited for, and how to ask whether the device is past it.
     last_waited: tuple[Operation, Callable[[], bool]] | None = None
 
     @cached_property
     def _passed(self) -> torch.cuda.Event | None:
-        """What `watch_stream` records."""
         return torch.cuda.Event() if self.gpu else None
 
     def enter_operation(self, label: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
@@ -244,17 +246,17 @@ class Watch:
 
 
 def _has_passed(query: Callable[[], bool]) -> bool:
-    """Return whether the device is past a collective; a device that failed counts as past it, as the main thread gets
-    the error.
-    """
+    """A device that failed counts as past it, as the main thread gets the error."""
     try:
         return query()
     except RuntimeError:
         return True
 
 
-SILENT_SECONDS = 60.0  # without an answer, after which this rank asks the store no more
-LATE_SECONDS = 5.0  # after its limit, a collective on the host has ended with an error
+# This rank asks the store no more once it has not answered for so long.
+SILENT_SECONDS = 60.0
+# A collective on the host has ended with an error by this time after its limit.
+LATE_SECONDS = 5.0
 LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
 
 
@@ -282,10 +284,8 @@ class AnsweringThread:
             self._thread.join(ANSWER_SECONDS)
 
     def _answer_until_stopped(self) -> None:
-        """Look at stuck collectives and answer requests for reports, every 0.2 to 2 s, until `stop`.
-
-        Where the store has not answered for SILENT_SECONDS, it is asked no more, and the looks go on.
-        """
+        """Every 0.2 to 2 s. Where the store has not answered for SILENT_SECONDS, it is asked no more, and the looks go
+        on."""
         # Many ranks share one store: a thousand ranks ask it a thousand times a second, not more.
         interval = min(2.0, max(0.2, len(self.watch.ranks) / 1000))
         reports = self.watch.reports
@@ -314,10 +314,7 @@ class AnsweringThread:
                     )
 
     def _end_with_stuck_device(self) -> None:
-        """End the process where its GPU has not passed the last collective that was waited for within that one's limit.
-
-        NCCL's own watchdog ends the process too, but only after a minute or more of dumping (torch 2.11).
-        """
+        """NCCL's own watchdog ends the process too, but only after a minute or more of dumping (torch 2.11)."""
         watch = self.watch
         last_collective = self.watch.last_waited
         if last_collective is None:
@@ -332,14 +329,10 @@ class AnsweringThread:
         self._end_process(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
 
     def _end_with_stuck_host(self) -> None:
-        """End the process where its main thread does not get past a collective of gloo, seen late at two looks in a
-        row.
-
-        gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
+        """gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
         tries for five times the limit that their group was made with (torch 2.13). An operation that `is_work` has a
-        limit only where rank 0 serves the store and is silent. After the first look a process that was stopped for a
-        while, and not stuck, has the time until the second one to get past.
-        """
+        limit only where rank 0 serves the store and is silent. After the first late look a process that was stopped for
+        a while, and not stuck, has the time until the second one to get past."""
         operation = self.watch.current
         late_before = self._late
         self._late = None
@@ -359,11 +352,8 @@ class AnsweringThread:
             )
 
     def _end_waiting_for_lost_rank(self, reports: FailureReports) -> None:
-        """End the process where it is still in a collective LEFT_SECONDS after another rank has left with an error.
-
-        Where connections break, the main thread has raised by then. With NCCL, or where the rank that left lives on and
-        keeps its connections, nothing would happen before the time-out.
-        """
+        """Where connections break, the main thread has raised by then. With NCCL, or where the rank that left lives on
+        and keeps its connections, nothing would happen before the time-out."""
         if self._left_since is None:
             self._left_since = time.monotonic() if reports.has_departures() else None
         elif time.monotonic() - self._left_since > LEFT_SECONDS:
@@ -372,9 +362,6 @@ class AnsweringThread:
                 self._end_process(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
 
     def _end_process(self, operation: Operation, why: str) -> None:
-        """Write the error of this operation with its report, tell the others that this rank leaves, and abort the
-        process.
-        """
         failure = self.watch.failure_error(operation, RuntimeError(why))
         _write_line(str(failure))
         self.watch.report_leaving(failure)
@@ -382,6 +369,6 @@ class AnsweringThread:
 
 
 def _write_line(text: str) -> None:
-    """Write a line of longspan to standard error from a thread; nothing happens where that cannot be written."""
+    """Nothing happens where standard error cannot be written."""
     with suppress(OSError):
         print(f"longspan: {text}", file=sys.stderr, flush=True)

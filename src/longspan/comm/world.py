@@ -36,13 +36,15 @@ from longspan.plain_text import excerpt
 from longspan.plan import Machine, Plan
 
 TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-MEMBERS = ("control", "channels", "process_groups", "meshes", "watch")  # through which an open world talks
+# An open world talks through these members.
+MEMBERS = ("control", "channels", "process_groups", "meshes", "watch")
 KNOWN_WHEN_OPEN = {"rank", "coordinates", "slot", "plane", "device", "backend", "max_groups", "node_size", "seed"}
 KNOWN_WHEN_OPEN.update((*MEMBERS, "machine"))
 
 _keys = count()
-_worlds: dict[int, "World"] = {}  # those that are open
-_shareable = WeakKeyDictionary[ProcessGroup, ByRanks]()  # of open worlds, by the default group that they end with
+_worlds: dict[int, "World"] = {}
+# Groups of open worlds are kept by the default group that they end with.
+_shareable = WeakKeyDictionary[ProcessGroup, ByRanks]()
 _being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds that were left with an error
 
 
@@ -93,7 +95,8 @@ class World:
     ) -> None:
         self.home: Layout = home
         self.timeout: float = float(timeout)
-        self.key = -1  # until it is opened
+        # Opening the world gives it a key.
+        self.key = -1
         self._arguments = (backend, device, max_groups)
         self._inner_worlds = ExitStack()  # worlds that are left with this one, and `on_leaving`
 
@@ -146,14 +149,13 @@ class World:
         return self
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
-        """Make all that an open world talks through, together with all ranks; where that fails, leave it again.
-
-        Keys of this world in the store have this `prefix`. Its step is that of worlds that are open around this one.
-        """
+        """Entered by all ranks; where it fails, the world is left again. Keys of this world in the store have this
+        `prefix`."""
         # NCCL would register the buffers of a recorded collective with the members, of which some may launch theirs
         # unrecorded; and recordings are short-lived
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        reports = None  # in a world of one process, and where a store cannot append, which reports need
+        # A world of one process has no reports, nor one whose store cannot append, which reports need.
+        reports = None
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(
                 self.rank, self.home.ranks, clone_store_connection(store), f"{prefix}/watch", place.store_server
@@ -169,7 +171,8 @@ class World:
         _worlds[self.key] = self
         self._answering = None if reports is None else AnsweringThread(self.watch)
         if self._answering is not None:
-            self._answering.start()  # before the first collective, which may fail too
+            # The thread runs before the first collective, which may fail too.
+            self._answering.start()
         try:
             if self._made_default:
                 with self.watch.enter_operation("making the default group", self.home.ranks, is_work=True):
@@ -208,12 +211,8 @@ class World:
             self._leave_world(error)
 
     def _leave_world(self, error: BaseException | None) -> None:
-        """Take away all that the world talks through, and destroy its groups: those that no other open world shares,
-        or all groups of the process where it made the default one.
-
-        Without an error it waits for their end. With one it tells the others and waits a second at most, and the rest
-        goes on in a thread: a group with a collective in flight ends only when that does.
-        """
+        """Without an error, wait for the groups' end. With one, tell the others and wait a second at most, and the rest
+        goes on in a thread: a group with a collective in flight ends only when that does."""
         if error is not None:
             self.watch.report_leaving(error)
         if self._answering is not None:
@@ -255,7 +254,8 @@ class World:
             return self
         backend, device, max_groups = self._arguments
         inner = self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
-        inner.machine = self.machine  # whose times choose types of context parallelism
+        # The machine's times choose types of context parallelism.
+        inner.machine = self.machine
         return inner
 
     def on_leaving(self, action: Callable[[], None]) -> None:
@@ -312,7 +312,7 @@ def open_worlds() -> list[World]:
 
 @atexit.register
 def _leave_open_worlds() -> None:
-    """Leave worlds that the program did not close, at its end, as with an error: without waiting for other ranks."""
+    """As with an error: without waiting for other ranks."""
     for world in reversed(open_worlds()):
         error = getattr(sys, "last_value", None) or CommError("the program ended before it closed the world")
         with suppress(Exception):
@@ -320,12 +320,8 @@ def _leave_open_worlds() -> None:
 
 
 def _find_place(home: Layout) -> Place:
-    """Return this process's place by the default group, where one was made already, else by torchrun's variables.
-
-    A home of rank 0 alone needs neither. Without LOCAL_RANK, all ranks are taken to be on one host. A node is named by
-    torchrun's number (GROUP_RANK) where that is set. Raises CommError where a larger home finds neither, and unless the
-    processes that were started are the home's ranks.
-    """
+    """The default group goes before torchrun's variables; a home of rank 0 alone needs neither. Without LOCAL_RANK, all
+    ranks are taken to be on one host. A node is named by torchrun's number (GROUP_RANK) where that is set."""
     address = ""
     if dist.is_initialized():
         rank = dist.get_rank()
