@@ -17,7 +17,8 @@ from longspan.errors import LayoutError
 from longspan.layout.partition import GOLDEN, Partition
 from longspan.layout.segments import Flags, Integers, expand_runs
 
-PIECES = 4096  # into which all rows are cut at least, so that members can share them evenly
+# All rows are cut into so many pieces at least, so that members can share them evenly.
+PIECES = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,8 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     repeats = [
         len(distinct) < len(blocks) for distinct, blocks in zip(distinct_blocks, source.members, strict=True)
     ]
-    if summed:  # without repeats no member has a row more often than another
+    # Without repeats no member has a row more often than another.
+    if summed:
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
     arriving = _arriving_blocks(target, distinct_blocks, me, groups)
     leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
@@ -138,11 +140,8 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
 def _arriving_blocks(
     target: Blocks, distinct_blocks: Sequence[Integers], me: int, groups: Groups
 ) -> list[Integers]:
-    """Return for each member the blocks that it brings here, in the order in which they are first needed.
-
-    Of each group one member brings a block: this member itself if it has the block, else one of the group's members
-    that have it, chosen so that each sends as much. The holders of a block are numbered within their group.
-    """
+    """Blocks are in the order in which they are first needed. Of each group one member brings a block: this member
+    itself if it has the block, else one that has it, chosen so that each sends as much."""
     needed = target.members[me][_first_occurrences(target.members[me], target)]
     order = np.full(len(target.size), -1, dtype=np.int64)
     order[needed] = np.arange(len(needed))
@@ -163,10 +162,8 @@ def _arriving_blocks(
 def _leaving_blocks(
     target: Blocks, distinct_blocks: Sequence[Integers], me: int, group: Sequence[int]
 ) -> list[Integers]:
-    """Return for each member the blocks that member `me` brings it, in the order in which that member first needs them.
-
-    The counterpart of `_arriving_blocks`: a member of `group`, that of `me`, brings a block that it has to itself.
-    """
+    """The counterpart of `_arriving_blocks`: a member of `group`, that of `me`, brings a block that it has
+    to itself."""
     holder_counts, holder_numbers = _count_holders([distinct_blocks[member] for member in group], target)
     # Which of a block's holders in the group `me` is, counted from 0; −1 where `me` does not have the block.
     own_number = np.full(len(target.size), -1, dtype=np.int64)
@@ -185,7 +182,7 @@ def _leaving_blocks(
 
 
 def _count_holders(distinct_blocks: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
-    """Count how many members have each block, and, for each of a member's blocks, how many members before it do."""
+    """Also count, for each of a member's blocks, the members before it that have the block."""
     holder_counts = np.zeros(len(blocks.size), dtype=np.int64)
     holders_before = list[Integers]()
     for numbers in distinct_blocks:
@@ -195,11 +192,8 @@ def _count_holders(distinct_blocks: Sequence[Integers], blocks: Blocks) -> tuple
 
 
 def _choose_holder(blocks: Integers, holder_counts: Integers, receiver: int) -> Integers:
-    """Choose which holder of each block sends it to a receiver, as a number from 0 below the block's number of holders.
-
-    A hash of the block spreads blocks evenly over holders, and the receiver shifts it, so that receivers of one block
-    ask different holders. A block without holders gets any number: no member sends it.
-    """
+    """A hash of the block spreads blocks evenly over holders, and the receiver shifts it, so that receivers of one
+    block ask different holders. A block without holders gets any number: no member sends it."""
     count = holder_counts[blocks]
     # The upper 32 bits of the hash, scaled from 2^32 to the count.
     spread = (blocks.astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * count >> 32
@@ -209,11 +203,7 @@ def _choose_holder(blocks: Integers, holder_counts: Integers, receiver: int) -> 
 def _find_addends(
     arriving: Sequence[Integers], target: Blocks, me: int, groups: Groups
 ) -> tuple[Integers, Integers, tuple[Placement, ...]]:
-    """Return the fields `places`, `summed_rows` and `further_addends` of RowMoves.
-
-    The first addend of a block is copied, further ones are added, in the order of groups. `arriving` are the blocks
-    that each member brings.
-    """
+    """The first addend of a block is copied, further ones are added, in the order of groups."""
     blocks, begins, numbers = _list_addends(arriving, target.size, me, groups)
 
     def pool_begins(number: int) -> Integers:
@@ -244,9 +234,8 @@ def _find_addends(
 
 
 def _list_addends(arriving: Sequence[Integers], size: Integers, me: int, groups: Groups) -> Integers:
-    """List all blocks of the pool in the order of groups, (3, n): the number of each block, where in the pool it
-    begins, and how many times the block is listed before. `size` is that of every block.
-    """
+    """(3, n) in the order of groups: a block's number, where in the pool it begins, and how often it is
+    listed before."""
     pool_rows = np.array([int(size[blocks].sum()) for blocks in arriving], dtype=np.int64)
     pool_rows[me] = 0
     pool_begins = np.cumsum(pool_rows) - pool_rows
@@ -263,10 +252,8 @@ def _list_addends(arriving: Sequence[Integers], size: Integers, me: int, groups:
 
 
 def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
-    """Return the `folds` of RowMoves: one for the second occurrences of rows here, one for the third, and so on, so
-    that targets of one fold are distinct. `begin` is where the first occurrence of each block begins among this
-    member's rows.
-    """
+    """One fold has the second occurrences of rows here, one the third, and so on, so that targets of one fold are
+    distinct."""
     blocks = source.members[me]
     row_begins = source.block_starts(me)
     order = np.argsort(blocks, kind="stable")  # occurrences of one block follow each other
@@ -283,12 +270,10 @@ def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ..
 
 
 def _block_rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
-    """Return the rows of these blocks, one block after another; `begin` and `size` are those of all blocks."""
     return expand_runs(begin[blocks], begin[blocks] + size[blocks])
 
 
 def _first_occurrences(blocks: Integers, all_blocks: Blocks) -> Flags:
-    """Return for each place in `blocks` whether its block stands there for the first time."""
     place = np.empty(len(all_blocks.size), dtype=np.int64)
     # numpy keeps the last of several values that are assigned to one index
     place[blocks[::-1]] = np.arange(len(blocks) - 1, -1, -1)
@@ -296,9 +281,7 @@ def _first_occurrences(blocks: Integers, all_blocks: Blocks) -> Flags:
 
 
 def _check_copies(source: Blocks, groups: Groups) -> None:
-    """Raise LayoutError where two members of a group, whose rows of `source` are copies, both have a row, but
-    differently often.
-    """
+    """The rows of a group's members in `source` are copies."""
     for group in groups:
         counts = np.stack([np.bincount(source.members[member], minlength=len(source.size)) for member in group])
         most = counts.max(axis=0)

@@ -114,7 +114,7 @@ class Layout:
         return self._groups(1, 2, 0)
 
     def _groups(self, *axes: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks along the last of these axes of `pp × slots × tp`, the first one slowest."""
+        """`axes` are those of `pp × slots × tp`, the slowest first; a group lies along the last."""
         grid = np.reshape(self.ranks, (self.pp, self.slots, self.tp)).transpose(axes)
         return tuple(map(tuple, grid.reshape(-1, grid.shape[-1]).tolist()))
 
@@ -134,7 +134,7 @@ def check_degree(name: str, value: object) -> int:
 
 
 def _as_integer(value: object) -> int | None:
-    """Return a Python or numpy integer as an int, None for anything else, bools and floats included."""
+    """None for anything but an integer, bools and floats included."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:

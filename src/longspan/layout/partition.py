@@ -97,7 +97,7 @@ class Packing:
 
 
 def _document_starts(lengths: tuple[int, ...]) -> Integers:
-    """The row at which each document starts, and the total: (documents + 1,)."""
+    """(documents + 1,), the total last."""
     return make_read_only(np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))]))
 
 
@@ -220,7 +220,7 @@ class _LengthPartition(Partition):
 
     @cached_property
     def _recent_segments(self) -> Callable[[int], Segments]:
-        """`_make_segments`, which keeps the segments of the RECENT members that were last asked for."""
+        """The segments of the RECENT members that were last asked for are kept."""
         return lru_cache(RECENT)(self._make_segments)
 
     def segments(self, member: int) -> Segments:
@@ -262,9 +262,8 @@ class _Zigzag(_LengthPartition):
 
     @cached_property
     def _document_shares(self) -> _DocumentShares:
-        """Every member has `base` rows of a document, and `extra` members from `first` on have one more. Of those with
-        an odd number of rows, one chunk gets a row more: from one of these members to the next, early and late in turn.
-        """
+        """Every member has `base` rows of a document, and `extra` members from `first` on one more; members with an odd
+        number of rows give one more to the early chunk and to the late one in turn."""
         length = np.array(self.lengths, dtype=np.int64)
         base = length // self.degree
         extra = length % self.degree
@@ -275,11 +274,8 @@ class _Zigzag(_LengthPartition):
         return _DocumentShares(length, base, extra, first, turn)
 
     def _find_chunk_borders(self, member: int) -> tuple[Integers, Integers]:
-        """Find where in each document a member's early chunk starts and its late chunk stops: two arrays (documents,).
-
-        Early chunks lie in the order of members from the document's start on, late ones in reverse up to its end. A
-        chunk has half of its member's rows; an odd row goes to early and late in turn.
-        """
+        """Early chunks lie in the order of members from the document's start on, late ones in reverse up to its end. A
+        chunk has half of its member's rows; an odd row goes to early and late in turn."""
         length, base, extra, first, turn = self._document_shares
         # Members before this one with an extra row: those from `first` on, and those reached past the last member.
         extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
@@ -302,7 +298,6 @@ class _Contiguous(_LengthPartition):
     """The partition of `Partition.contiguous`: one run of rows a member through all documents."""
 
     def _border(self, member: int) -> int:
-        """The first row of a member; of member `degree` the number of all rows."""
         base, extra = divmod(int(self._starts[-1]), self.degree)
         return member * base + min(member, extra)
 

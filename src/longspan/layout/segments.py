@@ -198,7 +198,8 @@ class Spans:
         """Where the run that has each segment's last row ends, or the segment's stop if none has it: (n,)."""
         inside = self.find_rows(segments)  # parts of runs; `inside.document` are indices of runs
         ends = segments.stop.copy()
-        segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1  # that each part lies in
+        # Each part lies in this segment.
+        segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1
         has_last_row = inside.stop == segments.stop[segment]
         ends[segment[has_last_row]] = self.stop[inside.document[has_last_row]]
         return ends

@@ -17,7 +17,8 @@ FILLS = (
 )
 HUES = 8  # colours of the light scheme; its shades follow in the same order
 MOST_COLORED = 2400  # bars, the largest ones, whose neighbours have other colours
-NEAR = 0.02  # of the whole time: bars of the same slots so close are neighbours
+# Bars of the same slots that are this share of the whole time apart are neighbours.
+NEAR = 0.02
 
 
 class Bar(NamedTuple):
@@ -111,12 +112,9 @@ def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
 
 
 def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
-    """Return the index in FILLS of the colour of each document of these bars, the first of which choose first.
-
-    A document gets a colour that no neighbour has, if there is one, and of these one whose hue no neighbour has;
+    """A document gets a colour that no neighbour has, if there is one, and of these one whose hue no neighbour has;
     among equals the colour with the least area so far. Neighbours touch the same slots, or adjacent ones, at the same
-    time or within NEAR times the picture's length.
-    """
+    time or within NEAR times the picture's length."""
     slot, slots, start, stop = (
         np.array([getattr(bar, name) for bar in bars]) for name in ("slot", "slots", "start", "stop")
     )
@@ -146,11 +144,8 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
 def _stack_groups(
     index: int, micro_batch: MicroBatch, begin: np.ndarray, seconds_of_groups: np.ndarray, cost: Cost
 ) -> Iterator[Bar]:
-    """Yield the bars of a micro-batch, of number `index`, groups of most slots first.
-
-    On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `seconds_of_groups`.
-    One over slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
-    """
+    """Groups of most slots come first. One over slots that are no neighbours, or that begin at different times, is
+    drawn anew on each run of slots."""
     clock = begin.copy()  # (slots,)
     for group, seconds in sorted(
         zip(micro_batch.groups, seconds_of_groups.tolist(), strict=True), key=lambda pair: -pair[0].degree
@@ -173,11 +168,7 @@ def _stack_groups(
 
 
 def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_scale: float) -> Iterator[Summary]:
-    """Yield summaries of bars that are too small, each over at most `most_slots` neighbours of one micro-batch.
-
-    `x_scale` is in pixels a second. A document over several slots is counted on its first one only, so that no summary
-    counts it twice.
-    """
+    """`x_scale` is in pixels per second. A document over several slots is counted on its first one only."""
     by_micro_batch: dict[int, list[Bar]] = {}
     for bar in small_bars:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)

@@ -13,8 +13,10 @@ from longspan.run.facts import time_and_command
 from longspan.run.metrics import COMPLETIONS, read_metrics
 
 _STEPS = 3  # the last ones whose completions a page shows
-_ROWS = 400  # of completions on a page
-_CHARACTERS = 4000  # of a prompt or completion there
+# A page shows so many completions.
+_ROWS = 400
+# A page shows so many characters of a prompt or completion.
+_CHARACTERS = 4000
 NATS = "nats per predicted token"
 SCORED = "mean of what is scored"
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
@@ -100,7 +102,6 @@ def sections_of_sets(run: RunFolder) -> Iterator[Part]:
 
 
 def _loss_marks(name: str, rows: Sequence[EvalRow], color: int) -> Part:
-    """Return the curve of the losses of evaluations by step, with a mark at each."""
     return curve(name, [row.step for row in rows], [row.loss for row in rows], color, "marks")
 
 
@@ -155,7 +156,7 @@ def bucket_charts(rows: Mapping[str, EvalRow], unit: str) -> Iterator[Part]:
 
 
 def _position_text(first: int) -> str:
-    """Write a number of tokens: 4096 → '4K', 1000 → '1,000'."""
+    """4096 → '4K', 1000 → '1,000'"""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if first >= size and first % size == 0:
             return f"{first // size}{unit}"
@@ -187,7 +188,8 @@ def eval_page(record: Mapping[str, Any]) -> str:
     rows = list[tuple[EvalRow, dict[str, str]]]()
     for model in models:
         for values in model["evaluations"]:
-            if (row := EvalRow.from_row(values)) is None:  # of no targets
+            # An evaluation without targets has no row.
+            if (row := EvalRow.from_row(values)) is None:
                 continue
             set_name = row.name or HELD_OUT
             name = set_name if len(models) == 1 else f"{model['target']}, {set_name}"
@@ -210,7 +212,6 @@ def eval_page(record: Mapping[str, Any]) -> str:
 
 
 def _difference_section(difference: Difference, names: Sequence[str]) -> Part:
-    """Return what is shown of a figure of two models, of these `names`, on one set."""
     error = difference.standard_error
     unit = difference.unit
     words = (

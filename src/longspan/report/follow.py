@@ -102,11 +102,8 @@ def lock_holder_text(folder: Path) -> str:
 
 
 def _state_of(run: RunFolder, holder: str) -> State:
-    """Return what became of a run, at which the process `holder` is at work ("": none).
-
-    The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. A run whose
-    summary is missing, or does not give its step, ended with an error.
-    """
+    """The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. A run whose
+    summary is missing, or does not give its step, ended with an error. `holder` is the process at work, "" for none."""
     if holder:
         return "running"
     if not run.summary and not len(run.step) and not run.evaluations:
@@ -124,13 +121,18 @@ def _state_of(run: RunFolder, holder: str) -> State:
 
 
 HOST = "127.0.0.1"
-HOSTS = {HOST, "localhost"}  # that a browser may ask by; another name is of a web page, made to lead here
+# A browser may ask by these names; another name is that of a web page, made to lead here.
+HOSTS = {HOST, "localhost"}
 KEY_BYTES = 32
-IDLE_SECONDS = 10.0  # of a connection, after which it is closed
-POLL_SECONDS = 0.5  # between two looks at the run
-BUSY_SHARE = 0.05  # of the time of a core, which reading a run takes at most
+# A connection is closed after so long without a request.
+IDLE_SECONDS = 10.0
+# The run is looked at so often.
+POLL_SECONDS = 0.5
+# Reading a run takes at most this share of the time of a core.
+BUSY_SHARE = 0.05
 ASKS_WITHIN = 6.0  # seconds: a page that is open and seen asks every two
-FAREWELL_SECONDS = 3.0  # in which every page that is open fetches the end
+# Every page that is open fetches the end in this time.
+FAREWELL_SECONDS = 3.0
 STALLED = 10  # times the median step, and half a minute at least, after which a step counts as late
 _WORDS = {"waiting": "waits", "running": "trains", "done": "done", "stopped": "stopped", "broken": "ended"}
 _HEADERS = {
@@ -167,7 +169,6 @@ def live_page(live: LiveRun) -> tuple[str, dict[str, Any]]:
 
 
 def _progress_texts(live: LiveRun) -> Iterator[str]:
-    """Yield the parts of the sentence at the head of the page: where the run is, and how long it still takes."""
     if live.state != "running":
         yield live.state_sentence()
         if live.state == "waiting":
@@ -206,7 +207,8 @@ class Follower:
         self._farewell = farewell
         self._run_dir = run_dir
         self._lock = Lock()
-        self._live: LiveRun | None = None  # as it was read last
+        # This is the run as it was read last.
+        self._live: LiveRun | None = None
         self._due = 0.0  # when it is read again
         try:
             self._server: Any = ThreadingHTTPServer((HOST, port), _Handler)
@@ -264,7 +266,8 @@ def is_run_over(live: LiveRun, *, has_begun: bool) -> bool:
 class _Handler(BaseHTTPRequestHandler):
     """Answers the requests of browsers: the page at /KEY/, its newer values at /KEY/data; all else is refused."""
 
-    server: Any  # its `follower` is the one that made it
+    # The server's `follower` is the one that made it.
+    server: Any
     server_version = "longspan"
     sys_version = ""
     timeout = IDLE_SECONDS
@@ -294,7 +297,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send_text(200, "application/json", f'{{"mark":"{mark}",{answer.removeprefix("{")}')
 
     def _send_text(self, status: int, kind: str, words: str) -> None:
-        """Send an answer of this media type, compressed if that helps; only a page may load anything in a browser."""
+        """The policy lets only a page load anything in a browser."""
         body = words.encode("utf-8", "replace")
         compressed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
         body = gzip.compress(body, 1) if compressed else body

@@ -21,8 +21,10 @@ from longspan.report.bars import FILLS, Bar, PlanBars, Summary, group_times, pla
 from longspan.report.page import PATTERNS, Part, page, page_head, read_report_file, section
 from longspan.run.facts import time_and_command
 
-WIDTH = 1120  # of the picture on a page
-NARROW = 400  # on a page of a telephone
+# The picture on a page is so wide, in pixels.
+WIDTH = 1120
+# The picture on a page of a telephone is so wide, in pixels.
+NARROW = 400
 LEGEND = (
     ("b k0", "a document: one block over the slots that share it, in another colour than its neighbours"),
     ("many", "busy with documents too short to draw apart"),
@@ -33,15 +35,19 @@ _LEFT = 54
 _TOP = 26
 _BOTTOM = 40
 _RIGHT = 12
-HEAD = 68  # above the drawing of a document: title and facts
-_FOOT = 44  # below it: the legend
-_SHAPE_COLORS = {  # of the shapes' classes, as in page.css
+# The title and facts above the drawing of a document are so high.
+HEAD = 68
+# The legend below the drawing is so high.
+_FOOT = 44
+# page.css gives the shapes' classes the same colours.
+_SHAPE_COLORS = {
     **{f"k{i}": fill for i, fill in enumerate(FILLS)},
     "many": "#93a5bf",
     "idle": "#f1f1ed",
     "launch": "#dcdcd4",
 }
-LINE = re.compile(r"M([\d.]+) ([\d.]+)([HVv])([\d.]+)")  # of a path: from a point to an x, to a y, or so far down
+# A line of a path goes from a point to an x, to a y, or so far down.
+LINE = re.compile(r"M([\d.]+) ([\d.]+)([HVv])([\d.]+)")
 ALIGNMENTS = {"start": "left", "middle": "center", "end": "right"}
 PICTURE_NOTE = (
     "Times of a picture are those of the plan's cost model, not measured. Within a micro-batch the documents of the "
@@ -106,7 +112,8 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
     height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
     picture = gantt_svg(plan)
     facts = [f"{name} {value}" for name, value in plan_facts(plan)]
-    fact_lines = (" · ".join(facts[:5]), " · ".join(facts[5:]))  # as one line they would be wider than the picture
+    # As one line the facts would be wider than the picture.
+    fact_lines = (" · ".join(facts[:5]), " · ".join(facts[5:]))
     size = {"width": WIDTH, "height": round(HEAD + height + _FOOT)}
     entries = list[str]()
     for i, (kind, words) in enumerate(picture_legend(picture)):  # two in a row
@@ -190,7 +197,8 @@ class _Canvas:
     def panels(self) -> Iterator[str]:
         """Yield what lies behind the bars of each micro-batch: where slots are idle, and its fixed launch time."""
         panel_area = sum((panel.stop - panel.work) * self.plan.slots for panel in self.picture.panels)
-        has_idle_slots = sum(bar.area for bar in self.picture.bars) < 0.999 * panel_area  # beyond rounding
+        # Areas are equal only up to rounding.
+        has_idle_slots = sum(bar.area for bar in self.picture.bars) < 0.999 * panel_area
         for panel in self.picture.panels:
             box = {"x": self.x(panel.start), "y": _TOP, "height": self.bottom - _TOP}
             if has_idle_slots:
@@ -279,7 +287,6 @@ class _Canvas:
 
 
 def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[tuple[str, str]]]:
-    """Return what is said of each `shown` document where it is pointed at: its tokens, group, and time as priced."""
     times = group_times(plan, cost)
     step_seconds = plan.timeline(cost).step_seconds or 1.0
     facts = dict[int, list[tuple[str, str]]]()

@@ -76,8 +76,10 @@ PATTERNS = (
 )
 
 
-COLORS = 6  # of page.css
-MAX_POINTS = 900  # of one curve
+# page.css has so many colours.
+COLORS = 6
+# A curve has so many points at most.
+MAX_POINTS = 900
 
 
 def finite_values(values: np.ndarray) -> np.ndarray:

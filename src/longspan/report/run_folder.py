@@ -25,8 +25,10 @@ from longspan.run.facts import RunFacts, best_step_text
 from longspan.run.metrics import read_json_rows
 
 MOST = 1e30  # a larger number of a record is taken for none
-MAX_PLANS = 8  # in the report; the first and last saved and some between
-MTP_LOSS = "mtp_loss_"  # and the number of a depth: columns that a run may have
+# The report has so many plans: the first and last saved and some between.
+MAX_PLANS = 8
+# Columns of predictions further ahead have this name and the number of a depth; a run may have them.
+MTP_LOSS = "mtp_loss_"
 TRAIN_COLUMNS = (
     "loss",
     "rewards/margins",
@@ -155,7 +157,6 @@ def number_to_draw(value: object) -> float:
 
 
 def _read_buckets(rows: object) -> tuple[Bucket, ...]:
-    """Return the buckets of a record; rows that are not five numbers are left out."""
     buckets = list[Bucket]()
     for row in rows if isinstance(rows, list) else []:
         if (
@@ -271,7 +272,8 @@ class RunFolder:
         summary; "" where neither says it.
         """
         if not self.summary:
-            with suppress(ConfigError):  # of a run that compares no figures, too
+            # A run that compares no figures raises ConfigError here.
+            with suppress(ConfigError):
                 figure = BestFigure.from_text(str(self.configured_value("checkpoint", "keep_best")))
                 bests = read_best_steps(self.path, figure, lambda _: None)
                 return best_step_text(figure.name, bests[-1], 0) if bests else ""
@@ -294,10 +296,7 @@ class RunFolder:
 
 
 def _read_metric_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of metrics.jsonl, with a note if lines are damaged; a pipe of that name is not waited for.
-
-    Raises ConfigError for a folder that is no run's, and for a run without a row, unless it is `live`.
-    """
+    """A pipe of that name is not waited for."""
     folder = metrics.parent
     is_there = metrics.is_file()
     rows, damaged = read_json_rows(metrics) if is_there else ([], 0)
@@ -314,7 +313,6 @@ def _read_metric_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]
 
 
 def _missing_records(folder: Path) -> Iterator[str]:
-    """Yield a note for each record that is not in a run's folder, with what the page lacks without it."""
     if not (folder / "run.json").is_file():
         yield "run.json is missing: what ran, and on what, is not shown"
     if not (folder / "summary.json").is_file():
@@ -322,7 +320,7 @@ def _missing_records(folder: Path) -> Iterator[str]:
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the object in a JSON file; {} where it is not there, and, with a note added to `notes`, if damaged."""
+    """{} where the file is not there, and, with a note, if it is damaged."""
     try:
         words = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "{}"
         value = json_safe_values(parse_json(words))
@@ -335,7 +333,7 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
-    """Yield the evaluations among rows of records; why others are left out is added to `notes`, once each."""
+    """Why rows are left out is added to `notes`, once each."""
     for row in rows if isinstance(rows, list) else []:
         try:
             evaluation = EvalRow.from_row(row) if isinstance(row, dict) else None
@@ -347,7 +345,6 @@ def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
 
 
 def _read_config(file: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
-    """Return the text of config.toml and its tables, with the keys of now; {} and a note in `notes` if damaged."""
     if not file.is_file():
         return "", {}
     words = file.read_text(encoding="utf-8", errors="replace")
@@ -359,10 +356,8 @@ def _read_config(file: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _read_shown_plans(path: Path, step: int, notes: list[str], *, live: bool) -> dict[str, Plan]:
-    """Return saved plans by the name that is shown: that of `step` (0: none) from plans.jsonl, and files of plans/.
-
-    At most MAX_PLANS files are read, at even distances, and none of a `live` run. What is damaged is noted in `notes`.
-    """
+    """`step` 0 stands for no plan of plans.jsonl. At most MAX_PLANS files are read, at even distances, and none of a
+    `live` run."""
     plans = dict[str, Plan]()
     folder = path / "plans"
     plan_rows = path / "plans.jsonl"

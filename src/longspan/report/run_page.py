@@ -170,7 +170,7 @@ def card_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
-    """Yield the key figures of a run: name, value, and words about it. Medians are of `recent` steps (0: all)."""
+    """Medians are of `recent` steps (0: all)."""
     train = run.train
     facts = run.facts
     of_steps = f"median of the last {recent} steps" if recent else "median"
@@ -252,7 +252,6 @@ def loss_sections(run: RunFolder) -> Iterator[Part]:
 def _curves_of_steps(
     run: RunFolder, column: str, window: int, names: tuple[str, str], color: int = 0
 ) -> list[Part]:
-    """Return the curve of every step, and over it that of averages over a `window` of more than one."""
     values = run.train[column]
     if window == 1:
         return [curve(names[0], run.step, values, color)]
@@ -363,7 +362,6 @@ def measured_and_planned_peaks(run: RunFolder) -> tuple[float, float]:
 
 
 def _planned_bytes(run: RunFolder, memory: str) -> dict[str, float]:
-    """Return the bytes of run.json's plan of memory by what they are for, of "device" or "host"; {} without a plan."""
     values = run.facts.memory.get(memory) if run.facts is not None else None
     planned = values if isinstance(values, Mapping) else {}
     names = (*MEMORY_KINDS, "total")
@@ -372,7 +370,8 @@ def _planned_bytes(run: RunFolder, memory: str) -> dict[str, float]:
 
 def profile_sections(run: RunFolder) -> Iterator[Part]:
     """Yield the profiler's tables of the last steps that were profiled."""
-    files = sorted(run.path.glob("profiles/step-*/table.txt"))[-SHOWN:]  # of run/profile.py, which imports torch
+    # run/profile.py, which imports torch, has these names.
+    files = sorted(run.path.glob("profiles/step-*/table.txt"))[-SHOWN:]
     note = (
         "Milliseconds on the first rank, under the profiler, which makes a step longer. profiles/ has a trace of each "
         "rank, for Perfetto or chrome://tracing."

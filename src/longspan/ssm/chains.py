@@ -163,7 +163,8 @@ class Passing:
         self._leaves = leaves
         self._carries = carries
         local_indices = chains.local_indices
-        self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # in the order of `local_indices`
+        # These indices are in the order of `local_indices`.
+        self.leaving: Integers = np.flatnonzero(leaves[local_indices])
         self.carrying: Integers = np.flatnonzero(carries[local_indices])
         self.any: bool = bool(leaves.any())
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}

@@ -54,7 +54,8 @@ class Halo:
         me = chains.member
         runs = self._runs
         owners = [runs.member[run] for run, _ in needs]
-        needs_here = [np.flatnonzero(owner == me) for owner in owners]  # of each member, what this one sends
+        # This member sends these rows to each member.
+        needs_here = [np.flatnonzero(owner == me) for owner in owners]
         self.sends: list[int] = [len(index) for index in needs_here]
         self.receives: list[int] = np.bincount(owners[me], minlength=chains.degree).tolist()
         rows = [
@@ -74,11 +75,8 @@ class Halo:
         self.first: FirstRows = FirstRows(first_rows, self._lay_out_runs(count, read_rows), *places)
 
     def _list_arrivals(self, owners: Integers, local_runs: Integers) -> Integers:
-        """Return which arriving row lies in each column before a run of this member: (runs, width), −1 for none.
-
-        `owners` are the members that send the rows before runs, run after run; rows arrive ordered by owner. A run near
-        its document's start has fewer rows before it: these take its last columns.
-        """
+        """(runs, width), −1 for none. Rows arrive ordered by owner; a run near its document's start has fewer rows
+        before it: these take its last columns."""
         number = np.empty(len(owners), dtype=np.int64)
         number[np.argsort(owners, kind="stable")] = np.arange(len(owners))
         arrived = np.full((len(local_runs), self._width), -1, dtype=np.int64)
@@ -87,17 +85,15 @@ class Halo:
         return arrived
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
-        """Return the rows before each run of a member, run after run: the index of the run that has the row, and its
-        position in its document. One sorted search finds that run: `document · stride + position` is in the order of
-        both.
-        """
+        """One sorted search finds the run that has a row: `document · stride + position` is in the order of both."""
         runs = self._runs
         local = self._runs.member_runs(member)
         stop = self._starts[local]
         start = np.maximum(stop - self._width, 0)
         position = expand_runs(start, stop)
         document = np.repeat(runs.document[local], stop - start)
-        if self._group.parents is not None:  # from the documents that a run's continues to the one that has the row
+        # The rows may be in documents that the run's document continues.
+        if self._group.parents is not None:
             bases = np.asarray(self._group.bases)
             parents = np.asarray(self._group.parents)
             while (is_before := position < bases[document]).any():
@@ -110,12 +106,9 @@ class Halo:
         return owner_run, position
 
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> RowsBefore:
-        """Return where runs of these lengths lie with the rows before them, from the table of arriving rows (runs,
-        width), −1 for none.
-
-        Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The columns
-        of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the first.
-        """
+        """Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The
+        columns of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the
+        first."""
         rows = int(lengths.sum())
         ends = np.cumsum(lengths)
         count = int((arrived >= 0).sum())
@@ -124,7 +117,8 @@ class Halo:
             x for i, end in enumerate(ends.tolist()) for x in (source_before[i], np.arange(end - lengths[i], end))
         ]
         source = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
-        filled_cells = np.flatnonzero(arrived >= 0)  # of the table, in which each arriving row stands once
+        # Each arriving row stands once in the table.
+        filled_cells = np.flatnonzero(arrived >= 0)
         run, column = np.divmod(filled_cells[np.argsort(arrived.reshape(-1)[filled_cells])], max(self._width, 1))
         indices = source, np.flatnonzero(source < rows), run, column + 1
         return RowsBefore(self._width, *(to_device(x, self._device) for x in indices))
@@ -189,7 +183,8 @@ class _CausalConv(torch.autograd.Function):
         arrived = list[Tensor]()
         for x_part, part_chains, handle in zip(rows, chains, handles, strict=True):
             halo = cached_halo(part_chains, width)
-            y = x_part  # without rows; kernels take at least one
+            # Kernels take at least one row, so a part without rows stays as it is.
+            y = x_part
             if len(x_part):
                 y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.before)
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
@@ -258,17 +253,13 @@ class _ConvPart(NamedTuple):
 
 
 def _sum_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Sum the gradients of a parameter over parts; None where no part has one."""
+    """None where no part has a gradient."""
     present = [x for x in gradients if x is not None]
     return sum(present[1:], start=present[0]) if present else None
 
 
 def _send_halo(x: Tensor, chains: Chains, width: int, *, back: bool = False) -> Handle | None:
-    """Start sending rows before runs to the members that read them; None where no member of the group sends any.
-
-    With `back`, x are gradients of the rows that arrived, which go to the members that sent those. Otherwise x are this
-    member's local rows.
-    """
+    """None where no member of the group sends any. With `back`, x are gradients of the rows that arrived."""
     halo = cached_halo(chains, width)
     label = "rows before a run, convolution"
     if not halo.travels:

@@ -61,7 +61,8 @@ class ForwardFold:
         local_number_of_run = self.chains.local_number_of_run
         gathered = self._gathered.wait()
         state = entering[:0]
-        for place in range(1, self.chains.local_places.stop):  # up to this member's last run in any chain
+        # The fold goes up to this member's last run in any chain.
+        for place in range(1, self.chains.local_places.stop):
             runs_before = table[:, place - 1]
             runs = table[:, place]
             count = int((runs >= 0).sum())  # chains that go on, which come first
@@ -111,30 +112,32 @@ class BackwardFold:
         local_number_of_run = self._chains.local_number_of_run
         final = leaving[:0]  # gradients at the final states of the runs at a place
         first_place = self._chains.local_places.start
-        for place in range(table.shape[1] - 1, first_place, -1):  # down to the run after this member's first
+        # The fold goes down to the run after this member's first.
+        for place in range(table.shape[1] - 1, first_place, -1):
             runs = table[:, place]
             count = int((runs >= 0).sum())
             continuing = len(final)  # chains with a run after this one, which come first
-            entering = gathered.states(runs[:count])  # of the outputs alone
+            # These are the gradients of the outputs alone.
+            entering = gathered.states(runs[:count])
             if continuing:
                 whole = map_states(gathered.transitions(runs[:continuing]).mT, final, entering[:continuing])
                 entering = whole if continuing == count else torch.cat([whole, entering[continuing:]])
-            final = entering  # of the runs at the place before
+            # The loop goes on with the runs at the place before.
+            final = entering
             _put_local_runs(leaving, final, local_number_of_run[table[:count, place - 1]])
         return leaving
 
     def _sum_over_branches(self, table: Integers, gathered: "_GatheredSummaries") -> Tensor:
-        """Return `leaving_gradients` where the final state of a run enters several runs: their gradients are summed.
-
-        `table` are the chains, of which several may have a run in common.
-        """
+        """The final state of a run may enter several runs: their gradients are summed."""
         runs = self._chains.runs
         device = self._states.device
-        final = self._states.new_zeros((len(runs.member), *self._states.shape[1:]))  # of all members' runs
+        # These are the final gradients of all members' runs.
+        final = self._states.new_zeros((len(runs.member), *self._states.shape[1:]))
         for place in range(table.shape[1] - 1, 0, -1):
             runs_here = np.unique(table[:, place])
             runs_here = runs_here[runs_here >= 0]
-            entering = gathered.states(runs_here).clone()  # of the outputs alone
+            # These are the gradients of the outputs alone.
+            entering = gathered.states(runs_here).clone()
             goes_on = np.flatnonzero(~runs.last[runs_here])
             if len(goes_on):
                 index = index_on_device(goes_on, device)
@@ -182,10 +185,8 @@ class _GatheredSummaries:
         return self._select_runs(runs, 1)
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:
-        """Select the gathered states (`which` 0) or transitions (1) of these runs; a view if they are consecutive.
-
-        Others are picked from windows of `size` rows, one of which begins at every gathered row.
-        """
+        """A view if the runs are consecutive; others are picked from windows of `size` rows, one of which begins at
+        every gathered row."""
         first_rows = self._places[which][runs]
         size = self._sizes[which]
         shape = (len(runs), *self._shapes[which])
@@ -196,9 +197,7 @@ class _GatheredSummaries:
 
 
 def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
-    """Write the values (n, …) of those of n runs that are this member's into `into` (R, …), in place; `local_numbers`
-    (n,) are their numbers among this member's R runs, −1 for another member's.
-    """
+    """`local_numbers` (n,) are the runs' numbers among this member's R runs, −1 for another member's."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):
         put_rows(into, local_numbers[local], pick_rows(values, local))
@@ -311,7 +310,7 @@ class _StatePass(torch.autograd.Function):
 
 
 def _kernel_or_torch(kernel: ScanKernel, chains: Chains) -> ScanKernel:
-    """Return the kernel, or torch's operations where this member holds no rows, of which other kernels need one."""
+    """Kernels other than torch's operations need one row."""
     return kernel if len(chains.lengths) else TORCH
 
 

@@ -10,7 +10,8 @@ from longspan.ssm.kernels.local_runs import LocalRuns
 from longspan.ssm.kernels.scan import TorchBackward, TorchForward
 
 TORCH = ScanKernel("torch", TorchForward, TorchBackward)
-_FLA_KERNELS = {  # by `delta` and `by_channel`
+# The keys are `delta` and `by_channel`.
+_FLA_KERNELS = {
     (True, False): ScanKernel("fla", delta.DeltaForward, delta.DeltaBackward, half=True),
     (True, True): ScanKernel("fla", delta.KimiForward, delta.KimiBackward, half=True),
     (False, False): ScanKernel("fla", decay.DecayForward, decay.DecayBackward, half=True),

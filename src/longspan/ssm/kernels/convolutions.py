@@ -53,7 +53,8 @@ class FirstRows(NamedTuple):
     arrived: Tensor
 
 
-ConvolutionGradients = tuple[Tensor, Tensor | None, Tensor | None]  # of x, weight and bias
+# These are the gradients of x, weight and bias.
+ConvolutionGradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,7 @@ def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before:
 def _torch_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
-    """Run the convolution again with a graph. Rows always get a gradient; parameters that need none get None. `arrived`
-    rows got theirs before.
-    """
+    """Rows always get a gradient; parameters that need none get None. `arrived` rows got theirs before."""
     weight, bias, silu = convolution
     x_leaf = x.detach().requires_grad_()
     weight_leaf = weight.detach().requires_grad_(weight.requires_grad)
@@ -106,7 +105,6 @@ def _torch_write_first_outputs(
 def _torch_arrived_gradients(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> Tensor:
-    """Run the convolution of first rows again with a graph from the rows that arrived; return their gradients."""
     rows = x.index_select(0, first.rows)
     arrived = arrived.detach().requires_grad_()
     with torch.enable_grad():
@@ -115,10 +113,7 @@ def _torch_arrived_gradients(
 
 
 def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before: RowsBefore) -> Tensor:
-    """Run one convolution over all runs, laid out each behind the `width` rows before it.
-
-    Output j reads inputs j to j + width, so the output of the row at index i of the layout is number i − width.
-    """
+    """Output j reads inputs j to j + width, so the output of the row at index i of the layout is number i − width."""
     weight, bias, silu = convolution
     rows = torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source)
     y = F.conv1d(rows.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
@@ -157,13 +152,12 @@ def arrived_gradients(
 def _launch_arguments(
     y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Return the grid (blocks of channels, runs), the arguments and the compile-time sizes that both kernels share; `y`
-    is the output or its gradient.
-    """
+    """The grid is (blocks of channels, runs); `y` is the output or its gradient."""
     weight, bias, silu = convolution
     runs, width = first.arrived.shape
     channels = x.shape[1]
-    tensors = (y, x, arrived, weight.contiguous(), weight if bias is None else bias)  # without bias it is not read
+    # The kernels do not read the last tensor without a bias.
+    tensors = (y, x, arrived, weight.contiguous(), weight if bias is None else bias)
     places = (first.starts, first.counts, first.arrived, *y.stride(), *x.stride())
     sizes = {"CHANNELS": channels, "BEFORE": width, "BIAS": bias is not None, "SILU": silu, "BLOCK": _BLOCK}
     return (-(-channels // _BLOCK), runs), (*tensors, *places), sizes
@@ -173,9 +167,7 @@ _FLA_MODULE = "modules.causal_conv1d.ops"
 
 
 def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | None) -> dict[str, object]:
-    """Return the arguments of fla's convolution, forward and backward; `state` are the rows before runs, None for
-    zeros.
-    """
+    """`state` are the rows before runs, None for zeros."""
     return {
         "weight": convolution.weight.contiguous(),
         "bias": convolution.bias,
@@ -195,9 +187,7 @@ def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before: R
 def _fla_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
-    """Convolve backward by fla; arrived rows are the state before runs, whose gradient was computed before and is left
-    out.
-    """
+    """The gradient of `arrived` rows, the state before runs, was computed before and is left out."""
     state = None
     if len(arrived):  # (R, C, W), of which the first column is not read
         state = x.new_zeros((len(runs.lengths), x.shape[1], before.width + 1))

@@ -48,7 +48,8 @@ def scan_chunks(
         decays,
         states.contiguous(),
         final,
-        chunk_additions if into is None else into,  # without KEEP it is not written
+        # The kernel does not write it without KEEP.
+        chunk_additions if into is None else into,
         runs.chunk_ends,
         HEADS=heads,
         SHARED=heads // chunk_additions.shape[1],
@@ -167,7 +168,8 @@ def additions_by_chunk(keys: Tensor, values: Tensor, weight: Tensor, runs: Local
     weighted_values = (values * weight).to(values.dtype)
     rows = []
     for x in (keys, weighted_values):
-        if runs.padded_rows is not None:  # some chunk is short: zeros take the places of its missing rows
+        # Zeros take the places of the missing rows of short chunks.
+        if runs.padded_rows is not None:
             x = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, runs.padded_rows)
         rows.append(x.reshape(runs.chunks, CHUNK, groups, -1).transpose(1, 2).flatten(0, 1))  # (N · G, C, ·)
     sums = torch.bmm(rows[0].mT, rows[1], out_dtype=torch.float32)

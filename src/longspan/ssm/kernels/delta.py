@@ -121,12 +121,8 @@ class Pieces:
     def _follow_pieces(
         self, run_values: Tensor, start_pieces: Integers, added: Tensor, transitions: Tensor, *, step: int
     ) -> Tensor:
-        """Return a value for each piece, from those of runs: a run's own for its piece in `start_pieces`, from there on
-        what the map of each piece makes of that piece's value for the next one in the direction of `step`.
-
-        With `step` 1 the map is M S + B, for states from a run's first piece on; with −1 it is Mᵀ G + B, for gradients
-        from its last piece back. `added` are the B, and M the `transitions`, of the pieces that have maps.
-        """
+        """With `step` 1 the map is M S + B, for states from a run's first piece on; with −1 it is Mᵀ G + B, for
+        gradients from its last piece back. `added` are the B, and M the `transitions`, of the pieces that have maps."""
         piece_values = run_values.new_empty((len(self.runs.lengths), *run_values.shape[1:]))
         put_rows(piece_values, start_pieces, run_values)
         for place in range(1, int(self._counts.max())):
@@ -143,7 +139,7 @@ class Pieces:
 
 
 def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
-    """Return x with these rows replaced, as a copy: x may be a view of something else."""
+    """x may be a view of something else, so it is copied."""
     if len(rows) == len(x):
         return values
     x = x.clone()
@@ -171,15 +167,14 @@ def compute_run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     states, transitions = (_new_state(rows, count, heads, size, columns) for columns in (width, size))
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
     arguments = [rows["k"], rows["w"], rows["u"], _decay_rows(rows), states, transitions, runs.ends]
-    if count:  # without runs, as on a single rank, no kernel is compiled
+    # A single rank has no such runs, and compiles no kernel for them.
+    if count:
         triton_kernel("maps_kernel")[blocks, heads, count](*arguments, **_kernel_sizes(rows, width))
     return states, transitions
 
 
 def _kernel_sizes(rows: NamedRows, width: int) -> dict[str, Any]:
-    """Return the compile-time sizes of our kernels. KEYS is a power of two, as Triton's blocks are, and 16 at least, as
-    its products need.
-    """
+    """KEYS is a power of two, as Triton's blocks are, and 16 at least, as its products need."""
     heads, size = rows["w"].shape[2:]
     keys = max(16, 1 << (size - 1).bit_length())
     sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": CHUNK}
@@ -189,7 +184,7 @@ def _kernel_sizes(rows: NamedRows, width: int) -> dict[str, Any]:
 
 
 def _decay_rows(rows: NamedRows) -> Tensor:
-    """Return the summed log-decays of rows: by key number (Kimi) if there are such, else one a head."""
+    """By key number (Kimi), or one a head."""
     return rows["gk"] if "gk" in rows else rows["g"]
 
 
@@ -268,9 +263,7 @@ class DeltaGradients:
         return self._pieces.leaving_gradients(leaving, self._map_gradients(), self._transitions)
 
     def _map_gradients(self) -> Tensor:
-        """Return the gradients (pieces, H, K, V), float32, of outputs by the states that enter the pieces with maps, of
-        which there is one at least; computed at the first call.
-        """
+        """(pieces, H, K, V) float32, by the states that enter the pieces with maps, of which there is one at least."""
         if self._initial_state_gradients is None:
             map_runs, map_rows = self._pieces.pieces_with_maps
             rows = {name: x[:, map_rows] for name, x in self._rows.items()}

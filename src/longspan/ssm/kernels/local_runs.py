@@ -24,7 +24,8 @@ class LocalRuns:
         self.lengths: Integers = lengths
         self.device: torch.device = device
         self.shared: Flags = np.zeros(len(lengths), dtype=bool) if shared is None else shared
-        self.pieces: dict[int, Any] = {}  # by the number of heads; `delta.cut_into_pieces` fills it
+        # `delta.cut_into_pieces` fills it, by the number of heads.
+        self.pieces: dict[int, Any] = {}
         self.rows: int = int(lengths.sum())
         self._chunks = -(-lengths // CHUNK)
 
@@ -79,22 +80,20 @@ class LocalRuns:
 
     @cached_property
     def _run_of_chunk(self) -> Integers:
-        """The run that each chunk is of: (N,), on the host."""
         return np.repeat(np.arange(len(self.lengths)), self._chunks)
 
     @cached_property
     def _place_of_chunk(self) -> Integers:
-        """The number of each chunk in its run: (N,), on the host."""
+        """(N,), the number of each chunk in its run."""
         return np.arange(int(self._chunks.sum())) - np.repeat(np.cumsum(self._chunks) - self._chunks, self._chunks)
 
     @cached_property
     def _first_rows(self) -> Integers:
-        """The first row of each chunk among all rows: (N,), on the host."""
+        """(N,), among all rows."""
         return self.starts[self._run_of_chunk] + self._place_of_chunk * CHUNK
 
     @cached_property
     def _sizes(self) -> Integers:
-        """How many rows each chunk has: (N,), on the host."""
         return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * CHUNK, CHUNK)
 
     def _to_device(self, rows: Integers) -> Tensor:
@@ -117,7 +116,6 @@ def put_rows(into: Tensor, rows: Integers, values: Tensor) -> None:
 
 
 def _are_consecutive(rows: Integers) -> bool:
-    """Whether there are rows, each the one after the row before it."""
     return len(rows) > 0 and bool((np.diff(rows) == 1).all())
 
 
@@ -130,5 +128,5 @@ def index_on_device(rows: Integers, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _upload_index(rows: bytes, device: torch.device) -> Tensor:
-    """Copy row numbers to the device. They come as the bytes of an int64 array, which can be the key of the cache."""
+    """The bytes of an int64 array can be the key of the cache."""
     return to_device(np.frombuffer(rows, dtype=np.int64).copy(), device)

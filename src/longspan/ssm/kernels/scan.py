@@ -38,13 +38,11 @@ class _Chunks(NamedTuple):
     inverse: Tensor
 
 
-@lru_cache(maxsize=32)  # all layers have the same runs
+# All layers have the same runs.
+@lru_cache(maxsize=32)
 def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
-    """Cut runs of these lengths into chunks of `chunk` rows; made once for all layers, which have the same runs.
-
-    First chunks of all runs come first, longest runs first: the runs that have an i-th chunk are the first few, and
-    these chunks are scanned together. Where a short chunk has no row, `rows` has the index `total`, of the zero row.
-    """
+    """First chunks of all runs come first, longest runs first: the runs that have an i-th chunk are the first few, and
+    these chunks are scanned together. Where a short chunk has no row, `rows` has the index `total`, of the zero row."""
     size = np.array(lengths, dtype=np.int64)
     total = sum(lengths)
     counts = -(-size // chunk)
@@ -130,11 +128,9 @@ def scan(
 
 
 def _pair_decays(g: Tensor) -> Tensor:
-    """Compute exp(g_{j+1} + … + g_i) of the pairs i ≥ j of each chunk, (N, H, C, C, K or 1), and 1 elsewhere.
-
-    Each sum is one of its own, as in Mamba 2's segsum (arXiv:2405.21060, listing 1): differences of sums from the
-    chunk's first row on would leave their rounding, in the gradient of g above all.
-    """
+    """exp(g_{j+1} + … + g_i) of the pairs i ≥ j, (N, H, C, C, K or 1), and 1 elsewhere. Each sum is one of its own, as
+    in Mamba 2's segsum (arXiv:2405.21060, listing 1): differences of sums from the chunk's first row on would leave
+    their rounding, in the gradient of g above all."""
     chunk = g.shape[2]
     # i ≤ j: g_i is in no sum of column j
     left_out = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu()
@@ -142,7 +138,7 @@ def _pair_decays(g: Tensor) -> Tensor:
 
 
 def _products_under_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
-    """Return a_i · fades_ij b_j of the pairs i ≥ j of each chunk: (N, H, C, C), 0 elsewhere."""
+    """a_i · fades_ij b_j of the pairs i ≥ j: (N, H, C, C), 0 elsewhere."""
     if fades.shape[-1] == 1:
         return (a @ b.mT * fades.squeeze(-1)).tril()
     return torch.einsum("nhic,nhjc,nhijc->nhij", a, b, fades).tril()
@@ -228,7 +224,6 @@ class TorchBackward:
 
 
 def _repeat_heads(inputs: Inputs, scale: float) -> Inputs:
-    """Repeat the heads of q and k to as many as v has, and scale q; all in the dtype of states."""
     q, k, v, g, beta = (None if x is None else x.to(state_dtype(x.dtype)) for x in inputs)
     assert q is not None and k is not None and v is not None and g is not None
     heads_per_key = v.shape[1] // k.shape[1]

@@ -227,11 +227,8 @@ def _load_decays(
     KEYS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """Load a chunk's summed log-decays (base 2), its last row's and all rows'; from it on the run has `rows_left` rows.
-
-    Where each channel has a decay (BY_CHANNEL), rows come decayed already, so that only the last row's are needed, one
-    for each key number, and both results are these. A chunk without rows, past the run's end, has zeros.
-    """
+    """Log-decays to base 2. With BY_CHANNEL rows come decayed already, so that only the last row's are needed, one for
+    each key number, and both results are these. A chunk without rows, past the run's end, has zeros."""
     last_row = tl.minimum(rows_left, CHUNK) - 1
     if BY_CHANNEL:
         key = tl.arange(0, KEYS)
@@ -248,7 +245,7 @@ def _load_decays(
 
 @triton.jit
 def _chunk_fading(last, BY_CHANNEL: tl.constexpr):
-    """Return the factor of a state over a chunk, from its last row's log-decay: a number, or (1, K) by channel."""
+    """A number, or (1, K) by channel."""
     fading = tl.exp2(last)
     return fading[None, :] if BY_CHANNEL else fading
 
@@ -271,11 +268,8 @@ def _sum_taps(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Convolve row ROW of a run, for BLOCK channels, without activation: Σ weight · row over BEFORE + 1 rows up to it.
-
-    The run begins at row `start` of x; weight i multiplies the row BEFORE − i rows back. Rows before the run are in
-    `arrived`, at the indices in `table`; −1 stands for none, which counts as zeros.
-    """
+    """Σ weight · row over BEFORE + 1 rows up to row ROW of the run, which begins at row `start` of x; weight i
+    multiplies the row BEFORE − i rows back. In `table` −1 stands for no row, which counts as zeros."""
     y = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in tl.static_range(BEFORE + 1):
         if ROW + i < BEFORE:
@@ -368,7 +362,8 @@ def arrived_gradients_kernel(
     start = tl.load(starts + run)
     count = tl.load(counts + run)
     table = tables + run * BEFORE
-    column = tl.arange(0, COLUMNS)[:, None]  # of the rows before the run
+    # These columns are the rows before the run.
+    column = tl.arange(0, COLUMNS)[:, None]
     total = tl.zeros((COLUMNS, BLOCK), dtype=tl.float32)
     for row in tl.static_range(BEFORE):
         inside = (channel < CHANNELS) & (count > row)
