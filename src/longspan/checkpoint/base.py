@@ -25,7 +25,8 @@ from longspan.train.run_model.load import read_model_configuration
 from longspan.train.run_model.rope_scaling import scale_as_saved
 
 BASE = "base.json"
-BLOCKS = 8192  # that a sum reads, spread evenly over the files
+# A sum reads so many blocks, spread evenly over the files.
+BLOCKS = 8192
 BLOCK_BYTES = 1 << 14
 
 
@@ -88,7 +89,8 @@ def check_configuration_unchanged(run_dir: Path, config: RunConfig, advice: str)
     now = configuration_values(configuration)
     changes = changed_values(before, now)
     deciding = [name for name in changes if decides_numbers(name)]
-    if saved.transformers_version != transformers.__version__:  # another version may write, or lack, other names
+    # Another version of transformers may write, or lack, other names.
+    if saved.transformers_version != transformers.__version__:
         deciding = [name for name in deciding if name in before and name in now]
     source = config.model.source or config.model.preset_name
     if deciding:
@@ -105,8 +107,9 @@ def check_configuration_unchanged(run_dir: Path, config: RunConfig, advice: str)
 
 
 def _why_drawn_otherwise(run_dir: Path, model: ModelConfig, device: str) -> str:
-    """Say why a run's random weights cannot be drawn again on a kind of device; "" where they can."""
-    if model.preset_name and not PRESETS[model.preset_name].embedding_rows:  # it is drawn on the CPU everywhere
+    """The text is "" where they can be drawn again."""
+    # Such a preset is drawn on the CPU everywhere.
+    if model.preset_name and not PRESETS[model.preset_name].embedding_rows:
         return ""
     facts: Any = None
     with suppress(OSError, ValueError):
@@ -118,7 +121,6 @@ def _why_drawn_otherwise(run_dir: Path, model: ModelConfig, device: str) -> str:
 
 
 def _base_folders(config: RunConfig) -> dict[str, Path]:
-    """Return the folders of weights, by key, that a run over a base model reads again whenever it goes on."""
     mtp = config.mtp
     keys = {"model.path": config.model.path}
     if config.lora.rank and mtp.num_layers and not mtp.train_whole and mtp.weights not in (AUTO, RANDOM):
@@ -127,16 +129,14 @@ def _base_folders(config: RunConfig) -> dict[str, Path]:
 
 
 def _check_weights_unchanged(run_dir: Path, key: str, folder: Path, user: str) -> None:
-    """Raise ModelError where weights of a run's base model are gone, or others than base.json has sums of; `key` names
-    their folder, and `user` is what needs them.
-    """
     advice = _other_folder_advice(run_dir, key)
     if not folder.is_dir():
         raise ModelError(
             f"the {user} of {run_dir} needs the weights of {folder} ({key}), which is gone; put them back, or {advice}"
         )
     record = _read_record(run_dir / BASE, key) if (run_dir / BASE).is_file() else None
-    if record is None:  # of an earlier version
+    # A run of an earlier version has no record.
+    if record is None:
         return
     sums = weight_sums(folder)
     old_sum = record["sum"]
@@ -164,9 +164,7 @@ def _other_folder_advice(run_dir: Path, key: str) -> str:
 
 
 def _read_record(file: Path, key: str) -> dict[str, Any] | None:
-    """Read what base.json has of the folder that a key names; None if it has nothing. Raises ModelError for a damaged
-    file.
-    """
+    """None if base.json has nothing of the folder."""
     try:
         whole: dict[str, Any] = read_json(file)
         record = whole if key == "model.path" else whole.get(key)
@@ -190,10 +188,8 @@ def _damaged_record(file: Path, reason: str) -> ModelError:
 
 
 def _changed_files(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names of files whose sizes differ, or where all sizes are the same, of those whose sums do.
-
-    Another size moves the blocks that are read of every file.
-    """
+    """Another size moves the blocks that are read of every file, so sums are compared only where all sizes are the
+    same."""
     names = sorted(before.keys() | now.keys())
     resized = [name for name in names if before.get(name, [-1])[0] != now.get(name, [-1])[0]]
     return resized or [name for name in names if before[name] != now[name]]

@@ -107,7 +107,6 @@ class RunCheckpoints(NamedTuple):
         return taken
 
     def _choice_line(self, taken: Path) -> str:
-        """Say which step is the best and which one is `taken`; "" where nothing is to be said."""
         newest = max(self.paths, key=step_of)
         taken_text = f"step {step_of(taken)}{', the newest, is' if taken == newest else ' is'} taken"
         if self.best is None:

@@ -156,7 +156,9 @@ def save_checkpoint(
         run_on_first_rank(world, lambda: publish_checkpoint(folder, path, *contents), CheckpointError)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):  # then every other rank removes it
-            remove_folder(folder)  # what it takes may be what the disk lacks
+            # If the first rank is gone, every other rank removes the folder, which may take the room that the disk
+            # lacks.
+            remove_folder(folder)
         if isinstance(error, CommError):
             raise
         raise CheckpointError(f"checkpoint {path} could not be written: {first_failure_text(error)}") from error
@@ -233,7 +235,8 @@ def load_checkpoint(
             dcp.load(tensors, storage_reader=reader, process_group=world.control.group)
     except CommError:
         raise
-    except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
+    # Other shapes and unreadable files raise alike.
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure_text(error)}") from error
     options = BY_NAME if adapter_of_prepared_model(model) is None else SOME_BY_NAME
     if weights:
@@ -248,11 +251,7 @@ def load_checkpoint(
 def _take_plain_values(
     path: Path, entries: dict[str, Any], saved_numbers: Mapping[str, int | float], world: World
 ) -> dict[str, Any]:
-    """Remove what is no tensor from an optimizer's entries, and return it with its numbers as they were saved.
-
-    Settings are returned as the optimizer has them. All ranks call it together. Raises CheckpointError, on every rank,
-    for a number that the checkpoint lacks.
-    """
+    """Entered by all ranks. Settings are returned as the optimizer has them, numbers as they were saved."""
     plain_values = {name: x for name, x in entries.items() if not isinstance(x, Tensor)}
     for name in plain_values:
         del entries[name]
@@ -295,7 +294,8 @@ def contents_to_save(
     }
     trained = entries_trained_with_adapter(model, model_entries) if weights else {}
     tensors: Any = {"model": trained, "optimizer": moments}
-    error = None  # of the last entry that a checkpoint cannot hold
+    # This is the error of the last entry that a checkpoint cannot hold.
+    error = None
     for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
         if getattr(value, "dtype", None) not in DTYPES.values():
             kind = f"of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -373,15 +373,11 @@ def drop_absent_moments(
 
 
 def _names_with_prefix(prefix: str, metadata: Metadata) -> set[str]:
-    """Return the names of stored tensors that begin with a prefix, without it."""
     return {name.removeprefix(prefix) for name in metadata.state_dict_metadata if name.startswith(prefix)}
 
 
 def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
-    """Raise CheckpointError unless a checkpoint has (`saved`) exactly the model's weights (`weights`, of all ranks).
-
-    torch passes over weights that the model lacks.
-    """
+    """torch passes over weights that the model lacks."""
     if weights and not saved:
         raise CheckpointError(
             f"checkpoint {path} holds an optimizer without weights (save_checkpoint(…, weights=False)): read weights "

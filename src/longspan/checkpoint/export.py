@@ -85,7 +85,8 @@ def add_run_depths(
     if not depths:
         return str
     blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
-    blocks = blocks[: len(blocks) // depths]  # of the first depth; every depth has blocks of the same types
+    # Every depth has blocks of the same types, so those of the first depth are enough.
+    blocks = blocks[: len(blocks) // depths]
     rename = (
         find_published_naming(text.model_type, text.num_hidden_layers, depths, len(blocks)) if published else None
     )
@@ -153,7 +154,8 @@ def export_checkpoint(
     checkpoint = _choose_good_checkpoint(run_dir, checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = _make_empty_model(run_dir, config, file_dtype)
-    as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
+    # An adapter's names are those of the model that it was trained in.
+    as_adapter = bool(run.lora.rank) and not merge
     rename = add_run_depths(run, empty, log, published=not as_adapter)
     partial = make_partial_folder(folder)
     try:
@@ -186,9 +188,6 @@ def export_checkpoint(
 
 
 def _checked_files(run_dir: Path) -> RunFolderFiles:
-    """Return the tokenizer's and other files that a model's folder gets from its run's. Raises DataError or ModelError
-    for a damaged one.
-    """
     files = RunFolderFiles(run_dir)
     files.check()
     if vocabulary_files(run_dir):
@@ -198,14 +197,13 @@ def _checked_files(run_dir: Path) -> RunFolderFiles:
 
 
 def _dtype_of_adapters(run: RunConfig) -> torch.dtype:
-    """Return the dtype in which a run trains adapters, and in which they are merged."""
+    """Adapters are merged in the dtype in which the run trains them."""
     return torch.float64 if run.model.dtype == "float64" else torch.float32
 
 
 def _write_saved_adapter(
     folder: Path, saved: "SavedAdapter", dtype: torch.dtype, files: RunFolderFiles
 ) -> WeightTotals:
-    """Write an adapter, in this dtype, as stock peft loads it; return how much was written."""
     tensors = {name: x.to(dtype=dtype) for name, x in saved.tensors.items()}
     write_adapter(folder, saved.adapter, tensors, files, saved.modules)
     weights = sum(x.numel() for x in tensors.values())
@@ -225,9 +223,6 @@ def check_export_folder(folder: Path, *, overwrite: bool) -> None:
 
 
 def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
-    """Read the configuration of a run's model, as stock transformers has it. Raises CheckpointError if it is
-    not there.
-    """
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(
             f"{run_dir} has no config.json, which describes its model: the run did not begin, or was begun before "
@@ -237,9 +232,7 @@ def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
 
 
 def _choose_good_checkpoint(run_dir: Path, checkpoint: Path | None, log: LogLine) -> Path:
-    """Return the checkpoint that is asked for, or the one that a run hands out. Raises CheckpointError if its files are
-    not whole.
-    """
+    """With None, the checkpoint that the run hands out is taken."""
 
     def check_files(path: Path) -> None:
         check_file_hashes(path, read_checked_manifest(path))
@@ -251,10 +244,7 @@ def _choose_good_checkpoint(run_dir: Path, checkpoint: Path | None, log: LogLine
 
 
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of a checkpoint by their stock names, those of a layer together.
-
-    Layers come in the order of the `empty` model. At the first, raises ModelError for a weight that the model has not.
-    """
+    """Weights have their stock names, those of a layer together; layers come in the order of the `empty` model."""
     metadata = read_metadata(checkpoint)
     entries = _stored_weights(metadata)
     # Weights of a vision-language model are stored under the names of its two modules.
@@ -274,10 +264,10 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[st
 def _read_tensors(
     checkpoint: Path, metadata: Metadata, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Read the whole of the `stored` weights, in one process. Raises CheckpointError for an unreadable file."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     try:
-        with warnings.catch_warnings(action="ignore"):  # that there is one process
+        # torch warns that there is one process.
+        with warnings.catch_warnings(action="ignore"):
             dcp.load({"model": tensors}, storage_reader=SafetensorsReader(checkpoint, metadata), no_dist=True)
     except (Exception, CheckpointException) as error:  # an unreadable file raises anything
         raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {first_failure_text(error)}") from error
@@ -285,7 +275,6 @@ def _read_tensors(
 
 
 def _stored_weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return what a checkpoint stores of each weight of the model, by name."""
     return {
         name.removeprefix("model."): entry
         for name, entry in metadata.state_dict_metadata.items()
@@ -364,7 +353,8 @@ def merge_weights_by_layer(
         log(f"{base} holds its weights in {' and '.join(formats)}: the adapter is added to their values")
     deferred = pop_deferred_weights(model)
     weights: Iterable[tuple[str, Tensor]] = model.state_dict().items()
-    if deferred is not None:  # they are read a layer at a time
+    # Deferred weights are read a layer at a time.
+    if deferred is not None:
         parts = {name: LocalPart.from_parameter(tensor) for name, tensor in weights}
         weights = deferred.source.read(parts, torch.device("cpu"))
     dtype = _dtype_of_adapters(run)
@@ -373,7 +363,6 @@ def merge_weights_by_layer(
 
 
 def _refuse_random_base(run: RunConfig, configuration: PreTrainedConfig) -> None:
-    """Raise CheckpointError where the run drew frozen weights at random that this machine may draw otherwise."""
     preset = run.model.preset_name
     depths_are_frozen = run.mtp.num_layers > 0 and not run.mtp.train_whole
     drew_depths = depths_are_frozen and find_depth_weights(run, configuration) is None
@@ -406,7 +395,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
 
 
 def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
-    """Raise CheckpointError for an adapter of an embedding that is also the head: the sum would change both."""
+    """The sum would change both ends."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = [
         name for name, module in model.named_modules() if module in embeddings and f"{name}.weight" in saved.weights

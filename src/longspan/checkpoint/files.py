@@ -42,7 +42,8 @@ def refuse_linked_root(root: Path) -> None:
         )
 
 
-FORMAT = 2  # of what is written here; longspan 0.2 wrote format 1
+# What is written here has this format; longspan 0.2 wrote format 1.
+FORMAT = 2
 PARTIAL = ".partial"
 _NAME = re.compile(rf"step-([0-9]+)(?:{re.escape(PARTIAL)})?")
 MANIFEST = "manifest.json"
@@ -184,7 +185,8 @@ def write_damage_notes(damage: Mapping[Path, str], good: Path | None) -> None:
 
     An earlier note in `good` is removed: its files may have been restored.
     """
-    with suppress(OSError):  # on a full disk the run goes on
+    # On a full disk the run goes on.
+    with suppress(OSError):
         if good is not None:
             (good / DAMAGED).unlink(missing_ok=True)
         for path, text in damage.items():
@@ -251,13 +253,13 @@ def state_value(path: Path, state: Mapping[str, Any], *names: str) -> Any:
 
 
 def _list_checkpoints(root: Path) -> list[Path]:
-    """List the checkpoints under `root`, unfinished ones too, the newest first."""
+    """Newest first, unfinished ones too."""
     paths = [path for path in root.iterdir() if step_of(path) >= 0] if root.is_dir() else []
     return sorted(paths, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
 def _looks_good(path: Path) -> bool:
-    """Return whether files have the sizes of the manifest and nobody noted damage; contents are not read."""
+    """Sizes are compared, contents are not read."""
     try:
         read_checked_manifest(path)
     except CheckpointError:
@@ -266,10 +268,6 @@ def _looks_good(path: Path) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, Digest]:
-    """Return the bytes and hash of each file of a checkpoint, by its manifest.
-
-    Raises CheckpointError if that is missing, damaged, of another format, or names files elsewhere.
-    """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     manifest = read_checkpoint_json(path / MANIFEST)
@@ -305,7 +303,6 @@ def read_checkpoint_json(file: Path) -> dict[str, Any]:
 
 
 def _file_digest(path: Path) -> Digest:
-    """Read a file, and return its bytes and SHA-256."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 

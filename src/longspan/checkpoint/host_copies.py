@@ -54,7 +54,8 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._arena = HostArena(device)
-        self._places = dict[str, tuple[Any, Tensor, Any]]()  # by name: its signature, memory and range
+        # A copy has its signature, memory and range by name.
+        self._places = dict[str, tuple[Any, Tensor, Any]]()
 
     @property
     def bytes(self) -> int:
@@ -115,7 +116,8 @@ class HostCopies:
             staged[group][name] = sharded_state(value, target)
         copied = None
         stream = self._arena.copies
-        if stream is not None and on_gpu:  # after what the GPU computes now
+        # The copies wait for what the GPU computes now.
+        if stream is not None and on_gpu:
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 for target, source in on_gpu:
@@ -130,9 +132,7 @@ class HostCopies:
         self._arena.close()
 
     def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
-        """List the local tensors that have no memory of their shape here, as ("GROUP.NAME", tensor); empty
-        ones need none.
-        """
+        """As ("GROUP.NAME", tensor); empty tensors need no memory."""
         items = ((f"{group}.{name}", value) for group, named in tensors.items() for name, value in named.items())
         local = ((name, local_tensor(value.detach())) for name, value in items)
         placed = {name: signature for name, (signature, *_) in self._places.items()}
@@ -140,5 +140,4 @@ class HostCopies:
 
 
 def _signature(x: Tensor) -> tuple[Any, ...]:
-    """Return what memory for a copy depends on."""
     return x.shape, x.dtype, x.stride()

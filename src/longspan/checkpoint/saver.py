@@ -59,14 +59,18 @@ class RunningSave:
     values: OptimizerValues
     keep: int
     staging: StagedTensors
-    started: float  # of time.monotonic
+    # The save began at this time.monotonic().
+    started: float
     phase: str = "copying to the host"
     failure: BaseException | None = None
     shown: float = 0.0  # seconds that training paused for it
-    seconds: float = 0.0  # until it ended
-    bytes: int = 0  # of all ranks' files
+    # The save ended after so many seconds.
+    seconds: float = 0.0
+    # The files of all ranks have so many bytes.
+    bytes: int = 0
     given_up: bool = False  # nobody waits for it any more, and it is not published
-    has_figures: bool = False  # its figures are in the metrics, or about to be
+    # The save's figures are in the metrics, or about to be.
+    has_figures: bool = False
     staged: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -95,7 +99,8 @@ class RunningSave:
         except BaseException as error:  # raised where the ranks meet next
             self.failure = error
             if collectives.is_coordinator:
-                remove_folder(folder)  # what it takes may be what the disk lacks
+                # The folder may take the room that the disk lacks.
+                remove_folder(folder)
         finally:
             self.seconds = time.monotonic() - self.started
             self.staged.set()
@@ -104,11 +109,8 @@ class RunningSave:
     def _write_on_all_ranks(
         self, folder: Path, collectives: _DistWrapper, group: ProcessGroup, planner: DefaultSavePlanner
     ) -> None:
-        """Take the copies, write this rank's file, and publish the checkpoint on the first rank.
-
-        `phase` says how far it is. A failure of any rank in one of these steps is raised on all, so that nothing is
-        published that is not whole.
-        """
+        """Entered by all ranks: a failure of any rank in one of these steps is raised on all, so that nothing is
+        published that is not whole."""
 
         def finish_copies() -> None:
             self.staging.finish()
@@ -198,7 +200,8 @@ class CheckpointSaver:
         self.keep: int = keep
         self.best: int = 0
         self.timeout: float = float(timeout)
-        self.figures: SaveFigures | None = None  # of the last save that was published
+        # These are the figures of the last save that was published.
+        self.figures: SaveFigures | None = None
         self._world = world
         self._log = log if is_first_rank(world) else lambda _: None
         self._background = background
@@ -270,7 +273,8 @@ class CheckpointSaver:
         save = self._running = RunningSave(path, state, values, self.keep, staging, started)
 
         def wait_before_update(*_: Any) -> None:
-            handle.remove()  # for this update only: the later ones find the copies taken
+            # Later updates find the copies taken, so only this one waits.
+            handle.remove()
             began = time.monotonic()
             save.staged.wait()
             save.shown += time.monotonic() - began
@@ -319,10 +323,7 @@ class CheckpointSaver:
         raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
 
     def _late_save_text(self, phases: Sequence[str]) -> str:
-        """Say that a save has not ended in its time limit, and which ranks are in which of the `phases` (one a rank).
-
-        Likely causes come first: ranks that are still writing, then phases of few ranks.
-        """
+        """Ranks that are still writing come first, then phases of few ranks."""
         ranks_in: dict[str, list[int]] = {}
         for rank, phase in zip(self._world.home.ranks, phases, strict=True):
             ranks_in.setdefault(phase, []).append(rank)
@@ -344,7 +345,8 @@ class CheckpointSaver:
             while not save.ended.wait(_POLL) and not self._is_over_time_limit(save):
                 pass
             if isinstance(save.failure, RuntimeError) and not isinstance(save.failure, LongspanError):
-                raise save.failure  # of the backend: a rank is lost
+                # The backend raises a RuntimeError where a rank is lost.
+                raise save.failure
         self.raise_failure()
         save.shown += time.monotonic() - started
         self._running = None
@@ -352,7 +354,8 @@ class CheckpointSaver:
 
     def take_figures(self) -> SaveFigures | None:
         """Return what the last save took, once, after it is published; None before, and from the second call on."""
-        save = self._running  # it stays until the ranks have agreed that it ended: `wait`
+        # The save stays until the ranks have agreed that it ended: `wait`.
+        save = self._running
         if save is not None and save.ended.is_set() and save.failure is None:
             self._note_figures(save)
         figures = self.figures
@@ -384,15 +387,13 @@ class CheckpointSaver:
             self._preparing.join()
         self._background = False
         self._world.watch.background = str
-        self._planner = make_save_planner()  # which holds no copies
+        # A new planner holds no copies.
+        self._planner = make_save_planner()
         self._stage.close()
 
     def _hosts_have_room(self, size: int) -> bool:
-        """Return whether every host has room for its ranks' copies, of which `size` bytes are this rank's; all ranks
-        agree.
-
-        Without room, a line says so, and training waits for this and all later saves (`_background` is off).
-        """
+        """Entered by all ranks, which agree; `size` are the bytes of this rank's copies. Without room, training waits
+        for this and all later saves."""
         reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
         for host in dict.fromkeys(name for name, _, _ in reports):
             total = sum(needed for name, needed, _ in reports if name == host)
@@ -407,7 +408,7 @@ class CheckpointSaver:
         return True
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
-        """Run `work` in a thread that does not keep the process alive, with this rank's GPU as its device."""
+        """The thread does not keep the process alive."""
         device = self._world.device
 
         def run() -> None:
@@ -420,11 +421,9 @@ class CheckpointSaver:
         return thread
 
     def _is_over_time_limit(self, save: RunningSave) -> bool:
-        """Return whether a save that has not ended began more than `timeout` seconds ago."""
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
     def _note_figures(self, save: RunningSave) -> None:
-        """Keep what a published save took as `figures`, once a save."""
         if not save.has_figures:
             save.has_figures = True
             self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)

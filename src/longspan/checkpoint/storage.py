@@ -35,7 +35,8 @@ from longspan.errors import CheckpointError, plural
 from longspan.files import name_file_in_errors, os_error_text, parse_json
 
 SUFFIX = ".safetensors"
-DTYPES = {  # by their names in safetensors files
+# safetensors files have these names of dtypes.
+DTYPES = {
     **{f"F{8 * dtype.itemsize}": dtype for dtype in (torch.float64, torch.float32, torch.float16)},
     **{f"I{8 * dtype.itemsize}": dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)},
     **{f"U{8 * dtype.itemsize}": dtype for dtype in (torch.uint64, torch.uint32, torch.uint16, torch.uint8)},
@@ -94,7 +95,8 @@ def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Te
     if len(header) < len(ordered):
         raise CheckpointError(f"{path}: a rank holds two parts of one tensor, and a file has one place for each")
     offsets = json.dumps({chunk.name: {_OFFSET: chunk.offsets} for chunk in ordered})
-    metadata = {_OFFSETS: offsets, "DCP_VERSION": "1.0", "format": "pt"}  # as torch's writer has it
+    # torch's writer has the same metadata.
+    metadata = {_OFFSETS: offsets, "DCP_VERSION": "1.0", "format": "pt"}
     encoded = json.dumps({"__metadata__": metadata} | header).encode()
     encoded += b" " * (-len(encoded) % 8)  # so that the tensors begin at a multiple of 8 bytes
     sha256 = hashlib.sha256()
@@ -209,11 +211,7 @@ class SafetensorsReader(FileSystemReader):
 
 
 def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
-    """Read the part of a chunk that the item names, from the open `file` of the chunk.
-
-    Only its rows (first dim) are read, whole, and then cut in the other dims. Raises CheckpointError for a file that
-    ends within the chunk.
-    """
+    """Only the item's rows (first dim) are read, whole, and then cut in the other dims."""
     _, dtype, _, sizes = place.chunk
     lengths = list(item.lengths)
     rows, first = (lengths[0], item.storage_offsets[0]) if sizes else (1, 0)  # a number is one row
@@ -229,10 +227,7 @@ def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
 
 
 def _read_stored_chunks(file: Path) -> list[StoredChunk]:
-    """Read the places of the tensors in a safetensors file, in the order of its header.
-
-    Raises CheckpointError for a damaged header.
-    """
+    """Places are in the order of the file's header."""
     try:
         with name_file_in_errors(file), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

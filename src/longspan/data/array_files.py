@@ -17,7 +17,8 @@ from longspan.layout.partition import NO_TARGET
 # Types of a corpus's files, as a build writes them; no other that a file names is mapped, as one may be of pointers.
 TOKEN_TYPES = ("<u2", "<u4")
 CODE_TYPES = ("|u1", "<i4")
-COLUMN_TYPES = {  # of the .npy files with a value for each document; `labels.npy` may have several
+# These .npy files have a value for each document; `labels.npy` may have several.
+COLUMN_TYPES = {
     **dict.fromkeys(("lengths", "origins", "targets", "texts"), "<i4"),
     **dict.fromkeys(("offsets", "hashes"), "<i8"),
     "source_of": "<i2",
@@ -81,7 +82,7 @@ class GrowingArray:
         self._file.close()
 
     def _write_header(self) -> None:
-        """Write a header of `count` values at the file's place; numpy leaves room in it for any number."""
+        """numpy leaves room in the header for any number."""
         header = {
             "descr": np.lib.format.dtype_to_descr(self._dtype),
             "fortran_order": False,
@@ -124,7 +125,8 @@ class GrowingCodes:
 
     def write(self, codes: Array, first: int) -> None:
         """Write the codes, uint8 or int32, of the tokens from number `first` on."""
-        if codes.dtype.itemsize > self._dtype.itemsize:  # those that are there are written again, in four bytes
+        # The codes that are there are written again, in four bytes.
+        if codes.dtype.itemsize > self._dtype.itemsize:
             narrow = self._path.with_suffix(".narrow")
             self._dtype = np.dtype(np.int32)
             self._file.close()

@@ -134,10 +134,7 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
 
 
 def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Integers]:
-    """Return the entries of a batch by name, as integers (B, L); `ignore` and values of None are left out.
-
-    Masks may be booleans. Raises DataError for other entries, types and shapes.
-    """
+    """(B, L); `ignore` and values of None are left out, and masks may be booleans."""
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch is {short_text(batch)}; give a mapping of input_ids, labels, attention_mask")
     batch = {name: value for name, value in batch.items() if value is not None and name not in ignore}
@@ -161,10 +158,7 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
 
 
 def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
-    """Return the columns from start to stop of a row that have tokens, (0, 0) for none.
-
-    Raises DataError for values other than 0 and 1, and for padding between tokens.
-    """
+    """(0, 0) for a row without tokens"""
     if not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "
@@ -185,10 +179,7 @@ def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
 
 
 def _find_first_columns(row: int, positions: Integers, start: int, stop: int) -> list[int]:
-    """Return the columns of a row at which documents begin: those of position 0; [start] for a row of padding.
-
-    Raises DataError for positions that do not count up from 0.
-    """
+    """Documents begin at position 0; [start] for a row of padding."""
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))

@@ -84,7 +84,8 @@ class Corpus:
             self.numbers: npt.NDArray[Any] | None = table[:, 0] if table is not None and preference else None
             self.unit = 2 if preference or PAIRS in self.manifest.kinds else 1
             self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair
-            zero = np.broadcast_to(np.int16(0), len(self.lengths))  # all are of source 0; takes no memory
+            # All documents are of source 0; the array takes no memory.
+            zero = np.broadcast_to(np.int16(0), len(self.lengths))
             self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
             self.images: ImageTable | None = ImageTable.open_in_folder(documents_folder)
             self._offsets = self._map_column("offsets")
@@ -97,7 +98,8 @@ class Corpus:
             if codes:
                 self._codes = map_token_values(documents_folder / "codes.bin", codes, CODE_TYPES, tokens)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, DataError):  # which is a ValueError too
+            # A DataError is a ValueError too.
+            if isinstance(error, DataError):
                 raise
             raise DataError(
                 f"{documents_folder} is not a corpus: {error}; remove it and it is built again"
@@ -110,13 +112,13 @@ class Corpus:
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
 
     def _map_column(self, name: str, values: int = 1) -> npt.NDArray[Any]:
-        """Map the file of a column, which has so many values for each document."""
         file = self.documents_folder / f"{name}.npy"
         return map_array(file, COLUMN_TYPES[name], self.manifest.documents * values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process maps the folder again."""
-        return Corpus, (self.folder,), {"pad": self.pad}  # by which the row of a score is found
+        # The row of a score is found by `pad`.
+        return Corpus, (self.folder,), {"pad": self.pad}
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -189,7 +191,6 @@ class Corpus:
         return int(is_target.argmax()) if is_target.any() else len(is_target)
 
     def _places_of(self, document: int) -> slice:
-        """The places of a document's tokens in an array of all tokens."""
         start = int(self._offsets[document])
         return slice(start, start + int(self.lengths[document]))
 
@@ -206,7 +207,6 @@ class Corpus:
         return decode_labels(ids, self._read_stored(self._codes, document, positions))
 
     def _read_stored(self, values: Any, document: int, positions: Integers) -> Integers:
-        """Read an array of all tokens at positions of a document. Raises DataError if they lie outside of the array."""
         start = int(self._offsets[document])
         if len(positions) and not 0 <= start <= start + int(positions.max()) < len(values):
             raise DataError(
@@ -248,7 +248,6 @@ class CorpusDocument:
         return replace(self, start=self.start + start, length=stop - start, parent=parent, ahead=ahead)
 
     def _positions_in_whole(self, positions: Any) -> Integers:
-        """Return positions of this part as positions of the whole document. Raises IndexError for others."""
         rows = np.asarray(positions, dtype=np.int64)
         if rows.size and not (rows.min() >= 0 and rows.max() < self.length + self.ahead):
             raise IndexError(f"positions {rows.min()} to {rows.max()} of a document of {self.length} tokens")
@@ -296,7 +295,8 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
     def shareable_prefix_length(self) -> int:
         """How many rows come before the one that has the score, which is that of the last token but padding."""
         ids = self.corpus.tokens_of(self.number)
-        for stop in range(len(ids), 0, -_TAIL):  # from the end, by the rule of `ScoredDocument`
+        # The rule of `ScoredDocument` counts from the end.
+        for stop in range(len(ids), 0, -_TAIL):
             first = max(stop - _TAIL, 0)
             if len(others := np.flatnonzero(ids[first:stop] != self.corpus.pad)):
                 return first + int(others[-1])
@@ -332,7 +332,8 @@ class CorpusDocuments(Sequence[CorpusDocument]):
         return self.corpus[self.ids[index]]
 
     def __iter__(self) -> Iterator[CorpusDocument]:
-        return (self.corpus[d] for d in self.ids)  # that of Sequence would end at a document that is not there
+        # The iterator of Sequence would end at a document that is not there.
+        return (self.corpus[d] for d in self.ids)
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -129,7 +129,8 @@ class Document:
         predicted by none. Depths of multi-token prediction read `ahead` tokens behind them.
         """
         part = copy(self)
-        vars(part).pop("targets", None)  # which this document may have counted
+        # This document may have counted its targets already.
+        vars(part).pop("targets", None)
         part.parent = parent
         part.ahead = ahead
         held = slice(start, stop + ahead)
@@ -151,17 +152,15 @@ class Document:
         return int((self._labels[1:] != NO_TARGET).sum())
 
     def _read_values(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
-        """Return finite numbers by name, copies: one of the document (), or one for each of its tokens (n,).
-
-        Raises DataError for others.
-        """
+        """Copies: one number of the document (), or one for each of its tokens (n,)."""
         length = len(self._ids)
         arrays = dict[str, npt.NDArray[np.float64]]()
         for name, value in values.items():
             try:
                 array = host_array(f"{name!r} of a document", value).astype(np.float64)
             except (TypeError, ValueError) as error:
-                if isinstance(error, DataError):  # which is a ValueError too, and says more
+                # A DataError is a ValueError too, and says more.
+                if isinstance(error, DataError):
                     raise
                 raise DataError(
                     f"{name!r} of a document is {short_text(value)}; give a number, or one for each token"

@@ -24,7 +24,8 @@ _COLUMNS = {
 _PATHS = "image_paths.jsonl"
 _ENDS = "image_paths.npy"
 _ENDS_TYPE = "<i8"
-_BETWEEN = "\0"  # between the paths of frames, which cannot contain it
+# This stands between the paths of frames, which cannot contain it.
+_BETWEEN = "\0"
 
 
 class SampleImage(NamedTuple):
@@ -159,7 +160,8 @@ def display_paths(paths: str) -> str:
 def join_stamps(stamps: Iterable[Stamp]) -> Stamp:
     """Return one stamp for several files, which changes if one of theirs does."""
     sizes, times = zip(*stamps, strict=True)
-    return sum(sizes), sum(times) % (1 << 62)  # within int64, as the column is
+    # The column is int64.
+    return sum(sizes), sum(times) % (1 << 62)
 
 
 def _column_file(folder: Path, column: str) -> Path:

@@ -19,7 +19,8 @@ from longspan.files import parse_json, read_json
 FILE = "corpus.json"
 PAIRS = "chosen+rejected"  # the kind of rows that become two documents each, one after the other
 SHORTEST = 2  # tokens of a document: a single token predicts nothing
-_ENDS_TYPE = "<i8"  # of sources.npy
+# sources.npy has this type.
+_ENDS_TYPE = "<i8"
 # Keys whose values are lists in JSON.
 _TUPLES = ("kinds", "skipped", "bad", "columns")
 
@@ -29,16 +30,22 @@ class LeftOut:
     """Counts of what a build cut or left out."""
 
     cut_texts: int = 0
-    cut_tokens: int = 0  # of these texts
-    cut_documents: int = 0  # into which they were cut
+    # These texts have so many tokens.
+    cut_tokens: int = 0
+    # The texts were cut into so many documents.
+    cut_documents: int = 0
     short_texts: int = 0
-    lost_tokens: int = 0  # of short texts, and of ends of cut texts
-    masked_parts: int = 0  # of cut texts: documents without a target
+    # Short texts, and ends of cut texts, have so many tokens.
+    lost_tokens: int = 0
+    # So many parts of cut texts are documents without a target.
+    masked_parts: int = 0
     masked_rows: int = 0
     bad_rows: int = 0
-    unseen_thoughts: int = 0  # of assistant turns, left out by the chat template
+    # The chat template left out the thoughts of so many assistant turns.
+    unseen_thoughts: int = 0
     unseen_texts: int = 0  # answers and tool calls, likewise
-    blank_turns: int = 0  # of assistants, with neither text nor tool calls
+    # So many turns of assistants have neither text nor tool calls.
+    blank_turns: int = 0
     inside_tokens: int = 0  # answers that begin inside a token of the prompt
 
 

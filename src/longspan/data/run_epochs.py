@@ -48,13 +48,11 @@ def with_epoch_steps(config: RunConfig, order: StepOrder, log: Callable[[str], N
 
 
 def _readings_per_document(config: RunConfig, order: StepOrder, source: ShuffledSource) -> float:
-    """Return how often the run reads each document of a source, on average."""
     share = source.weight / sum(other.weight for other in order.stream.sources)
     return order.step_tokens(config.train.steps) * config.train.steps * share / source.tokens
 
 
 def _has_exact_epochs(config: RunConfig, order: StepOrder) -> bool:
-    """Return whether steps end with epochs: in a run of epochs of one source."""
     return config.train.epochs > 0 and len(order.stream.sources) == 1
 
 
@@ -65,7 +63,6 @@ def most_step_tokens(config: RunConfig, order: StepOrder) -> int:
 
 
 def _too_few_steps_text(config: RunConfig, order: StepOrder) -> str:
-    """Say that a run has few steps, and how it gets more, FEW_STEPS where that is possible."""
     run_tokens = config.train.steps * config.train.tokens_per_step
     if _has_exact_epochs(config, order):
         run_tokens = int(config.train.epochs * order.stream.tokens)

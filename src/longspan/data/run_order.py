@@ -22,7 +22,8 @@ from longspan.plan.shape.sharing_rules import SharingRules
 # texts held out by default: one in so many, at most so many
 MOST_HELD_OUT = 32
 ONE_IN = 10
-DEMO_MOST_HELD_OUT = 8  # of a tiny preset at most so many
+# A tiny preset holds out so many at most.
+DEMO_MOST_HELD_OUT = 8
 
 
 def count_held_out(setting: int | str, texts: int, *, most: int = MOST_HELD_OUT) -> int:
@@ -85,7 +86,6 @@ def make_step_order(
 
 
 def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> list[Integers]:
-    """Return these documents of a corpus in groups that stay in one step, of at most `most_tokens` where they can."""
     groups = group_documents(corpus.select(documents.tolist()), corpus.source_of[documents], most_tokens)
     return [documents[group] for group in groups]
 

@@ -64,16 +64,14 @@ class ScoredDocument(Document):
         else:
             is_scored[self._choose_rows(rows, pad)] = True
             if label is not None:
-                table = host_array(f"{LABEL} of a document", label)[None]  # of one row
+                # The table has one row.
+                table = host_array(f"{LABEL} of a document", label)[None]
                 columns = {name: column[0] for name, column in label_columns(table).items()}
         self._labels = np.where(is_scored, 0, NO_TARGET)
         self._values = self._read_values(({} if weights is None else {"weights": weights}) | columns | values)
 
     def _choose_rows(self, rows: Any, pad: int | None) -> Integers | slice:
-        """Return the positions of the rows that count, as an array or a slice, by `rows` or `pad` as the class says.
-
-        Raises DataError for positions that the document does not have.
-        """
+        """transformers' rule: the rightmost token with another id than `pad`, row 0 if there is none."""
         if isinstance(rows, str) and rows == "all":
             return slice(None)
         if rows is None:

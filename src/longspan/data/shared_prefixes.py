@@ -19,7 +19,8 @@ from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET
 from longspan.plan.shape.positions import LengthLimit, length_class
 
-LEAST_ROWS = 256  # of a prefix
+# A prefix has so many rows at least.
+LEAST_ROWS = 256
 _KINDS = (Document, ScoredDocument, LabelledCorpusDocument, ScoredCorpusDocument)
 
 
@@ -124,7 +125,8 @@ def find_families(
     left_out = 0
     too_large: LargeFamily | None = None
     for numbers, rows in _group_by_common_prefix(documents, least_rows, depths, length_limits):
-        common = [0]  # of each document, the first rows that the one before has as well
+        # These are, for each document, the first rows that the one before has as well.
+        common = [0]
         common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
         whole = _make_family(documents, numbers, common, least_rows)
         if max_rows is None or whole.rows <= max_rows:
@@ -164,7 +166,8 @@ def cut_documents(
     for part in (*range(count, len(parents)), *range(count)):  # prefixes stand behind those that they continue
         if (parent := parents[part]) >= 0:
             starts[part] = starts[parent] + lengths[parent]
-    source = [*range(count), *[-1] * (len(parents) - count)]  # of each part, a document that has its tokens
+    # Each part has a document that has its tokens.
+    source = [*range(count), *[-1] * (len(parents) - count)]
     for document in range(count):
         part = parents[document]
         while part >= 0 and source[part] < 0:
@@ -187,7 +190,7 @@ class _Prefix(NamedTuple):
 
 
 def _end(prefixes: Sequence[_Prefix], number: int) -> int:
-    """Return where prefix `number` ends in its documents; 0 for −1, which is none."""
+    """0 for −1, which is no prefix"""
     return prefixes[number].end if number >= 0 else 0
 
 
@@ -205,9 +208,7 @@ class _Family(NamedTuple):
 
 
 def _shareable_rows(document: Any) -> int:
-    """Count the rows before the one that predicts the first target, or the first that has a score; at least
-    one stays.
-    """
+    """The rows before the one that predicts the first target, or the first that has a score; at least one stays."""
     if isinstance(document, LabelledCorpusDocument):
         return document.shareable_prefix_length
     ahead = 0 if isinstance(document, ScoredDocument) else 1  # a row predicts the next token
@@ -218,12 +219,8 @@ def _shareable_rows(document: Any) -> int:
 def _group_by_common_prefix(
     documents: Sequence[Any], least_rows: int, depths: int, length_limits: Sequence[LengthLimit]
 ) -> Iterator[tuple[list[int], dict[int, int]]]:
-    """Yield groups of documents that begin with the same ids: their numbers, sorted by the ids that they may share, and
-    how many rows each may share, by number.
-
-    `depths` of multi-token prediction read as many tokens behind a prefix: these, too, are the same in its documents.
-    Before the first group, raises DataError for a document that has a parent.
-    """
+    """Numbers are sorted by the ids that documents may share. `depths` of multi-token prediction read as many tokens
+    behind a prefix: these, too, are the same in its documents."""
     same_start = dict[Any, list[int]]()
     for number, document in enumerate(documents):
         if getattr(document, "parent", -1) >= 0:
@@ -247,12 +244,9 @@ def _group_by_common_prefix(
 def _divide_into_families(
     documents: Sequence[Any], numbers: list[int], common: list[int], least: int, max_rows: int
 ) -> Iterator[_Family]:
-    """Divide sorted documents into families of neighbours, and yield these.
-
-    `common[i]` are the rows that document i has in common with the one before. A family ends where it would have more
-    than `max_rows` rows if each document shared all of those with its neighbour. As prefixes have at least `least`
-    rows, it may share less, and its `rows` may be more.
-    """
+    """`common[i]` are the rows that document i has in common with the one before. A family ends where it would have
+    more than `max_rows` rows if each document shared all of those with its neighbour. As prefixes have at least `least`
+    rows, it may share less, and its `rows` may be more."""
     start = 0
     total = 0
     for index, number in enumerate(numbers):
@@ -267,10 +261,7 @@ def _divide_into_families(
 
 
 def _common_rows(documents: Sequence[Any], rows: dict[int, int], one: int, other: int, depths: int) -> int:
-    """Count the first rows that two documents have in common, of those (`rows[d]`) that both may share.
-
-    The ids at `depths` rows behind them are the same, too.
-    """
+    """The ids at `depths` rows behind the common ones are the same, too."""
     count = min(rows[one], rows[other]) + depths
     differs = documents[one].ids[:count] != documents[other].ids[:count]
     return int(differs.argmax() if differs.any() else count) - depths
@@ -285,7 +276,8 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
     """
     groups = list[list[int]]()
     for numbers, rows in _group_by_common_prefix(documents, LEAST_ROWS, depths=0, length_limits=()):
-        tokens = 0  # of the last group
+        # The last group has so many tokens.
+        tokens = 0
         for before, number in pairwise([-1, *numbers]):
             goes_on = (
                 before >= 0
@@ -304,10 +296,8 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
 
 
 def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int], least: int) -> _Family:
-    """Return the family of sorted documents, of which `common[i]` rows are those of the one before.
-
-    A prefix is what neighbours have in common, where that is `least` rows or more beyond the prefix that they continue.
-    """
+    """A prefix is what neighbours have in common, where that is `least` rows or more beyond the prefix that they
+    continue."""
     prefixes = list[_Prefix]()
     prefix = [-1] * len(numbers)
     waiting = [(0, len(numbers), -1)]  # documents from first to before stop, and the prefix that all of them have

@@ -35,7 +35,8 @@ class Epochs:
     def __getitem__(self, places: Integers) -> Integers:
         """Return the document (n,) at each of these places of the stream, each epoch in an order of its own."""
         epochs, cells = np.divmod(places.astype(np.uint64), np.uint64(self._count))
-        if (epochs == epochs[:1]).all():  # one key a round serves all places
+        # One key per round serves all places.
+        if (epochs == epochs[:1]).all():
             epochs = epochs[:1]
         keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]
         cells = self._permute_cells(cells, keys)
@@ -46,11 +47,7 @@ class Epochs:
         return cells.astype(np.int64)
 
     def _permute_cells(self, cells: Words, keys: list[Words]) -> Words:
-        """Return where the cells (n,) of the rectangle go in one permutation; `keys` has one (1,) or (n,) for each
-        round.
-
-        A round moves cells to another row by their column, or to another column by their row: no two meet.
-        """
+        """A round moves cells to another row by their column, or to another column by their row: no two meet."""
         width = np.uint64(self._width)
         row = cells // width
         column = cells - row * width
@@ -63,7 +60,7 @@ class Epochs:
 
 
 def _add_hash_modulo(values: Words, others: Words, key: Words, size: int) -> Words:
-    """Return (value + hash of other + key) modulo size, for values below size; the hash is scaled to below size."""
+    """(value + hash of other + key) modulo size, for values below size; the hash is scaled to below size."""
     shifted = _hash_words(others + key)
     shifted >>= _HALF  # scaled by its upper 32 bits: times size, over 2**32
     shifted *= np.uint64(size)
@@ -74,10 +71,7 @@ def _add_hash_modulo(values: Words, others: Words, key: Words, size: int) -> Wor
 
 
 def _hash_words(words: Words) -> Words:
-    """Apply the finalizer of SplitMix64 in place, and return the same array.
-
-    Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators.
-    """
+    """SplitMix64's finalizer, in place (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators)."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

@@ -68,13 +68,15 @@ class StepOrder:
         held_out_texts = choose_held_out_texts(all_texts, mixture, texts, eval_documents, seed)
         held_out_units = held_out_texts  # where each unit is a text
         if texts is not None:  # sorted, as `texts` ascends
-            numbers = held_out_texts.astype(texts.dtype)  # another type would copy the array
+            # Numbers of another type would copy the array.
+            numbers = held_out_texts.astype(texts.dtype)
             firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
             held_out_units = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
         self.evaluation: tuple[int, ...] = documents_of_units(held_out_units.tolist(), unit)
         self.groups: Sequence[Integers] | None = None  # the documents of each element of the stream
         stream_lengths = unit_lengths
-        left_out = held_out_units  # of the elements of the stream
+        # These elements of the stream are left out.
+        left_out = held_out_units
         if group is not None:  # the stream is one of groups, which have no held-out documents
             self.groups = groups = group(np.setdiff1d(np.arange(len(unit_lengths)), held_out_units))
             stream_lengths = np.array([unit_lengths[documents].sum() for documents in groups])
@@ -92,7 +94,8 @@ class StepOrder:
         counted = mixture.counted if mixture else 0
         self._last = self.stream.place_after(epochs, counted) if epochs else 0
         self._ends_with_epochs = bool(epochs) and len(self.stream.sources) == 1
-        self._begins = array("q", [0])  # of steps, as far as they are known
+        # Steps begin at these places, as far as they are known.
+        self._begins = array("q", [0])
         self.sharing: Corpus | None = sharing
         self.length_limits: tuple[LengthLimit, ...] = length_limits
 
@@ -165,11 +168,10 @@ class StepOrder:
         return self._begins[step]
 
     def _units_of_step(self, step: int) -> Integers:
-        """Return the numbers of a step's units, which are documents where `unit` is 1 and nothing is grouped."""
+        """Units are documents where `unit` is 1 and nothing is grouped."""
         return self._ids_between(self.begin_of_step(step), self.begin_of_step(step + 1))
 
     def _ids_between(self, start: int, end: int) -> Integers:
-        """Return the units of the stream from place `start` to before `end`."""
         ids = list[Integers]()
         while start < end:
             stream_part = self.stream.part_at(start)
@@ -178,11 +180,8 @@ class StepOrder:
         return np.concatenate(ids)
 
     def _end_of_step(self, start: int) -> int:
-        """Return the place behind the step that begins at `start`.
-
-        A step that reaches the end of a part of the stream goes on in the next with the tokens that are left. It ends
-        with the epoch, or before the first document that it has already, as the class describes it.
-        """
+        """A step that reaches the end of a part of the stream goes on in the next with the tokens that are left. It
+        ends with the epoch, or before the first document that it has already."""
         stream_part = self.stream.part_at(start)
         tokens_left = self._budget
         index = start - stream_part.first
@@ -200,8 +199,10 @@ class StepOrder:
             tokens_left -= int(stream_part.ends[end_index] - stream_part.ends[index])
             stream_part = self.stream.next_part(stream_part)
             index = 0
-        end = min(max(end, start + 1), last_end)  # at least one document
-        rest = self.epoch_documents - start % self.epoch_documents  # of this epoch; behind it documents may repeat
+        # A step has at least one document.
+        end = min(max(end, start + 1), last_end)
+        # Documents behind the rest of this epoch may repeat.
+        rest = self.epoch_documents - start % self.epoch_documents
         if self.may_repeat or end - start <= rest:
             return end
         ids = self._ids_between(start, end)

@@ -45,7 +45,8 @@ class ShuffledSource:
     first: int
     stop: int
     held_out: Integers  # document ids, sorted
-    tokens: int  # of the documents that are trained on
+    # The documents that are trained on have so many tokens.
+    tokens: int
     weight: float
     shuffled: Epochs  # numbers of its training documents
 
@@ -73,7 +74,8 @@ def shuffled_sources(
     weights = (1.0,)
     if mixture is not None:
         weights = mixture.weights
-        numbers = np.arange(len(weights) + 1, dtype=mixture.source_of.dtype)  # another type would copy the array
+        # Numbers of another type would copy the array.
+        numbers = np.arange(len(weights) + 1, dtype=mixture.source_of.dtype)
         bounds = np.searchsorted(mixture.source_of, numbers)
     sources = list[ShuffledSource]()
     for number, weight in enumerate(weights):
@@ -93,7 +95,8 @@ def shuffled_sources(
     return tuple(sources)
 
 
-_DOCUMENTS = 2**14  # about as many are in a part
+# A part has about so many documents.
+_DOCUMENTS = 2**14
 
 
 class StreamPart(NamedTuple):
@@ -124,7 +127,8 @@ class DocumentStream:
         # Where each part begins, as far as known: by documents and tokens of each source, and by place.
         self._marks = [((0,) * len(sources), (0,) * len(sources))]
         self._places = [0]
-        self._part = lru_cache(maxsize=2)(self._merge_part)  # by number
+        # Parts are kept by their numbers.
+        self._part = lru_cache(maxsize=2)(self._merge_part)
 
     def __getstate__(self) -> tuple[Any, ...]:
         return pickle_form(self.lengths), self.sources
@@ -147,7 +151,8 @@ class DocumentStream:
         """Return the part of the stream that has this place; the parts before it are computed once, to know where they
         begin.
         """
-        while self._places[-1] <= place:  # each call computes the next part, and where the part after it begins
+        # Each call computes the next part, and where the part after it begins.
+        while self._places[-1] <= place:
             self._part(len(self._marks) - 1)
         return self._part(bisect_right(self._places, place) - 1)
 
@@ -167,13 +172,10 @@ class DocumentStream:
         return part.first + int(places[documents - 1]) + 1
 
     def _merge_part(self, number: int) -> StreamPart:
-        """Merge documents of all sources into part `number`, until one source has given all of its candidates.
-
-        Where the next part begins is noted in `_marks` and `_places`, unless it is known. A document's share is the
-        tokens that its source gave before it, over the source's weight. Documents are sorted by their shares. The part
-        ends at the lowest share at which a source runs out of candidates: documents of larger shares may have to wait
-        for further ones of that source.
-        """
+        """Where the next part begins is noted in `_marks` and `_places`. A document's share is the tokens that its
+        source gave before it, over the source's weight; documents are sorted by their shares. The part ends at the
+        lowest share at which a source runs out of candidates: documents of larger shares may have to wait for further
+        ones of that source."""
         used, used_tokens = self._marks[number]
         candidates = [
             source.document_ids(start, n)
@@ -198,7 +200,7 @@ class DocumentStream:
         return StreamPart(self._places[number], ids, ends, source_of)
 
     def _document_ends(self, ids: Integers) -> Integers:
-        """Return the tokens (n + 1,) of the first i of these documents."""
+        """(n + 1,), the tokens of the first i of these documents."""
         ends = np.zeros(len(ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths[ids], out=ends[1:])
         return ends

@@ -70,7 +70,6 @@ def make_item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocum
 
 
 def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split `values`, one for each of a document's images, into those of true images and those of frames of videos."""
     frames = document.groups
     return [value for i, value in enumerate(values) if i not in frames], [values[i] for i in sorted(frames)]
 

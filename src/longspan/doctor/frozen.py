@@ -14,7 +14,8 @@ from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.frozen.frozen_weights import choose_formats
 
 _WIDTH = 128  # so that the part of each of two tensor-parallel ranks is a block
-_HEAD = 32  # of four heads
+# There are four heads.
+_HEAD = 32
 _WIDTHS = ("hidden_size", "intermediate_size", "_lora_rank", "latent_size")
 _RANK = 4
 
@@ -63,5 +64,6 @@ def add_adapter_to_dequantised(model: PreTrainedModel, frozen: str) -> PreTraine
     inside: Any = add_drawn_adapter(model).get_base_model()
     for name, packed in choose_formats(inside, frozen).items():
         rows = inside.get_parameter(name).data.flatten(0, -2)
-        packed.unpack(packed.pack(rows), rows)  # into `rows`, which is the weight's own memory
+        # The numbers are written into the weight's own memory.
+        packed.unpack(packed.pack(rows), rows)
     return inside

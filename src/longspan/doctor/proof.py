@@ -119,13 +119,17 @@ class Task:
     config: PreTrainedConfig
     home: Layout
     cases: tuple[tuple[int, Case], ...]
-    expected: dict[tuple[str, bool, bool], ExpectedAnswer]  # by dtype, losses of routers or not, images or not
+    # The key is the dtype, whether there are losses of routers, and whether there are images.
+    expected: dict[tuple[str, bool, bool], ExpectedAnswer]
     documents: list[np.ndarray]
     backend: str
     timeout: float
-    show: int = 0  # of so many cases one is printed; 0: none
-    architecture: type | None = None  # of a configuration without a class in transformers
-    image_documents: tuple[TrialDocument, ...] = ()  # of the cases with an encoder
+    # Of so many cases one is printed; 0 stands for none.
+    show: int = 0
+    # A configuration without a class in transformers has this one.
+    architecture: type | None = None
+    # Cases with an encoder have these documents.
+    image_documents: tuple[TrialDocument, ...] = ()
     frozen: str = ""  # how weights lie under an adapter; "": there is no adapter
 
 
@@ -151,7 +155,6 @@ def run_cases_on_rank(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outc
 
 
 def _preparation_key(case: Case) -> tuple[str, str, bool, int]:
-    """Return what cases of one home must have in common to share a prepared model."""
     return case.dtype, case.recompute, case.sequence_parallel, case.encoder
 
 
@@ -196,7 +199,8 @@ class CaseRun:
         except CommError:
             raise
         except LongspanError as error:
-            self.refusal = str(error).partition(DOCTOR)[0]  # without its advice to run this command
+            # The error advises to run this command, which is left out.
+            self.refusal = str(error).partition(DOCTOR)[0]
 
     def run_case(self, case: Case) -> Outcome:
         """Run a case; all ranks call it together. What `prepare` or a check refuses becomes its outcome.
@@ -235,10 +239,9 @@ class CaseRun:
         )
 
     def _step_errors(self, case: Case, plan: Plan, stock: ModelAnswer) -> tuple[float, dict[str, float]]:
-        """Return the errors of the loss and of each gradient, the worst of all ranks. Gradients are compared under the
-        stock model's names, on the rank that has them; one that is missing on all ranks is an error. The losses of
-        routers count as losses of the case. An evaluation has only a loss.
-        """
+        """The worst of all ranks. Gradients are compared under the stock model's names, on the rank that has them; one
+        that is missing on all ranks is an error. The losses of routers count as losses of the case. An evaluation has
+        only a loss."""
         if case.evaluation:
             return loss_error(evaluate(self.model, self.documents, plan, self.world).loss, stock.loss), {}
         router = ROUTER if case.router_losses else NO_ROUTER
@@ -351,9 +354,7 @@ def _outcome_without_run(
     expected: Mapping[tuple[str, bool, bool], ExpectedAnswer | str],
     image_failure: tuple[Status, str] | None,
 ) -> Outcome | None:
-    """Return the outcome of a case for which no images could be made, or to which the stock model has no answer; None:
-    the case is to be run.
-    """
+    """None: the case is to be run."""
     if case.encoder and image_failure is not None:
         status, message = image_failure
         return Outcome(case, status, message=message)
@@ -367,10 +368,7 @@ def _outcome_without_run(
 
 
 def _run_home_cases(task: Task, ranks: ProofRanks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
-    """Run the cases of a task, and return their outcomes by number; the world's facts are appended to `worlds`.
-
-    Where an error ends the world, each of several cases runs in a world of its own, and then has its own error.
-    """
+    """Where an error ends the world, each of several cases runs in a world of its own, and then has its own error."""
     count = len(task.home.ranks)
     seconds = ranks.timeout + SECONDS_PER_CASE * len(task.cases)
     try:

@@ -47,7 +47,8 @@ class _CastsToFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].double()
-        if func is Tensor.view:  # of the same bytes as another dtype, which is no cast
+        # A view of the same bytes as another dtype is no cast.
+        if func is Tensor.view:
             return func(*args, **(kwargs or {}))
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
@@ -76,7 +77,8 @@ def compute_in_float64() -> Iterator[None]:
 
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
 NO_ROUTER = RouterCoefficients(balance=0.0)
-SMALL_SHARE = 1e-3  # of the norm of all gradients: smaller ones are compared with this
+# Gradients below this share of the norm of all gradients are compared with this share.
+SMALL_SHARE = 1e-3
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT
 ROUNDINGS = 10  # so many times what one rounding of every weight does is still rounding
@@ -165,7 +167,7 @@ def compute_stock_answer(
 
 @torch.no_grad()
 def _nudge_weights(model: nn.Module, seed: int) -> None:
-    """Multiply every weight in place by 1 + eps or 1 − eps of its dtype, as drawn from this seed."""
+    """Every weight is multiplied in place by 1 + eps or 1 − eps of its dtype."""
     random = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         signs = torch.randint(2, weight.shape, generator=random) * 2 - 1
@@ -208,7 +210,6 @@ def config_with_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
-    """Run a stock model over one document, and return transformers' output, with the logits of routers if asked."""
     if isinstance(document, TrialDocument):
         return model(**make_stock_arguments(model, document))
     # a model of text alone gets no kinds of tokens: GPT-2 would embed them as tokens
@@ -221,9 +222,8 @@ def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, 
 
 
 def _router_losses(model: PreTrainedModel, layers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the balance and z losses of all layers' logits (T, E), in float64. Raises ModelError where the balance
-    loss of transformers' own function for this model, in float32, is another one.
-    """
+    """Logits (T, E) per layer; the losses are float64. The balance loss is compared with transformers' own function, in
+    float32."""
     config = model.config.get_text_config()
     rows = torch.cat([layer.double() for layer in layers])  # (layers T, E)
     top_k = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 0)
@@ -281,7 +281,6 @@ def loss_error(loss: float, stock: float) -> float:
 
 
 def _worst_error(answer: ModelAnswer, exact: ModelAnswer) -> float:
-    """Return the largest relative error of an answer: of its loss, or of any gradient."""
     return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
 
 
@@ -327,7 +326,8 @@ def compute_expected_answers(
             answers[name, with_routers, with_images] = _compute_expected_answer(
                 config, answer_of, getattr(torch, name), every_expert
             )
-        except Exception as error:  # of the model's own code
+        # The model's own code may raise anything.
+        except Exception as error:
             answers[name, with_routers, with_images] = exception_text(error)
     return answers
 
@@ -335,16 +335,11 @@ def compute_expected_answers(
 def _compute_expected_answer(
     config: PreTrainedConfig, answer_of: Callable[..., ModelAnswer], dtype: torch.dtype, every_expert: bool | None
 ) -> ExpectedAnswer:
-    """Compute what the stock model gives in this dtype, and how far a case may be from that.
-
-    `answer_of` is `compute_stock_answer` but for its model and dtypes; `every_expert` as of `_expect_half_precision`.
-
-    In float32 the tolerance is EXACT, or what two float32 computations may differ by: ROUNDING times the error of the
-    stock model's own float32 pass against float64, if its conditioning explains this error. A larger error has other
-    causes, such as a row that got another expert, and EXACT stays. In float64 it is EXACT, or what rounding may do. A
-    model whose code cannot run in float64 throughout keeps its own casts to float32 and EXACT; its attention is then
-    "sdpa" in float64, as the eager one casts its softmax to float32.
-    """
+    """In float32 the tolerance is EXACT, or what two float32 computations may differ by: ROUNDING times the error of
+    the stock model's own float32 pass against float64, if its conditioning explains this error. A larger error has
+    other causes, such as a row that got another expert, and EXACT stays. In float64 it is EXACT, or what rounding may
+    do. A model whose code cannot run in float64 throughout keeps its own casts to float32 and EXACT; its attention is
+    then "sdpa" in float64, as the eager one casts its softmax to float32."""
     if dtype not in EXACT:
         return _expect_half_precision(config, answer_of, dtype, every_expert)
     answer = answer_of(config, weights=dtype) if dtype == torch.float32 else None
@@ -352,7 +347,8 @@ def _compute_expected_answer(
         with compute_in_float64():  # scans and norms in float64 too
             exact = answer_of(config, weights=dtype, compute=torch.float64)
             nudged = [answer_of(config, weights=dtype, compute=torch.float64, nudge=seed) for seed in (1, 2)]
-    except (RuntimeError, TypeError):  # such as a product of two dtypes
+    # A product of two dtypes raises, for one.
+    except (RuntimeError, TypeError):
         return ExpectedAnswer(answer or answer_of(config, weights=dtype, attention="sdpa"), EXACT[dtype])
     # The conditioning: how far rounding to the dtype can move the answer, from what one unit of float64 does.
     change = max(_worst_error(moved, exact) for moved in nudged)
@@ -371,17 +367,15 @@ def _compute_expected_answer(
 def _expect_half_precision(
     config: PreTrainedConfig, answer_of: Callable[..., ModelAnswer], dtype: torch.dtype, every_expert: bool | None
 ) -> ExpectedAnswer:
-    """Compute the answer in float32 of weights in half precision; the tolerance is ROUNDING times the error of the
-    stock model's own pass in that precision.
-
-    Each row gets every expert if `every_expert` is true, or is None and the model's code can run so: otherwise rounding
-    would change which experts are chosen.
-    """
+    """The answer is in float32 of weights in half precision; the tolerance is ROUNDING times the error of the stock
+    model's own pass in that precision. Each row gets every expert if `every_expert` is true, or is None and the model's
+    code can run so: otherwise rounding would change which experts are chosen."""
     run_config = config if every_expert is False else config_with_every_expert(config)
     try:
         exact = answer_of(run_config, weights=dtype, compute=torch.float32)
         rounded = answer_of(run_config, weights=dtype, compute=dtype)
-    except Exception:  # of the model's own code
+    # The model's own code may raise anything.
+    except Exception:
         if run_config is config or every_expert:
             raise
         return _expect_half_precision(config, answer_of, dtype, False)

@@ -77,7 +77,6 @@ def register_class(config: PreTrainedConfig, architecture: type | None) -> None:
 
 
 def _suggest_names(name: str) -> str:
-    """Say what --model takes, first the classes and model types whose names are like this one."""
     types = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     by_word = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
     matches = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.6)

@@ -166,7 +166,7 @@ class LongspanEngine(BaseEngine):
         self.to("cpu", model=offload, optimizer=self.is_optimizer_offload_enabled, grad=offload)
 
     def _make_schedule(self) -> Any:
-        """Return the optimizer's schedule of learning rates, which is that of verl's FSDP engine."""
+        """The schedule is that of verl's FSDP engine."""
         settings = self.optimizer_config
         total = settings.total_training_steps
         warmup = settings.lr_warmup_steps
@@ -184,10 +184,6 @@ class LongspanEngine(BaseEngine):
         )
 
     def _load_model(self) -> Any:
-        """Return the model of `model.path`, not yet prepared, with a new adapter if model.lora_rank is above 0.
-
-        Raises ConfigError for a new adapter of a model that reads images.
-        """
         if (rank := self.model_config.lora_rank) > 0 and self._has_images:
             raise ConfigError(
                 f"model.lora_rank is {rank}, and {self.model_config.hf_config.model_type} reads images: an adapter's "
@@ -212,8 +208,8 @@ class LongspanEngine(BaseEngine):
         return model
 
     def _stock_configuration(self) -> Any:
-        """Return a copy of verl's configuration of the model, as transformers loads it."""
-        config = deepcopy(self.model_config.hf_config)  # with verl's override_config
+        # The copy has verl's override_config.
+        config = deepcopy(self.model_config.hf_config)
         config._attn_implementation = "sdpa"  # verl's is flash_attention_2, which need not be there
         return config
 
@@ -242,9 +238,7 @@ class LongspanEngine(BaseEngine):
 
     @contextmanager
     def _device_context(self) -> Iterator[None]:
-        """Return a context in which parameters and states are on the device; those that were on the host go back there
-        at its end, unless an error ends it.
-        """
+        """Those that were on the host go back there at the end, unless an error ends it."""
         was_offloaded = dict(self._offloaded)
         self.to(get_device_name(), **was_offloaded, grad=False)
         yield
@@ -253,11 +247,8 @@ class LongspanEngine(BaseEngine):
     # ---- steps
 
     def _plan(self, documents: Any, data: Any, *, forward_only: bool) -> tuple[Any, Plan]:
-        """Return documents, whose common prefixes are made documents of their own where this is exact, and their plan.
-
-        Documents with images stay whole. A slot has as many rows as the engine's key says, else as verl's number of
-        tokens per GPU in this batch. Raises ConfigError where neither is there.
-        """
+        """Documents with images stay whole. A slot has as many rows as the engine's key says, else as verl's number of
+        tokens per GPU in this batch."""
         settings = self.engine_config
         limit = settings.max_tokens_per_slot
         if limit is None:
@@ -287,9 +278,7 @@ class LongspanEngine(BaseEngine):
         return shared, made
 
     def _cost(self, *, forward_only: bool) -> Cost:
-        """Return the cost by which plans are priced, of a forward pass or of both; that of a Qwen3-8B if
-        there is none.
-        """
+        """Without a price of the model, that of a Qwen3-8B is taken."""
         home = self.world.home
         recomputes = self.model_config.enable_gradient_checkpointing and not forward_only
         try:
@@ -308,7 +297,6 @@ class LongspanEngine(BaseEngine):
             return Cost().forward_only() if forward_only else Cost()
 
     def _documents(self, samples: Samples) -> Any:
-        """Return a batch's samples as documents that a step takes, with their images if the model reads any."""
         documents = [
             Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)
         ]
@@ -326,7 +314,6 @@ class LongspanEngine(BaseEngine):
         )
 
     def _refuse_images(self, samples: Samples) -> None:
-        """Raise DataError for samples with images, which this model does not read."""
         if any(samples.images):
             raise DataError(
                 f"{sum(map(bool, samples.images))} of {len(samples.images)} samples of verl have images, and "
@@ -336,28 +323,22 @@ class LongspanEngine(BaseEngine):
     def _compute_values(
         self, plan: Plan, documents: Any, names: list[str], temperature: float
     ) -> dict[str, Callable[[int], Any]]:
-        """Compute values of tokens by a forward pass, on every rank: log-probabilities, and those of `names`.
-
-        Return for each name a function from a document's number to its values (length,), with those of a prefix that
-        it shares.
-        """
+        """Entered by every rank. Each name has a function from a document's number to its values (length,), with those
+        of a prefix that it shares."""
         values = token_log_probs(self.module, plan, documents, self.world, also=names, temperature=temperature)
         return {"log_probs": values.of, **{name: partial(values.value, name) for name in names}}
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
-        """Return verl's output of the values of all samples' tokens, end to end: nested tensors of rows.
-
-        Row j has the value of token j + 1, and 0 where no token is predicted.
-        """
+        """Row j has the value of token j + 1, and 0 where no token is predicted."""
         predicts = torch.from_numpy(np.concatenate(samples.predicted)).roll(-1)
         rows = {name: x.roll(-1) for name, x in values.items()}  # a last row gets the 0 of the next first token
-        if "log_sum_sq_probs" in rows:  # whose exponential is 1 where nothing is predicted
+        # The exponential is 1 where nothing is predicted.
+        if "log_sum_sq_probs" in rows:
             rows["sum_pi_squared"] = rows.pop("log_sum_sq_probs").exp() * predicts
         return {name: samples.nest(x.to(self._values_dtype)) for name, x in rows.items()}
 
     @property
     def _values_dtype(self) -> torch.dtype:
-        """The dtype of values that verl gets."""
         if self.engine_config.model_dtype == "float64":
             return torch.float64
         return torch.float32
@@ -416,7 +397,6 @@ class LongspanEngine(BaseEngine):
         return result | {"model_output": self._outputs(all_values, samples) if collected else {}}
 
     def _temperature(self, data: Any) -> float:
-        """Return the temperature by which the batch's logits are divided. Raises DataError if samples differ in it."""
         values = torch.as_tensor(tu.get_non_tensor_data(data, "temperature", 1.0), dtype=torch.float64).flatten()
         if bool((values != values[0]).any()):
             raise DataError(
@@ -540,7 +520,6 @@ class LongspanEngine(BaseEngine):
 
 
 def _refuse_hdfs(path: str | None) -> None:
-    """Raise ConfigError for a path on HDFS."""
     if path is not None:
         raise ConfigError(f"hdfs_path is {path!r}; checkpoints go to folders that all machines share: leave it out")
 
@@ -552,11 +531,12 @@ class LongspanValueEngine(LongspanEngine):
     reads_images = False
 
     def _load_model(self) -> Any:
-        """Return a model with one score of each row: the folder's own head, or a new one on a language model."""
+        """The folder's own head, or a new one on a language model."""
         path = find_local_path(self.model_config.local_path, "model.path", weights=True)
         config = self._stock_configuration()
         config.num_labels = 1
-        config.classifier_dropout = config.hidden_dropout = config.summary_dropout_prob = 0.0  # as verl's engines
+        # verl's engines have no dropout either.
+        config.classifier_dropout = config.hidden_dropout = config.summary_dropout_prob = 0.0
         dtype = self.engine_config.model_dtype
         kind = self.model_config.architectures[0]
         if kind.endswith("ForSequenceClassification"):  # a reward model, whose head a critic of tokens goes on with
@@ -569,7 +549,6 @@ class LongspanValueEngine(LongspanEngine):
         return add_score_head(model, tokens=True, seed=self.engine_config.seed)
 
     def _documents(self, samples: Samples) -> Any:
-        """Return samples as documents of which the rows that predict the answer's tokens are scored."""
         self._refuse_images(samples)
         rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]  # row j predicts token j + 1
         return [ScoredDocument(ids, rows=chosen) for ids, chosen in zip(samples.ids, rows, strict=True)]
@@ -577,13 +556,13 @@ class LongspanValueEngine(LongspanEngine):
     def _compute_values(
         self, plan: Plan, documents: Any, names: list[str], temperature: float
     ) -> dict[str, Callable[[int], Any]]:
-        """Return the function of a document's number to its scores (length,)."""
+        """(length,)"""
         values = token_scores(self.module, plan, documents, self.world)
         return {"scores": lambda document: values.of(document)[:, 0]}
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
-        """Return scores, end to end, as verl's values."""
         return {"values": samples.nest(values["scores"].to(self._values_dtype))}
 
     def _temperature(self, data: Any) -> float:
-        return 1.0  # of scores
+        # Scores have no temperature.
+        return 1.0

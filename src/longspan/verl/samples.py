@@ -58,7 +58,8 @@ def read_samples(data: Any) -> Samples:
         )
     ids = [row.numpy() for row in data["input_ids"].unbind()]
     if "responses" in data.keys():  # noqa: SIM118 (a TensorDict)
-        answers = data["responses"]  # of which padding does not count
+        # Padding of the answers does not count.
+        answers = data["responses"]
         is_real = None if answers.is_nested else data["attention_mask"][:, -answers.shape[1] :]
         lengths = answers.offsets().diff() if is_real is None else is_real.sum(-1)
         predicted = [
@@ -74,11 +75,9 @@ def read_samples(data: Any) -> Samples:
 
 
 def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
-    """Cut pixels of a sample into those of its images: (patches, size) by grids (images, 3), or (images, 3, H, W).
-
-    Raises DataError for other entries of images, and for another number of patches than the grids have.
-    """
-    tensors = {name: x for name, x in entry.items() if x is not None and name != "mm_token_type_ids"}  # as ids say
+    """(patches, size) by grids (images, 3), or (images, 3, H, W)"""
+    # The ids say the same.
+    tensors = {name: x for name, x in entry.items() if x is not None and name != "mm_token_type_ids"}
     if further := sorted(tensors.keys() - {"pixel_values", "image_grid_thw"}):
         raise DataError(
             f"sample {sample} of verl has {', '.join(further)}; the engine reads pixel_values and image_grid_thw, of "
