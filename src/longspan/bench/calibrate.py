@@ -126,10 +126,7 @@ def fit_samples(
 
 
 def _fit_line(samples: Sequence[CalibrationSample], *names: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Fit the samples' seconds as a sum over these counts.
-
-    Returns the seconds of one of each count, without counts that take none, and each sample's fitted seconds by name.
-    """
+    """Counts that take no seconds are left out."""
     counts = [[sample.counts.get(name, 0.0) for name in names] for sample in samples]
     columns = np.array(counts).reshape(-1, len(names))
     seconds = np.array([sample.seconds for sample in samples])
@@ -154,8 +151,9 @@ def _fit_memory(samples: Sequence[CalibrationSample]) -> _Fit:
 
 
 def _fit_steps(samples: Sequence[CalibrationSample], rates: Machine) -> _Fit:
-    """Fit what steps take beside attention and passes over memory, whose seconds follow from the machine `rates`."""
-    other_seconds = dict[str, float]()  # by sample, of attention and passes: half of the step at most
+    """The seconds of attention and passes over memory follow from the machine `rates`."""
+    # Each sample has the seconds of its attention and passes: half of the step at most.
+    other_seconds = dict[str, float]()
     for sample in samples:
         counts = sample.counts
         attended = counts["attention flops"] + rates.half_speed_rows * counts["attention flops a row"]
@@ -178,7 +176,6 @@ def _fit_host(samples: Sequence[CalibrationSample]) -> _Fit:
 
 
 def _fit_links(samples: Sequence[CalibrationSample]) -> _Fit:
-    """Fit the links of each level of which every kind of message was timed."""
     links = dict[str, Link]()
     fitted_seconds = dict[str, float]()
     for level in LEVELS:
@@ -225,12 +222,16 @@ def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[floa
 
 VOCABULARY = 2048
 LAYERS = 2
-MOST_SECONDS = 200.0  # after which no round begins
+# No round begins after so long.
+MOST_SECONDS = 200.0
 PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
 MESSAGE_BYTES = {"cuda": (1 << 16, 1 << 20, 1 << 23, 1 << 26), "cpu": (1 << 12, 1 << 15, 1 << 18, 1 << 20)}
 TURNS = {1 << 18: 16, 1 << 22: 4}  # how often messages of at most so many bytes are sent in a row; longer ones once
-LONG_OVER_LONGEST = 4  # of attention's longest document on GPUs, after which their clocks are those of training
-FEW_ROWS = 8  # of a document whose launches are timed
+# On GPUs attention's longest document is followed by one so many times as long, when their clocks are those of
+# training.
+LONG_OVER_LONGEST = 4
+# A document whose launches are timed has so few rows.
+FEW_ROWS = 8
 MANY = 4  # documents or groups of a slot
 
 
@@ -240,9 +241,11 @@ class CalibrationSizes:
 
     preset: str
     dtype: str
-    tokens: tuple[int, ...]  # of a slot in a micro-batch, in documents of `document` tokens
+    # A slot has so many tokens in a micro-batch, in documents of `document` tokens.
+    tokens: tuple[int, ...]
     document: int
-    lengths: tuple[int, ...]  # of documents, at which attention is timed
+    # Attention is timed at documents of these lengths.
+    lengths: tuple[int, ...]
 
 
 SIZES = {
@@ -306,16 +309,16 @@ class _CalibrationBench:
     def measure_samples(self) -> list[CalibrationSample]:
         """Measure everything, and return the samples; the model is dropped once its steps are timed."""
         samples = self._time_trials([*self._step_trials(), *self._host_trials()], "steps of a model")
-        self.model = None  # its memory is free for what follows
+        # The model's memory is free for what follows.
+        self.model = None
         samples += self._time_trials([*self._attention_trials(), *self._memory_trials()], "attention and memory")
         if self.world.home.slots > 1:
             samples += self._time_trials([*self._message_trials()], "messages between slots")
         return samples
 
     def _time_trials(self, trials: list[Trial], label: str) -> list[CalibrationSample]:
-        """Time trials together, and return their samples with the slowest rank's seconds in the median of rounds. Every
-        round has all trials, so that what disturbs the machine for a while disturbs no sample in most rounds.
-        """
+        """The slowest rank's seconds, in the median of rounds. Every round has all trials, so that what disturbs the
+        machine for a while disturbs no sample in most rounds."""
         times = list[list[float]]()
         warmup = self.flags.warmup
         repeats = self.flags.repeats
@@ -335,7 +338,6 @@ class _CalibrationBench:
         ]
 
     def _step_trials(self) -> Iterator[Trial]:
-        """Yield steps of a model: rising numbers of tokens and of micro-batches, of short documents."""
         tokens = self.sizes.tokens
         length = self.sizes.document
         shape = self.shape
@@ -351,7 +353,8 @@ class _CalibrationBench:
                     "micro-batches": count,
                     "flops": 6.0 * shape.weights * rows,
                     "attention flops": attention,
-                    "attention flops a row": attention / length,  # by which seconds grow with rows alone
+                    # Seconds grow with rows alone by this count.
+                    "attention flops a row": attention / length,
                     # Numbers that norms, gates and sums read and write, LAYER_BYTES for each; half of them are MLPs'.
                     "passes": rows * (shape.layers + shape.dense_layers) / 2 * shape.hidden,
                 },
@@ -359,7 +362,6 @@ class _CalibrationBench:
             yield Trial(sample, self._make_step_call(self._plan_step(length, per_slot, count)))
 
     def _host_trials(self) -> Iterator[Trial]:
-        """Yield steps of so few rows that the host, which launches kernels, decides the time."""
         for name, batches, documents, groups in (
             ("a document", 1, 1, 1),
             (f"{MANY} micro-batches", MANY, 1, 1),
@@ -381,7 +383,6 @@ class _CalibrationBench:
             )
 
     def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
-        """Plan `count` micro-batches in which each slot has `per_slot` documents of `length` tokens of its own."""
         home = self.replicas.home
         plan = plan_fixed(
             [length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length
@@ -390,7 +391,6 @@ class _CalibrationBench:
         return plan
 
     def _make_step_call(self, plan: Plan) -> Callable[[], object]:
-        """Return a call that runs forward and backward passes of a plan; no parameter is gathered or updated."""
         self.replicas.prepare(plan)
         random = np.random.default_rng(0)
         documents = [random.integers(0, VOCABULARY, length) for length in plan.lengths]
@@ -405,9 +405,7 @@ class _CalibrationBench:
         return run
 
     def _attention_trials(self) -> Iterator[Trial]:
-        """Yield calls of attention in both directions, over as many rows as the longest document has, and the second
-        longest, cut into documents: two numbers of rows tell a call's own seconds from those of its rows.
-        """
+        """Two numbers of rows tell a call's own seconds from those of its rows."""
         lengths = self.sizes.lengths
         pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
         if self.device == "cuda":
@@ -432,13 +430,12 @@ class _CalibrationBench:
             yield Trial(CalibrationSample(part="attention", name=name, counts=counts), call)
 
     def _attention_flops(self, squares: float) -> float:
-        """Return the FLOPs of one layer's attention by the sum of squared lengths, half of which are causal pairs.
-        Forward has two products of 2 FLOPs for each feature and pair, backward five.
-        """
+        """Half of the squares are causal pairs. Forward has two products of 2 FLOPs for each feature and pair, backward
+        five."""
         return 7 * self.shape.query_width * squares
 
     def _memory_trials(self) -> Iterator[Trial]:
-        """Yield passes over float32 numbers, each of which is read and written."""
+        """float32 numbers, each of which is read and written."""
         for count in PASS_NUMBERS[self.device]:
             x = torch.zeros(count, device=self.world.device)
             yield Trial(
@@ -452,12 +449,9 @@ class _CalibrationBench:
             )
 
     def _message_trials(self) -> Iterator[Trial]:
-        """Yield messages between the slots of a host ("inside"), and between hosts ("across"); entered by all ranks,
-        which make the groups first.
-
-        Sizes are the bytes that a slot sends or receives itself; of a gather between hosts its share of what arrives at
-        its host. In `point` each slot sends to the next of its host, or to the slot at its place in the next host.
-        """
+        """Entered by all ranks, which make the groups first. Sizes are the bytes that a slot sends or receives itself;
+        of a gather between hosts its share of what arrives at its host. In `point` each slot sends to the next of its
+        host, or to the slot at its place in the next host."""
         world = self.world
         size = self.world.node_size
         slots = world.home.slots
@@ -497,19 +491,16 @@ class _CalibrationBench:
             yield Trial(sample, make_call(n), next((turns for limit, turns in TURNS.items() if n <= limit), 1))
 
     def _make_exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
-        """Return a call that sends `block` bytes to each partner but this slot; other members send none."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         rows = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
         x = self._byte_tensor(sum(rows))
         return lambda: channel.all_to_all_rows(x, rows, rows, "bench calibrate").wait()
 
     def _make_gather_call(self, channel: Channel, block: int) -> Callable[[], object]:
-        """Return a call in which each member gets `block` bytes of every other one."""
         x = self._byte_tensor(max(1, block))
         return lambda: channel.all_gather(x, [len(x)] * channel.degree, "bench calibrate").wait()
 
     def _make_shift_call(self, channel: Channel | None, size: int) -> Callable[[], object]:
-        """Return a call that sends `size` bytes to the next member; it does nothing where there is none."""
         if channel is None or channel.degree == 1:
             return lambda: None
         x, into = self._byte_tensor(size), self._byte_tensor(size)
@@ -563,7 +554,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _attend_both_ways(inputs: tuple[Tensor, Tensor, Tensor], gradient: Tensor, shard: SequenceShard) -> None:
-    """Run attention forward and backward; the results are dropped."""
     q, k, v = inputs
     torch.autograd.grad(attend(q, k, v, shard), inputs, gradient)
 

@@ -33,14 +33,15 @@ class Completions(NamedTuple):
     """What a model wrote behind each prompt, in order, and what it took."""
 
     rows: list[Completion]
-    cost: str  # in words
+    cost: str
 
 
 class CompletionSettings(NamedTuple):
     """How prompts are completed."""
 
     tokenizer: TextTokenizer
-    folder: Path  # of the settings of generation, if it has any
+    # The folder may have settings of generation.
+    folder: Path
     max_new_tokens: int
     seed: int = 0
     stopped: Callable[[], object] = bool  # asked on the first rank before each prompt: whether to stop
@@ -74,7 +75,6 @@ def complete_prompts(
 
 
 def _cost_text(rows: Sequence[Completion], seconds: float, stock_copy: StockCopy) -> str:
-    """Return words for what completions took in `seconds`, with the weights that the copy gathered for them."""
     tokens = sum(row.tokens for row in rows)
     text = f"{plural(len(rows), 'completion')} of {plural(tokens, 'token')} in {seconds_text(seconds)}"
     text += f": {bytes_text(stock_copy.gathered_bytes)} of weights were gathered"
@@ -87,11 +87,7 @@ def _cost_text(rows: Sequence[Completion], seconds: float, stock_copy: StockCopy
 def _complete_prompt(
     stock: PreTrainedModel, prompt: Prompt, device: torch.device, settings: CompletionSettings
 ) -> Completion:
-    """Complete one prompt with the stock model, by the settings of generation of the folder, or of the model.
-
-    The prompt's own temperature counts (0: the likeliest token). Random numbers follow from the seed; the states of
-    random generators are restored.
-    """
+    """The prompt's own temperature counts (0: the likeliest token). The states of random generators are restored."""
     began = time.monotonic()
     config: Any = read_generation_settings(settings.folder) or deepcopy(stock.generation_config)
     if config.eos_token_id is None:

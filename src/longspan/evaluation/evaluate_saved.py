@@ -49,7 +49,8 @@ from longspan.train.run_model.prepare import AnyModel
 from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.start.start_times import Starts
 
-Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
+# The words say what is evaluated; the numbers are micro-batches done, and all of them.
+Progress = Callable[[str, int, int], None]
 
 
 def evaluate_saved(
@@ -87,11 +88,12 @@ def evaluate_saved(
     one = fits[0]
     losses = find_losses(one.checked, one.config, one.configuration, one.sets, world, log)
     evaluator = _Evaluator(request.degrees, world, metrics, losses, starts, log, progress)
-    return tuple(evaluator.evaluate_subject(fit) for fit in fits)  # one model at a time
+    # One model is in memory at a time.
+    return tuple(evaluator.evaluate_subject(fit) for fit in fits)
 
 
 def _refuse_other_scores(checked: Sequence[CheckedWeights]) -> None:
-    """Raise ConfigError where one model gives other numbers of scores than the other, or predicts tokens (0 scores)."""
+    """A model that predicts tokens has 0 scores."""
     scores = [(w.configuration.num_labels or 0) if find_score_class(w.configuration) else 0 for w in checked]
     if len(set(scores)) > 1:
         first, other = (f"{w.subject.weights.path} gives {n}" for w, n in zip(checked, scores, strict=True))
@@ -102,7 +104,6 @@ def _refuse_other_scores(checked: Sequence[CheckedWeights]) -> None:
 
 
 def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
-    """Return the documents that the weights' run holds out. Raises ConfigError or DataError where there are none."""
     subject = checked.subject
     run_dir = checked.subject.weights.run_dir
     config = checked.subject.config
@@ -125,12 +126,8 @@ def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
 
 
 def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
-    """Build the sets of texts that are named on the command line, with the keys of the first subject's run where no
-    flag says otherwise.
-
-    The first rank builds corpora in a temporary folder, all ranks map them, then the folder is deleted: its files stay
-    readable while they are mapped. Entered by all ranks.
-    """
+    """Entered by all ranks. The first rank builds corpora in a temporary folder, all ranks map them, then the folder is
+    deleted: its files stay readable while they are mapped."""
     config = request.subjects[0].config
     longest = request.max_document_tokens
     longest = config.data.max_document_tokens if longest == NOT_GIVEN else longest
@@ -160,7 +157,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
 
 
 def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
-    """Build the corpus of one set in a new folder. Raises DataError that names the flags in place of keys."""
+    """A DataError names the flags in place of keys."""
     try:
         folder.mkdir()
         files = settings.find_source_files(folder)
@@ -191,11 +188,7 @@ class _FittedSubject:
 def _fit_subject(
     request: EvalRequest, checked: CheckedWeights, *, sets: Sets, world: World, log: LogLine
 ) -> _FittedSubject:
-    """Fit a subject's positions and plans to these ranks and to the longest document of the sets, and give its sets
-    the images that its model reads; the same on every rank.
-
-    Raises ConfigError or PlanError for a document that does not fit.
-    """
+    """The result is the same on every rank."""
     longest, origin = max(
         (length, documents.origins[i]) for documents in sets.values() for i, length in enumerate(documents.lengths)
     )
@@ -259,10 +252,7 @@ class _Evaluator:
     def _evaluate_sets(
         self, fit: _FittedSubject, model: AnyModel, step: int, cost: Cost, stop: StopSignal
     ) -> Iterator[SetResult]:
-        """Yield the result of each set at each degree, as it is evaluated; entered by all ranks.
-
-        An error is raised when the result that it prevents is asked for.
-        """
+        """Entered by all ranks. An error is raised when the result that it prevents is asked for."""
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         weights = fit.checked.subject.weights.title.rpartition("/")[2]
         for name, all_documents in fit.sets.items():
@@ -287,7 +277,7 @@ class _Evaluator:
     def _choose_degree(
         self, config: RunConfig, choice: PlannerConfig, name: str, documents: CorpusDocuments
     ) -> PlannerConfig:
-        """Return the choice with a degree for one set, where its own is open, and log why; entered by all ranks."""
+        """Entered by all ranks; the set's own degree is open."""
         lengths = [int(n) for n in documents.lengths]
         is_open = config.evaluation.planner == AUTO
         choose = partial(
@@ -300,7 +290,5 @@ class _Evaluator:
 
 
 def _planner_configs_at_degrees(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:
-    """Return the choice at each degree, with room for a document of `longest` tokens (0: its own limit); without
-    degrees the choice alone.
-    """
+    """With room for a document of `longest` tokens (0: its own limit); without degrees the choice alone."""
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]

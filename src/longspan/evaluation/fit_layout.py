@@ -17,7 +17,8 @@ from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import fit_level_sizes
 from longspan.resolve.choice import PlannerConfig, plan_row_multiple
 
-ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number
+# A slot has so many rows in a micro-batch, if neither a flag nor a run has a number.
+ROWS = 8192
 HOME = ("tp", "pp", "dp_replicate", "ep")  # the degrees of [parallel]
 
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss, LossUnits
 
 
-_NOWHERE = np.arange(0)  # of a document's positions: its values are there by name
+# A document's values are there by name, without any positions.
+_NOWHERE = np.arange(0)
 
 
 def evaluate(
@@ -82,7 +83,8 @@ def evaluate(
     result = _make_result(inputs, totals, options)
     seconds = time.perf_counter() - started
     activation_bytes = None
-    if added_bytes:  # on GPUs; parameters that stayed gathered are no activations
+    # The peak is known on GPUs; parameters that stayed gathered are no activations.
+    if added_bytes:
         (peak,) = world.control.largest_over_ranks([added_bytes[0] - portions.gathered], "peaks of memory")
         activation_bytes = int(peak)
     return replace(result, cp=degree, seconds=seconds, activation_bytes=activation_bytes)
@@ -91,15 +93,13 @@ def evaluate(
 def _plan_and_check(
     model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World, *, share_prefixes: bool
 ) -> StepInputs:
-    """Plan documents by `choice`, if it is no plan, and return what the passes run over, checked.
-
-    With `share_prefixes` documents that begin alike may be planned, and read, with common prefixes apart.
-    """
+    """With `share_prefixes` documents that begin alike may be planned, and read, with common prefixes apart."""
     if isinstance(choice, Plan):
         return check_step_arguments(model, choice, documents, world, backward=False)
     language_model = model
     if isinstance(model, MultimodalModel):
-        check_world_of_model(model, world)  # as `check_step_arguments` does, which comes only after planning
+        # `check_step_arguments` does the same, but only after planning.
+        check_world_of_model(model, world)
         language_model = model.language_model
     lengths = getattr(documents, "lengths", None)
     if lengths is None:
@@ -125,10 +125,8 @@ def _plan_and_check(
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """Return the result of an evaluation from its sums over all ranks; the caller sets degree, seconds and bytes.
-
-    Losses are of tokens, of scores, or of the sets of documents of `options.loss`.
-    """
+    """The caller sets degree, seconds and bytes. Losses are of tokens, of scores, or of the sets of documents of
+    `options.loss`."""
     plan = inputs.plan
     whole = [*plan.whole_documents]
     lengths = [plan.path_lengths[document] for document in whole]
@@ -152,7 +150,8 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
     metrics = dict[str, Mean]()
     if not columns:
         metrics["token_accuracy"] = Mean(totals.hits, totals.rows)
-    elif options.loss is not None or (  # of sets, or of rows that have one of several classes
+    # Sets have hits, and so have rows with one of several classes.
+    elif options.loss is not None or (
         columns > 1 and plan.targets > 0 and LABEL in inputs.documents[0].token_values(_NOWHERE)
     ):
         metrics["accuracy"] = Mean(totals.hits, totals.rows)
@@ -187,13 +186,11 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
 def _result_of_sets(
     inputs: StepInputs, totals: Totals, options: EvaluationOptions, loss: "DocumentLoss"
 ) -> Evaluation:
-    """Return the result of a loss of sets of a language model's documents, from the sums of `with_sums_of_sets`.
-
-    It has the caller's own metrics, and the loss's figures in place of the built-in ones.
-    """
+    """It has the caller's own metrics, and the loss's figures in place of the built-in ones."""
     from longspan.train.terms.document_loss import loss_units, sum_set_losses
 
-    count = len(loss.columns) + len(loss.also)  # of sums, which come before the caller's metrics of documents
+    # So many sums of sets come before the caller's metrics of documents.
+    count = len(loss.columns) + len(loss.also)
     sums = totals.document_metrics[:count, 0].T
     sets = loss.check_sets(inputs.plan)
     numbers = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
@@ -215,10 +212,7 @@ def _result_of_sets(
 
 
 def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[Totals, "LossUnits"]:
-    """Return totals of sets from `totals`, which have a score for each document, and the losses of the sets.
-
-    Each document has its set's loss; a set is a hit if its first document has the highest score.
-    """
+    """Each document has its set's loss; a set is a hit if its first document has the highest score."""
     from longspan.train.terms.document_loss import loss_units
 
     units = loss_units(loss, loss.check_sets(plan), totals.documents)

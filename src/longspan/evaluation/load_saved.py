@@ -75,10 +75,6 @@ def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: Lo
 
 
 def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:
-    """Return the tokenizer of a subject, or of `tokenizer_folder` where it is not "".
-
-    Raises DataError for a folder without one, and for a vocabulary that is larger than the model's.
-    """
     folder = Path(tokenizer_folder) if tokenizer_folder else subject.folder
     if not vocabulary_files(folder):
         raise DataError(

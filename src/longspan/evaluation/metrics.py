@@ -98,7 +98,6 @@ def check_columns(name: str, answer: Any, rows: int) -> Tensor:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a real number, or a tensor of one without dimensions."""
     return (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()) or isinstance(value, Real)
 
 
@@ -163,7 +162,8 @@ def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
     return metrics
 
 
-_SUM_OF_SETS = "sums of sets/"  # and a number: what a loss of sets reads of a language model's documents
+# A number follows, and names what a loss of sets reads of a language model's documents.
+_SUM_OF_SETS = "sums of sets/"
 
 
 def with_sums_of_sets(options: EvaluationOptions) -> EvaluationOptions:

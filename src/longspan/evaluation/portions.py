@@ -41,14 +41,13 @@ if TYPE_CHECKING:
 
 PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
 SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones
-GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters may take until an evaluation ends
+# Gathered parameters may take this share of the memory that is left until an evaluation ends.
+GATHERED_SHARE = 1 / 8
 
 
 def _score_loss(model: nn.Module, loss: "DocumentLoss | None") -> "LossFunction | None":
-    """Return the loss of rows of a model that makes scores, None for a language model.
-
-    With a loss of sets it is the weighted scores themselves, whose sums that loss reads; else the class's own loss.
-    """
+    """With a loss of sets it is the weighted scores themselves, whose sums that loss reads; None for a
+    language model."""
     if not score_columns(model):
         return None
     if loss is not None:
@@ -78,7 +77,8 @@ class Portions:
         )
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
         self.long: bool = False  # whether the last portion took long here
-        self.any_long: bool = False  # and on any rank
+        # This is whether the last portion took long on any rank.
+        self.any_long: bool = False
         self.gathered: int = 0  # bytes of parameters that stay gathered until the end
         self.terms: tuple[Term, ...] = encoder_terms(inputs)
         self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure)
@@ -94,7 +94,8 @@ class Portions:
         done = 0
         count = len(self.plan.micro_batches)
         with ExitStack() as stack:
-            while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
+            # An empty plan has one portion too, so that all ranks agree on it.
+            while done < max(count, 1):
                 portion = self.plan.micro_batches[done : done + size]
                 batches = self._read_agreed_batches(portion, done)
                 if self.gathered and not done:
@@ -114,12 +115,9 @@ class Portions:
         return totals
 
     def _read_agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
-        """Read this rank's rows of a portion, before which `done` micro-batches have run; entered by all ranks, which
-        all raise the error of any.
-
-        At the first portion ranks also compare items and plan, agree on whether parameters stay gathered, and make the
-        plan's communicators; at later ones they learn whether the last portion took long anywhere.
-        """
+        """Entered by all ranks, which all raise the error of any. At the first portion they also compare items and
+        plan, agree on whether parameters stay gathered, and make the plan's communicators; at later ones they learn
+        whether the last portion took long anywhere."""
         batches = list[LocalBatch]()
         error = self._end_reason(done)
         try:
@@ -143,10 +141,7 @@ class Portions:
         return batches
 
     def _agree_at_start(self, ends: bool) -> bool:
-        """Compare items and plan with all ranks; return whether any rank ends here, as this one does if `ends`.
-
-        Sets `gathered` where parameters may stay gathered on all ranks. Raises CommError for other items or plans.
-        """
+        """Entered by all ranks; return whether any rank ends here, as this one does if `ends`."""
         control = self.world.control
         if self.items is not None:
             control.compare_digests(self.items.digest(), what="lists of items")
@@ -160,7 +155,7 @@ class Portions:
         return any_ends
 
     def _end_reason(self, done: int) -> LongspanError | None:
-        """Return why this rank ends before the next portion: it was stopped, or a metric failed. None to go on."""
+        """None to go on."""
         options = self.options
         if options.stopped is not None and (reason := options.stopped()):
             seconds = time.perf_counter() - self.started
@@ -213,14 +208,12 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def _bytes_per_element(group: Any, parameter: Any) -> float:
-    """Return the bytes that passes hold for each element of a parameter of an FSDP2 group: gathered, and one more for
-    a float8 copy.
-
-    An element of packed weights is a byte of a row: it stands for columns / row_bytes numbers.
-    """
+    """The bytes are those of the gathered element, and one more for a float8 copy. An element of packed weights is a
+    byte of a row: it stands for columns / row_bytes numbers."""
     owner = parameter._module_info
     policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
-    dtype = policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
+    # The parameter is gathered in this dtype.
+    dtype = policy.param_dtype or parameter._sharded_param_data.dtype
     copy_bytes = 0 if find_float8_weight(owner.module, owner.param_name) is None else 1
     if (packed := find_packed_weight(owner.module, owner.param_name)) is not None:
         return packed.columns / packed.row_bytes * (packed.dtype.itemsize + copy_bytes)

@@ -35,9 +35,11 @@ from longspan.plain_text import seconds_text
 from longspan.resolve.choice import PlannerConfig
 from longspan.train.run_model.prepare import AnyModel
 
-_STEPS = 16  # whose tokens are evaluated at a time
+# The tokens of so many steps are evaluated at a time.
+_STEPS = 16
 _NEWS_SECONDS = 30.0
-_DIGEST_BYTES = 32  # behind the array in a file
+# The digest stands behind the array in a file.
+_DIGEST_BYTES = 32
 
 
 def read_reference_log_probs(documents: Sequence[CorpusDocuments], digest: str, world: World, log: LogLine) -> bool:
@@ -110,7 +112,7 @@ def compute_references(
 
 
 def _ids_without_reference(documents: CorpusDocuments) -> list[int]:
-    """Return the ids, ascending, of documents whose log-probability is not there."""
+    """Ids ascend; a value that is not there is NaN."""
     assert documents.corpus.reference is not None
     ids = np.unique(np.array(documents.ids, dtype=np.int64))
     return ids[np.isnan(documents.corpus.reference[ids])].tolist()
@@ -135,14 +137,11 @@ def _digest(config: RunConfig, configuration: PreTrainedConfig, device: str) -> 
 
 
 def _reference_file(documents: CorpusDocuments, digest: str) -> Path:
-    """Return the file of a corpus' log-probabilities by the reference of this digest."""
     return documents.corpus.documents_folder / f"reference-{digest}.npy"
 
 
 def _read_values(file: Path, count: int) -> Floats | None:
-    """Return the values of `count` documents in a file, NaN if it is not there; None if it is not as `_write_values`
-    wrote it.
-    """
+    """NaN where the file is not there; None if it is not as `_write_values` wrote it."""
     if not file.is_file():
         return np.full(count, np.nan)
     content = file.read_bytes()
@@ -157,10 +156,8 @@ def _read_values(file: Path, count: int) -> Floats | None:
 
 
 def _write_values(file: Path, values: Floats) -> None:
-    """Write the values of documents, and the SHA-256 of their bytes behind them, so that the file is whole at any time.
-
-    Where a value is NaN, the one that the file has already, of another run or set over the same documents, stays.
-    """
+    """The SHA-256 of the bytes stands behind them, so that the file is whole at any time. Where a value is NaN, the one
+    that the file has already, of another run or set over the same documents, stays."""
     partial_file = file.with_name(f"{file.stem}.partial-{uuid.uuid4().hex[:8]}.npy")
     with name_file_in_errors(file):
         earlier = _read_values(file, len(values))

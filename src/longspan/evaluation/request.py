@@ -70,10 +70,12 @@ class EvalRequest:
 
     subjects: tuple[Subject, ...]
     paths: tuple[tuple[str, str], ...] = ()  # name and path of each set of texts; none: what the run holds out
-    split: str = ""  # of the sets of texts
+    # The sets of texts are of this split.
+    split: str = ""
     max_document_tokens: int = NOT_GIVEN
     tokenizer: str = ""
-    degrees: tuple[int, ...] = ()  # to be compared; none: the configuration's
+    # These degrees are compared; none stands for the configuration's.
+    degrees: tuple[int, ...] = ()
     metrics: tuple[str, ...] = ()
     flag_keys: frozenset[str] = frozenset()
     home_changes: tuple[Change, ...] = ()

@@ -9,7 +9,8 @@ from longspan.plain_text import text_table
 from longspan.plan import Plan
 
 HELD_OUT = "held out"  # how tables name the documents of a run that have no name
-SIDES = ("chosen", "rejected")  # of a pair's documents
+# A pair's documents are named so.
+SIDES = ("chosen", "rejected")
 SAME = 1e-6  # relative difference up to which losses at two degrees are called equal
 
 if TYPE_CHECKING:

@@ -61,9 +61,12 @@ class RowSums:
         self._score_loss = score_loss
         self._edges = bucket_edges(max(lengths, default=1))
         self._measured_rows: list[_MeasuredRows] = []
-        self._losses: Floats = np.zeros(len(lengths))  # of each document
-        self._positions: Floats = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
-        self._bytes = self._hits = self._rows = 0  # of targets: bytes of text, right predictions, number
+        # Each document has its sum of losses.
+        self._losses: Floats = np.zeros(len(lengths))
+        # Each bucket has its sums of losses and of rows.
+        self._positions: Floats = np.zeros((2, len(self._edges)))
+        # The targets have so many bytes of text, right predictions, and rows.
+        self._bytes = self._hits = self._rows = 0
         self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=world.device)
         self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
@@ -76,7 +79,8 @@ class RowSums:
         count = len(targets.documents)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         if not count:
-            head(hidden[:1])  # its parameters are gathered by all slots together
+            # All slots gather the head's parameters together.
+            head(hidden[:1])
             return total
         measured = _MeasuredRows(targets.documents, targets.path_positions, [], [], [])
         size = self._options.loss_chunk_rows or rows_per_chunk(
@@ -95,11 +99,8 @@ class RowSums:
         return total
 
     def _measure_rows(self, targets: BatchTargets, part: slice, logits: Tensor) -> TargetTokens:
-        """Return the targets of a `part` with their losses; of a model of scores `targets` are the rows' labels as
-        classes.
-
-        Losses and classes are 0 after an error of the loss, which is kept in `error`; classes also without one label.
-        """
+        """Losses and classes are 0 after an error of the loss, which is kept in `error`; classes also without one
+        label."""
         if self._score_loss is None:
             at = targets.loss_tokens(part, torch.float64)
             losses = -target_log_probs_and_gradient(logits, at.target)[0].double() * at[WEIGHTS]
@@ -117,14 +118,13 @@ class RowSums:
         return TargetTokens(at.document, at.position, classes, losses, logits, at.values)
 
     def _add_metrics(self, rows: TargetTokens) -> Tensor:
-        """Add metrics of rows to their sums; return columns (2 M, n), values and counts of M metrics of documents.
-
-        An error is kept in `error`: nothing is added from then on, and columns are 0.
-        """
+        """(2 M, n): values and counts of M metrics of documents. After an error, kept in `error`, nothing is added and
+        columns are 0."""
         count = len(rows.losses)
         document_metrics = self._options.document_metrics
         columns = rows.losses.new_zeros(len(document_metrics), 2, count)
-        name = ""  # of the metric that is computed, for an error
+        # An error names the metric that is computed.
+        name = ""
         if self.error is not None:
             return columns.flatten(0, 1)
         try:
@@ -135,7 +135,8 @@ class RowSums:
                 column.copy_(check_columns(name, metric(rows), count))
         except EvaluationError as error:
             self.error = error
-        except Exception as error:  # of the user's function
+        # The user's function may raise anything.
+        except Exception as error:
             self.error = EvaluationError(
                 f"the metric {name!r} failed on rank {self._world.rank}: {type(error).__name__}: {error}"
             )
@@ -159,7 +160,8 @@ class RowSums:
     def sum_over_ranks(self) -> "Totals":
         """Sum over all ranks; every rank gets the sums, and in `failures` on how many ranks a metric failed."""
         world = self._world
-        counts_here = world.coordinates.tp == 0  # all tensor-parallel ranks of a slot have the same sums
+        # All tensor-parallel ranks of a slot have the same sums.
+        counts_here = world.coordinates.tp == 0
         factor = 1.0 if counts_here else 0.0
         parts = [
             self._losses,
@@ -203,7 +205,8 @@ class Totals(NamedTuple):
 
     def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
         """Return losses by bucket of positions; `documents` of a bucket have a target in it or behind it."""
-        targets = np.asarray(lengths) - 1  # of each document: the rows at positions 0 to targets - 1 predict them
+        # The rows at positions 0 to targets − 1 of a document predict its targets.
+        targets = np.asarray(lengths) - 1
         documents_reaching = [int((targets > edge).sum()) for edge in self.edges.tolist()]
         loss, rows = self.positions
         return _make_buckets(
@@ -227,11 +230,8 @@ def bucket_edges(longest: int) -> Integers:
 
 
 def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
-    """Return buckets that begin at `edges`, with their losses and numbers of documents; those without documents are
-    left out.
-
-    The last bucket ends at twice its start, or at FIRST_EDGE if it is the only one.
-    """
+    """Buckets without documents are left out. The last bucket ends at twice its start, or at FIRST_EDGE if it is the
+    only one."""
     starts = edges.tolist()
     lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
     buckets = (Bucket(*values) for values in zip(starts, lasts, losses, documents, strict=True))

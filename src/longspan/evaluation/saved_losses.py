@@ -33,7 +33,8 @@ from longspan.train.training import loss_of_documents
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
 
-Sets = Mapping[str, CorpusDocuments]  # by name; "" is the name of the documents that a run holds out
+# Sets have names; "" names the documents that a run holds out.
+Sets = Mapping[str, CorpusDocuments]
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,6 @@ def _read_or_compute_references(
     world: World,
     log: LogLine,
 ) -> None:
-    """Read the reference's log-probabilities of sets; what files lack is computed by the weights that the run began
-    with.
-    """
     digest = reference_digest(config, configuration, world)
     if read_reference_log_probs([*sets.values()], digest, world, log):
         return
@@ -103,7 +101,7 @@ def _read_or_compute_references(
 
 
 def _why_without_reference(subject: Subject, device: str) -> str:
-    """Say why the model that a run began with cannot be had on a kind of device; "" where it can."""
+    """The text is "" where the model can be had."""
     trained = load_config(subject.folder / "config.toml")  # a flag may scale positions otherwise
     try:
         check_base_unchanged(subject.folder, trained, device, goes_on=True)

@@ -34,10 +34,12 @@ class SubjectResult:
     """The evaluations of one subject's weights, set by set and within a set degree by degree."""
 
     weights: SavedWeights
-    config: RunConfig  # under which they were evaluated
+    # The weights were evaluated under this configuration.
+    config: RunConfig
     sets: tuple[SetResult, ...]
     changes: tuple[Change, ...]
-    loss: str = ""  # what its losses are, other than the model's own: "" for these
+    # This says what the losses are, "" for the model's own.
+    loss: str = ""
 
     def record(self) -> dict[str, Any]:
         """Return the result as JSON has it."""
@@ -121,7 +123,7 @@ def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Diffe
 
 
 def _difference_by_unit(name: str, figure: str, unit: str, values: npt.NDArray[np.float64]) -> Difference:
-    """Return the difference of means of the `values` (2, n) of n units, with its standard error."""
+    """The values are (2, n), of n units."""
     first, other = values.mean(1).tolist()
     paired = values[1] - values[0]
     n = len(paired)
@@ -139,11 +141,8 @@ def _difference_by_unit(name: str, figure: str, unit: str, values: npt.NDArray[n
 
 
 def _difference_by_token(first: SetResult, other: SetResult) -> Difference:
-    """Return the difference of mean losses over the same documents, with its standard error, of all and by length.
-
-    The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count. Documents without
-    targets are left out.
-    """
+    """The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count. Documents
+    without targets are left out."""
     evaluation = first.evaluation
     losses = evaluation.document_losses, other.evaluation.document_losses, evaluation.document_lengths
     rows = [

@@ -34,10 +34,12 @@ class OffsetValues(NamedTuple):
 class AheadBatch(NamedTuple):
     """A batch whose step ran already, with guessed coefficients: entries, documents, and values of their tokens."""
 
-    entries: Mapping[str, Any]  # by `document_entries`
+    # `document_entries` reads these entries.
+    entries: Mapping[str, Any]
     rows: BatchDocuments
     values: OffsetValues
-    versions: tuple[int, ...]  # of the entries, by `counts_of_writes`
+    # `counts_of_writes` reads these versions of the entries.
+    versions: tuple[int, ...]
 
     def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:
         """Return whether a call has these very tensors and no others: its rows need no second reading."""
@@ -116,7 +118,8 @@ class ComingStep:
     firsts: Sequence[int]
     digest: str
     plan: Plan
-    versions: Sequence[tuple[int, ...]]  # of each batch as it was read
+    # Each batch has the versions that it was read with.
+    versions: Sequence[tuple[int, ...]]
 
     def is_read_from(self, batches: Sequence[Any]) -> bool:
         """Return whether these are the step's batches, into which nothing was written since they were read."""

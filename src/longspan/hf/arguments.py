@@ -13,7 +13,8 @@ from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.run.checks import check_keys_needed_by_keys, check_parallel, check_plans
 
-_SECTIONS = {  # of the configuration; other keys are those of [context]
+# Other keys are those of [context].
+_SECTIONS = {
     **dict.fromkeys(
         ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward", "sync_each_batch"),
         "parallel",
@@ -25,7 +26,6 @@ _SECTIONS = {  # of the configuration; other keys are those of [context]
 
 
 def _argument(default: Any, text: str) -> Any:
-    """Return a field with a default and its text, which HfArgumentParser shows as help."""
     return field(default=default, metadata={"help": text})
 
 

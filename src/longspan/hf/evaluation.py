@@ -43,11 +43,12 @@ class EvaluationPart(StockTrainer):
             self._facade.logits_of = None
 
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
-        """Return logits (length, V) of each document, in the model's dtype, on every rank; all enter."""
+        """Entered by all ranks: (length, V) of each document, in the model's dtype, on every rank."""
         self._check_same_documents(documents)
         targets = sum(document.targets for document in documents)
         plan = cached_plan(self._choices[False], tuple(map(len, documents)), self.world.home, targets=targets)
-        logits_of_batches: list[Tensor] = []  # of this rank's rows
+        # These are the logits of this rank's rows.
+        logits_of_batches: list[Tensor] = []
 
         def keep_logits(batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
             """Keep the logits of a micro-batch, and return a loss of 0, which nothing reads."""

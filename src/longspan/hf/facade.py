@@ -130,11 +130,15 @@ class Facade:
         self.head: FusedHead = head or FusedHead()
         self._model = model
         self._token_values = token_values
-        self.called: list[CalledBatch | CalledScores] = []  # of this optimizer step, with gradients
-        self.ahead: list[AheadBatch] = []  # of this optimizer step, not called with yet
-        self.evaluated = (0.0, 0)  # of an evaluation: the sum of losses, and tokens
+        # This optimizer step called with these batches, with gradients.
+        self.called: list[CalledBatch | CalledScores] = []
+        # This optimizer step has not called with these batches yet.
+        self.ahead: list[AheadBatch] = []
+        # An evaluation has the sum of losses, and of tokens.
+        self.evaluated = (0.0, 0)
         self.logits_of: Callable[[Facade, list[Document]], list[Tensor]] | None = None  # where they are wanted
-        self.labels_apart: Any = None  # of a batch that comes without them: those that compute_loss_func= gets
+        # compute_loss_func= gets the labels of a batch that comes without them.
+        self.labels_apart: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -197,10 +201,7 @@ class Facade:
         *,
         fused: bool,
     ) -> TokenOutput:
-        """Answer a batch with labels: with its loss and, if `fused`, with the values that the head was asked for.
-
-        `values` are those of a step that ran ahead; None: a pass computes them here, which all ranks enter.
-        """
+        """`values` are those of a step that ran ahead; None: a pass computes them here, which all ranks enter."""
         labels = batch["labels"]
         scored = [d for d, document in enumerate(rows.documents) if document.targets]  # indices into the documents
         if values is None and scored:
@@ -224,16 +225,14 @@ class Facade:
         return TokenOutput({**out, **tables, "log_probs": leaf, "label_mask": _label_mask(labels)})
 
     def _answer_scores(self, batch: Mapping[str, Any], labels: Any) -> TokenOutput:
-        """Answer with logits (B, L), or (B, W, L) of a head for tokens, and the class's loss if there are labels.
-
-        With gradients the answer is noted in `called`, for the step.
-        """
+        """(B, L), or (B, W, L) of a head for tokens. With gradients the answer is noted in `called`, for the step."""
         model = self.inner_model
         tokens = architecture_name(model).endswith(SCORE_HEADS[1])  # whether the head scores tokens
         batch = {name: value for name, value in batch.items() if name not in IGNORED}
         rows = read_scored_batch(batch, model.config.get_text_config().pad_token_id, tokens=tokens)
         values: Any = self._token_values(self, list(rows.documents))
-        table = values.sums[: len(rows.documents)]  # behind these are sums of shared prefixes
+        # Sums of shared prefixes come behind those of the batch.
+        table = values.sums[: len(rows.documents)]
         if tokens:
             table = np.zeros((*rows.shape, values.values.shape[1]))  # 0 at padding
             for d, (row, start, stop) in enumerate(rows.places):
@@ -248,11 +247,8 @@ class Facade:
         return TokenOutput(loss=stock_loss(model, leaf, labels, tokens=tokens), logits=leaf)
 
     def _loss_output(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
-        """Return the cross entropy of log-probabilities (B, L - 1): over `items`, or the mean of the batch (None).
-
-        With gradients the leaf is noted in `called`, for the step; without them the sum of losses is added to
-        `evaluated`.
-        """
+        """Log-probabilities (B, L - 1), over `items`, or the mean of the batch (None). With gradients the leaf is noted
+        in `called`, for the step; without them the sum of losses is added to `evaluated`."""
         total = -leaf.sum()
         targets = _label_mask(labels).sum()
         if torch.is_grad_enabled():
@@ -262,7 +258,7 @@ class Facade:
         return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
 
     def _logits_output(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
-        """Return logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels; V is the vocab_size."""
+        """(B, L, V), 0 at padding; V is the vocab_size."""
         width = self.inner_model.config.get_text_config().vocab_size
         device = next(self.inner_model.parameters()).device
         table = torch.zeros((*rows.shape, width), dtype=self.inner_model.dtype, device=device)
@@ -270,7 +266,8 @@ class Facade:
         for document, place, values in zip(rows.documents, rows.places, logits, strict=True):
             table[place.row, place.start : place.stop] = values[:, :width]
             wide = values[:-1].to(torch.promote_types(values.dtype, torch.float32))
-            label = torch.as_tensor(document.labels()[1:], device=values.device)  # of each row's next token
+            # The label of a row is its next token.
+            label = torch.as_tensor(document.labels()[1:], device=values.device)
             scores = wide.log_softmax(-1).gather(1, label.clamp(min=0)[:, None])[:, 0]
             log_probs[place.row, place.start + 1 : place.stop] = torch.where(
                 label != NO_TARGET, scores, 0.0
@@ -286,5 +283,5 @@ class Facade:
 
 
 def _label_mask(labels: Any) -> Tensor:
-    """Return where labels (B, L), shifted by one, are targets (B, L - 1)."""
+    """(B, L) to (B, L - 1)"""
     return torch.as_tensor(labels)[:, 1:] != NO_TARGET

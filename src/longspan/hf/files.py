@@ -59,10 +59,7 @@ def read_order_states(loader: Any) -> list[Any]:
 
 
 def _generator_accessors(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Yield two functions, which get and set its state, for each generator in an object, its samplers and data sets.
-
-    Their order is that of attributes, so that states can be set in the order in which they were read.
-    """
+    """The order is that of attributes, so that states can be set in the order in which they were read."""
     for value in vars(owner).values():
         if isinstance(value, (torch.Generator, np.random.RandomState)):
             yield value.get_state, value.set_state
@@ -105,14 +102,14 @@ class FilesPart(StockTrainer):
     """Saving and resuming of a Trainer over a prepared model."""
 
     _unfinished: str | None = None  # the folder in which a checkpoint is being written
-    _order: dict[str, Any] | None = None  # of a checkpoint: what `order.pt` has
-    _epoch: EpochOrder | None = None  # that runs
+    # This is what `order.pt` of a checkpoint has.
+    _order: dict[str, Any] | None = None
+    # This is the epoch that runs.
+    _epoch: EpochOrder | None = None
 
     def _try_to_save_files(self) -> None:
-        """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks.
-
-        Where that fails, ModelError is raised on every rank, or a warning logged if nothing is to be saved.
-        """
+        """Entered by all ranks. Where that fails, ModelError is raised on every rank, or a warning logged if nothing is
+        to be saved."""
 
         def write() -> None:
             """Write configuration, tokenizer, arguments and state into a temporary folder; called on the first rank."""
@@ -140,13 +137,10 @@ class FilesPart(StockTrainer):
 
     @property
     def _model_tokenizer(self) -> Any:
-        """What is saved beside the model: the Trainer's processor or tokenizer, or else the collator's."""
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the model as transformers and peft load it, and the arguments as they were given;
-        entered by all ranks.
-        """
+        """Entered by all ranks."""
         folder = Path(output_dir or self.args.output_dir)
         self._prepare_once()
         longspan.save_model(self._facade.inner_model, folder, self.world, self._model_tokenizer)
@@ -155,11 +149,10 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return where the Trainer writes: `unfinished/` while a checkpoint is being written."""
         return self._unfinished or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint as the Trainer does, into `unfinished/`, then give it its name; entered by all ranks."""
+        """Entered by all ranks: the checkpoint is written into `unfinished/` and then gets its name."""
         root = Path(self._get_output_dir(trial))
 
         def make_empty_folder() -> None:
@@ -181,10 +174,8 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: self._publish_checkpoint(root), CheckpointError)
 
     def _publish_checkpoint(self, root: Path) -> None:
-        """Give a checkpoint its name once its files are on disk, so that one of this name is whole after a crash.
-
-        Run by the first rank; older checkpoints beyond the limit are deleted.
-        """
+        """Entered by the first rank. Files are on disk before the checkpoint has its name, so that one of this name is
+        whole after a crash."""
         unfinished = root / UNFINISHED
         folder = root / f"checkpoint-{self.state.global_step}"
         self.state.save_to_json(str(unfinished / folder.name / STATE))
@@ -200,10 +191,8 @@ class FilesPart(StockTrainer):
         rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the optimizer's state, sharded, and the schedule; entered by all ranks.
-
-        With the groups go the rows of a step, in which data order is counted, and the seed of dropout's masks.
-        """
+        """Entered by all ranks. With the groups go the rows of a step, in which data order is counted, and the seed of
+        dropout's masks."""
         optimizer = self._torch_optimizer()
         root = Path(output_dir)
         groups = [
@@ -218,7 +207,7 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write this rank's random states, and on the first rank the place in the epoch and the states of its order."""
+        """Entered by all ranks."""
         super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
         assert self._epoch is not None
         loader, number, first_step, began = self._epoch
@@ -238,23 +227,20 @@ class FilesPart(StockTrainer):
         return super().train(resume_from_checkpoint, *args, **keywords)
 
     def _newest_checkpoint(self) -> str | None:
-        """Return the newest checkpoint of the output folder, None without one; warn of a save that was interrupted."""
         root = Path(self.args.output_dir)
         if (root / UNFINISHED).is_dir():
             _log.warning(f"{root / UNFINISHED} is left of a save that was interrupted; it is not resumed from")
         return get_last_checkpoint(str(root)) if root.is_dir() else None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check the checkpoint; `_load_optimizer_and_scheduler` reads its weights too, once the model is prepared."""
+        """`_load_optimizer_and_scheduler` reads weights too, once the model is prepared."""
         checkpoint = Path(resume_from_checkpoint)
         run_on_first_rank(self.world, lambda: self._check_resumable(checkpoint), CheckpointError)
         if is_first_rank(self.world) and (line := other_configuration_line(checkpoint, self.model)):
             _log.warning(line)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load weights, optimizer, schedule and settings of groups from a checkpoint that was checked; entered by all
-        ranks.
-        """
+        """Entered by all ranks."""
         if checkpoint is None:
             return
         prepared = self._facade.inner_model
@@ -271,11 +257,8 @@ class FilesPart(StockTrainer):
         self.world.seed = state_value(saved, state, "seed")
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
-        """Return where training begins: (epoch, batches of it that are done).
-
-        A resumed run takes up `order.pt`. If its length is not known, the Trainer counts one epoch: then the saved
-        place is returned, not the Trainer's.
-        """
+        """(epoch, batches of it that are done). If a resumed run's length is not known, the Trainer counts one epoch:
+        then the saved place is returned, not the Trainer's."""
         place = super()._init_training_state(max_steps, steps_per_epoch, *args)
         *_, checkpoint, _ = args  # …, resume_from_checkpoint, trial
         self._order = None
@@ -286,11 +269,8 @@ class FilesPart(StockTrainer):
         return place
 
     def _run_epoch(self, **keywords: Any) -> None:
-        """Run an epoch as the Trainer does, and note the states of generators with which it begins.
-
-        The first epoch of a resumed run begins with saved states: those that drew its order if some of its batches are
-        done, else those at the save.
-        """
+        """The first epoch of a resumed run begins with saved states: those that drew its order if some of its batches
+        are done, else those at the save."""
         loader = keywords["train_dataloader"]
         number = keywords["epoch"]
         first_step = self.state.global_step
@@ -308,7 +288,7 @@ class FilesPart(StockTrainer):
         super()._run_epoch(**keywords)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Take up this rank's random states; if another number of ranks saved them, all take the first rank's."""
+        """If another number of ranks saved states, all take the first rank's."""
         if checkpoint is None:
             return
         root = Path(checkpoint) / RANDOM
@@ -318,18 +298,16 @@ class FilesPart(StockTrainer):
         run_on_every_rank(self.world, lambda: self._load_random_states(folder), CheckpointError)
 
     def _load_random_states(self, folder: Path) -> None:
-        """Load this process's random states from a folder. Raises CheckpointError for a damaged file."""
         try:
             super()._load_rng_state(str(folder))
-        except OSError:  # of the disk, and not of the file's content: `run_on_every_rank` reports it
+        # An OSError is of the disk, and not of the file's content: `run_on_every_rank` reports it.
+        except OSError:
             raise
         except Exception as error:  # a damaged file, or one of something else, may raise anything
             raise CheckpointError(unreadable_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint into the prepared model, or warn that it is gone; entered by all
-        ranks.
-        """
+        """Entered by all ranks."""
         best_folder = Path(self.state.best_model_checkpoint)
         if not run_on_first_rank(self.world, best_folder.is_dir, CheckpointError):
             _log.warning(
@@ -340,17 +318,12 @@ class FilesPart(StockTrainer):
         load_weights(self._facade.inner_model, best_folder, self.world)
 
     def _torch_optimizer(self) -> Any:
-        """Return the optimizer inside accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _rows_of_step(self) -> int:
-        """Return how many rows of data all ranks take in one optimizer step."""
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
     def _check_resumable(self, checkpoint: Path) -> None:
-        """Raise CheckpointError for a folder that cannot be resumed from, ConfigError for another number of rows a
-        step.
-        """
         if not checkpoint.is_dir():
             raise CheckpointError(f"there is no checkpoint {checkpoint} to resume from")
         saved = complete_checkpoints(checkpoint / OPTIMIZER)
@@ -396,10 +369,8 @@ def other_configuration_line(checkpoint: Path, model: Any) -> str:
 
 @contextmanager
 def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
-    """Take groups without parameters out of an optimizer inside: torch (2.11 to 2.15) cannot load them.
-
-    Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.
-    """
+    """torch (2.11 to 2.15) cannot load groups without parameters. Transformers makes one where no parameter, or every
+    one, is without weight decay, as in an adapter."""
     empty = [(index, group) for index, group in enumerate(optimizer.param_groups) if not group["params"]]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     try:
@@ -410,9 +381,6 @@ def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
 
 
 def _restore_group_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Give the groups of an optimizer the settings of a checkpoint, in place. Raises CheckpointError for
-    other groups.
-    """
     groups_here = len(optimizer.param_groups)
     if len(groups) != groups_here:
         raise CheckpointError(

@@ -25,7 +25,8 @@ from longspan.errors import ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
 
 ANSWERS = ("_generate_single_turn", "_generate", "_generate_and_score_completions")
-LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")  # what functions of the first rank log
+# Functions of the first rank log these.
+LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")
 
 
 def refuse_generation(kind: type[Any], args: Any, *, rollout: bool) -> None:
@@ -62,7 +63,6 @@ class GenerationPart(StockTrainer):
 
     @cached_property
     def _first_rank(self) -> FirstRank:
-        """The channel by which the first rank works alone and has others gather weights, or call vLLM, meanwhile."""
         calls: dict[str, Callable[..., Any]] = {
             # iterated to the end, as all ranks gather each weight
             "weights": lambda merge_adapter: deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0),
@@ -87,21 +87,16 @@ class GenerationPart(StockTrainer):
                 deque(weights, maxlen=0)  # the other ranks gather to the end
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
-        """Return answers, on every rank those of the first."""
         return self._result_of_first_rank(
             lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers"
         )
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Tensor:
-        """Return rewards on this rank's device, on every rank those of the first."""
         rewards = super()._calculate_rewards
         return self._result_of_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 
     def _result_of_first_rank(self, work: Callable[[], Any], work_name: str) -> Any:
-        """Return on every rank what `work` gives on the first; `work_name` are words for that, in errors.
-
-        The other ranks also take over what the work logged, and the random states of the host after it.
-        """
+        """The other ranks also take over what the work logged, and the random states of the host after it."""
 
         def work_and_note_state() -> Any:
             """Return what the work gave, on the host; what it logged; the number of tokens that were read; and the
@@ -124,7 +119,6 @@ class GenerationPart(StockTrainer):
         return result
 
     def _token_values(self, facade: Any, documents: list[Document]) -> Any:
-        """Compute the values as `StepsPart` does. Raises ModelError while the first rank works alone."""
         if self._first_rank.is_working:
             raise ModelError(
                 "the model is called inside a reward, a rollout or _generate_single_turn, which longspan runs on the "
@@ -135,11 +129,8 @@ class GenerationPart(StockTrainer):
 
     @contextmanager
     def _replace_generation(self) -> Iterator[None]:
-        """Return a context in which the Trainer is made, with longspan's vLLM in place of TRL's.
-
-        At its end all ranks take the seed of the arguments, and ranks other than the first move reward models to the
-        host and drop environments, as they call none.
-        """
+        """At the end all ranks take the seed of the arguments, and ranks other than the first move reward models to the
+        host and drop environments, as they call none."""
         if not hasattr(self, ANSWERS[0]):  # a trainer that makes no answers
             yield
             return
@@ -150,7 +141,8 @@ class GenerationPart(StockTrainer):
         set_seed(self.args.seed)  # TRL seeds each rank apart, and shuffles with it
         if is_first_rank(self.world):
             return
-        for reward in self.reward_funcs:  # this rank calls none
+        # This rank calls none of them.
+        for reward in self.reward_funcs:
             if isinstance(reward, nn.Module):
                 reward.to("cpu")
         if getattr(self, "environment_factories", None) is not None:

@@ -20,21 +20,25 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 
-StockTrainer: Any = object  # for a type checker: the Trainer class behind our parts in the order of bases
+# A type checker knows neither the Trainer class nor its place behind our parts in the order of bases.
+StockTrainer: Any = object
 
-RANKS_ATTRIBUTE = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
+# Arguments name the ranks whose rows one process reads.
+RANKS_ATTRIBUTE = "_longspan_processes"
 
 
 class OneProcess:
     """The world that open trainers share, and accelerate's state as it was before them."""
 
-    now: "OneProcess | None" = None  # that of the trainers that are open
+    # This is the process of the trainers that are open.
+    now: "OneProcess | None" = None
 
     def __init__(self, home: Layout, world: World) -> None:
         """Note accelerate's state, which `_close` puts back; nothing is patched yet."""
         self.home: Layout = home
         self.world: World = world
-        self.trainers: int = 0  # that are open
+        # So many trainers are open.
+        self.trainers: int = 0
         self._state = dict(PartialState._shared_state)
         self._patched: list[tuple[Any, str, Any]] = []  # class, name of an attribute, and its value before
 
@@ -77,12 +81,13 @@ class OneProcess:
             self._close()
 
     def _close(self) -> None:
-        """Put back what was patched and accelerate's state, and close the world."""
+        """Patches are taken back in reverse."""
         for owner, name, value in reversed(self._patched):
             setattr(owner, name, value)
         PartialState._shared_state.clear()
         PartialState._shared_state.update(self._state)
-        if AcceleratorState._shared_state:  # it has a copy of this entry; others it reads from PartialState
+        # AcceleratorState has a copy of this entry; it reads others from PartialState.
+        if AcceleratorState._shared_state:
             AcceleratorState._shared_state["distributed_type"] = self._state["distributed_type"]
         self.world.close()
 
@@ -95,9 +100,7 @@ class OneProcess:
         return copied
 
     def _patch_libraries(self) -> None:
-        """Have accelerate and transformers take all ranks for one process, until `_close`; each change is noted for
-        that. A stock trainer that is made meanwhile raises ConfigError.
-        """
+        """Until `_close`; a stock trainer that is made meanwhile raises ConfigError."""
         PartialState._shared_state.update({"num_processes": 1, "distributed_type": DistributedType.NO})
         make_stock, save_stock = Trainer.__init__, Trainer.save_model
         set_up = TrainingArguments.__dict__["_setup_devices"]
@@ -154,7 +157,6 @@ class OneProcess:
 
 
 def _count_ranks() -> int:
-    """Return the ranks that accelerate knows. Raises ConfigError where the launcher started others."""
     ranks = PartialState().num_processes
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != started:

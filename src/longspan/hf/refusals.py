@@ -205,7 +205,8 @@ def refuse_made_model(trainer: Any) -> None:
 
 def has_cross_entropy_loss(trainer: Any) -> bool:
     """Return whether a trainer's loss is taken for the cross entropy: transformers' own, or TRL's "nll"."""
-    if callable(trainer.compute_loss_func):  # before transformers 5.19 TRL puts a text there
+    # TRL puts a text there before transformers 5.19.
+    if callable(trainer.compute_loss_func):
         return False
     owners = (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
     owner = next(kind for kind in owners if not kind.__module__.startswith("longspan.hf."))
@@ -251,10 +252,7 @@ def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range
 
 
 def _graph_reaches(node: Any, nodes: range) -> bool:
-    """Return whether a node of autograd's graph, or one that it depends on, has a number among `nodes`.
-
-    torch numbers nodes as they are made (`_sequence_nr`, of which it has no public form).
-    """
+    """torch numbers nodes as they are made (`_sequence_nr`, of which it has no public form)."""
     todo = [node]
     seen = {None}
     while todo:
@@ -284,7 +282,7 @@ def refuse_search(*_: Any, **__: Any) -> NoReturn:
 
 
 def _dropout_text(model: nn.Module) -> str:
-    """Return which module drops how much; "" for a model without dropout."""
+    """The text is "" for a model without dropout."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name or type(module).__name__} drops {module.p:g} of its inputs"

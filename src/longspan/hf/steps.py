@@ -92,7 +92,8 @@ class CollectedTokens:
         table = torch.zeros((1 + len(self._names), starts[-1]), dtype=torch.float64, device=world.device)
         if self._parts and world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
             documents, positions, values = (torch.cat(parts, -1) for parts in zip(*self._parts, strict=True))
-            at = to_device(starts, world.device)[documents] + positions + 1  # of the token that a row predicts
+            # A row's value is that of the token that it predicts.
+            at = to_device(starts, world.device)[documents] + positions + 1
             table[:, at] = values.double()
         if sums_stay_on_device(world):
             sums = sum_over_home_on_device(table.flatten(), world).view_as(table).cpu().numpy()
@@ -118,23 +119,27 @@ class StepsPart(StockTrainer):
     """
 
     _runs_ahead = True  # whether steps run ahead of the Trainer's loss
-    _batches_ahead: BatchesAhead | None = None  # of the loader, where some can be made before they are asked for
+    # Some loaders can make batches before they are asked for.
+    _batches_ahead: BatchesAhead | None = None
     # batches of the optimizer step that begins; () once its first batch is called
     _coming_batches: Sequence[Any] = ()
     _moved: Sequence[tuple[Any, Any]] = ()  # batches of this optimizer step on the host, and on the device
     _next_step: ComingStep | None = None  # prepared while the device worked on the step before
     _batch_count = 1  # how many batches the newest step has
     _coming_targets: float | None = None  # targets of the batches that come, where the Trainer counts them
-    _norm_and_versions: tuple[float, Any] = 0.0, None  # of the last step's gradients; see `gradient_versions`
+    # The last step's gradients have this norm; see `gradient_versions`.
+    _norm_and_versions: tuple[float, Any] = 0.0, None
     _guessed_documents: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
-    _guessed_gradients: Sequence[Tensor | None] = ()  # theirs: `.grad` holds what the Trainer's loss itself leaves
-    _pass_nodes = range(0)  # of autograd's graph: those of the newest step's passes
-    _cost: Cost  # by which plans are made
+    # `.grad` holds what the Trainer's loss itself leaves, and not these gradients of the documents that ran ahead.
+    _guessed_gradients: Sequence[Tensor | None] = ()
+    # The newest step's passes have these numbers of nodes in autograd's graph.
+    _pass_nodes = range(0)
+    # Plans are made by this cost.
+    _cost: Cost
     _was_cut_short = False  # whether a callback ended an epoch before all batches of a step came to the model
 
     @cached_property
     def _choices(self) -> dict[bool, PlannerConfig]:
-        """How documents are planned, in training (True) and in evaluation (False), by what was resolved."""
         config = self._config
         heads = query_heads(unwrap_peft_model(self.model).config)
         cost = self._cost
@@ -146,7 +151,6 @@ class StepsPart(StockTrainer):
     def _plan_documents(
         self, model: Any, documents: Sequence[Document], *, training: bool
     ) -> tuple[Sequence[Document], Plan]:
-        """Return documents, whose common prefixes may be made documents of their own, and the plan of these."""
         lengths = tuple(map(len, documents))
         targets = sum(document.targets for document in documents)
         choice = self._choices[training]
@@ -157,12 +161,8 @@ class StepsPart(StockTrainer):
         return shared, plan
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
-        """Return the values of the documents' tokens, or their scores, on every rank, by a pass without gradient; all
-        enter.
-
-        The plan is one of training or of evaluation, as the model's mode is, which is restored afterwards. Raises
-        CommError where ranks have other documents.
-        """
+        """Entered by all ranks. The plan is one of training or of evaluation, as the model's mode is, which is restored
+        afterwards."""
         self._check_same_documents(documents)
         prepared = facade.inner_model
         head = facade.head
@@ -180,10 +180,7 @@ class StepsPart(StockTrainer):
             prepared.train(training)  # the pass has put the model into evaluation mode
 
     def _check_same_documents(self, documents: list[Document], digest: str = "") -> None:
-        """Raise CommError, on every rank, where ranks have other documents; entered by all.
-
-        `digest` is that of this rank's documents, if it is known already.
-        """
+        """Entered by all ranks; `digest` is that of this rank's documents, if it is known already."""
         self.world.control.compare_digests(
             digest or documents_digest(documents),
             what="batches of a Trainer",
@@ -191,7 +188,7 @@ class StepsPart(StockTrainer):
         )
 
     def _prepare_for_training(self, *args: Any) -> Any:
-        """Drop what an earlier training left that was stopped in a step: the Trainer begins with gradients of zero."""
+        """The Trainer begins with gradients of zero after a training that was stopped in a step."""
         self._coming_batches = ()
         self._was_cut_short = False
         self._next_step = None
@@ -261,7 +258,8 @@ class StepsPart(StockTrainer):
                 self._run_ahead(batches)
         inputs = next((moved for batch, moved in self._moved if batch is inputs), inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._add_gradients()  # of a step of the user's own that calls loss.backward()
+        # A step of the user's own that calls loss.backward() leaves its gradients to this call.
+        self._add_gradients()
         if self.accelerator.sync_gradients:
             self._moved = ()
             self._facade.called = []
@@ -280,11 +278,8 @@ class StepsPart(StockTrainer):
         return super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
-        """Run the step of these batches with the gradients that the mean cross entropy has, before the Trainer's loss.
-
-        Its gradients go to `_guessed_gradients`, not `.grad`, and its values to the facade, which answers calls by
-        them. A step without targets, or with a batch without labels, does not run ahead.
-        """
+        """The gradients are those of the mean cross entropy; they go to `_guessed_gradients`, not `.grad`. A step
+        without targets, or with a batch without labels, does not run ahead."""
         step = self._next_step
         self._next_step = None
         if step is None or not step.is_read_from(batches):
@@ -305,10 +300,8 @@ class StepsPart(StockTrainer):
         ]
 
     def _read_coming_step(self, batches: Sequence[Any], items: float | None) -> ComingStep | None:
-        """Read the documents of a step's batches and plan them; None without a target, or if a batch lacks labels.
-
-        `items` are the targets by which the Trainer divides, None if it takes means of batches.
-        """
+        """None without a target, or if a batch lacks labels. `items` are the targets by which the Trainer divides, None
+        if it takes means of batches."""
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return None
         rows, documents, firsts = read_step_documents(batches, items)
@@ -319,16 +312,12 @@ class StepsPart(StockTrainer):
         return ComingStep(batches, rows, documents, shared, firsts, documents_digest(documents), plan, versions)
 
     def _prepare_next_step_and_wait(self) -> None:
-        """Prepare the next step while the device works, then wait for it."""
         self._prepare_next_step()
         if self.world.device.type == "cuda":
             torch.cuda.current_stream(self.world.device).synchronize()
 
     def _prepare_next_step(self) -> None:
-        """Make, read and plan the batches of the next step, if the loader can make them early.
-
-        An error here is dropped: it is raised again where the step is taken.
-        """
+        """An error here is dropped: it is raised again where the step is taken."""
         ahead = self._batches_ahead
         if ahead is None or self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
@@ -341,18 +330,14 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _check_loss(self, loss: Tensor) -> None:
-        """Raise ModelError, before its backward pass, for a loss of sharded parameters or of tensors in the model."""
         refuse_sharded_loss(loss)
         refuse_inner_loss(self._facade.inner_model, loss, self._pass_nodes)
 
     def _add_gradients(self) -> None:
-        """Add the step's gradients to `.grad` after a backward pass of the Trainer's loss through its last batch.
-
-        These are the gradients of the step that ran ahead, if the loss left the guessed coefficients in the leaves.
-        Else the step runs here with the loss's own, and no later step runs ahead. A step of the user's own may go
-        backward more than once: then it does nothing without new coefficients. Raises NonFiniteError for coefficients
-        that are not finite.
-        """
+        """After a backward pass of the Trainer's loss through its last batch: the gradients are those of the step that
+        ran ahead, if the loss left the guessed coefficients in the leaves. Else the step runs here with the loss's own,
+        and no later step runs ahead. A step of the user's own may go backward more than once: then nothing happens
+        without new coefficients."""
         calls = self._facade.called
         guessed = self._guessed_documents
         model = self._facade.inner_model
@@ -377,7 +362,8 @@ class StepsPart(StockTrainer):
             self._runs_ahead = False
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
         refuse_two_pass_dropout(model, "losses that are not the mean cross entropy")
-        documents = [document for document in documents if has_coefficients(document)]  # on which the loss depends
+        # The loss depends on the documents with coefficients alone.
+        documents = [document for document in documents if has_coefficients(document)]
         if documents:
             self._run_step(documents)
             return
@@ -388,7 +374,6 @@ class StepsPart(StockTrainer):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _refuse_infinite_coefficients(self) -> None:
-        """Raise NonFiniteError for coefficients that are not finite, ModelError for those of a sharded loss."""
         calls = self._facade.called
         for number, batch in enumerate(calls):
             refuse_sharded_loss(batch.leaf.grad)
@@ -402,12 +387,8 @@ class StepsPart(StockTrainer):
     def _run_step(
         self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
     ) -> TokenLogProbs:
-        """Run one step of documents with their coefficients, adding to `.grad`; return their tokens' values on every
-        rank. All ranks enter.
-
-        `names` are further values to collect. `coming` has the plan of a step that was prepared. The norm of gradients
-        and the numbers of the passes' nodes in autograd's graph are noted.
-        """
+        """Entered by all ranks. `names` are further values to collect; `coming` has the plan of a step that was
+        prepared."""
         self._check_same_documents(documents, coming.digest if coming else "")
         facade = self._facade
         model = facade.inner_model
@@ -415,7 +396,8 @@ class StepsPart(StockTrainer):
             (coming.shared, coming.plan) if coming else self._plan_documents(model, documents, training=True)
         )
         refuse_other_parameters(model, self._torch_optimizer())
-        first_node = torch.autograd._get_sequence_nr()  # that the next node gets; torch has no public form of it
+        # The next node gets this number; torch has no public form of it.
+        first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens([len(document) for document in documents], names)
         has_scores = score_columns(model) > 0
         model.train()
@@ -437,15 +419,16 @@ class StepsPart(StockTrainer):
             refuse_inner_loss(model)
         assert result.grad_norm is not None
         self._norm_and_versions = result.grad_norm, gradient_versions(model)
-        return collected.sum_over_ranks(self.world)  # which is empty of scores: nothing reads them here
+        # The sum is empty for scores: nothing reads them here.
+        return collected.sum_over_ranks(self.world)
 
     @property
     def _has_step_below(self) -> bool:
-        """Whether the user's class, or this trainer alone, has its own `training_step`, which may change gradients."""
+        """The user's class, or this trainer alone, may have its own `training_step`, which may change gradients."""
         return type(self).training_step is not StepsPart.training_step or "training_step" in vars(self)
 
     def _clip_grad_norm(self, model: Any) -> float:
-        """Clip gradients and return their norm, which is the step's own if nothing has written to gradients since."""
+        """The step's own norm counts if nothing has written to gradients since."""
         model = self._facade.inner_model
         norm, versions = self._norm_and_versions
         limit = self.args.max_grad_norm
@@ -456,7 +439,6 @@ class StepsPart(StockTrainer):
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
-        """Return the norm of all ranks' gradients, for the Trainer's log; measured if it was not clipped."""
         if grad_norm is None:
             return norm_of(self._facade.inner_model, self.world)
         return grad_norm

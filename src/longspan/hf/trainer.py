@@ -127,10 +127,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         """Leave the model where it is: `prepare` moves what a rank keeps."""
 
     def _prepare_once(self) -> None:
-        """Prepare the model and TRL's reference before the first pass or optimizer; again if the model is replaced.
-
-        What arguments leave open is decided before, by the lengths of documents; entered by all ranks.
-        """
+        """Entered by all ranks, before the first pass or optimizer; again if the model is replaced."""
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
         inside = unwrap_peft_model(self.model)
@@ -152,10 +149,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
-        """Prepare a model in place, and route the Trainer's calls of it, and of a PeftModel around it, to the facade.
-
-        Without `training` it is a reference, which takes no step.
-        """
+        """Without `training` it is a reference, which takes no step."""
         prepared: Any = longspan.prepare(
             model, self.world, options=options_of_prepare(self, model, self.memory_plan, training=training)
         )
@@ -213,16 +207,12 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         return kind, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def _prepare_for_training(self, *args: Any) -> Any:
-        """Prepare the model before the Trainer sets up training. Raises ModelError for an optimizer of other
-        parameters.
-        """
         self._prepare_once()
         if self.optimizer is not None:
             refuse_other_parameters(self._facade.inner_model, self._torch_optimizer())
         return super()._prepare_for_training(*args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Return the facade, in place of a wrapped model."""
         self._prepare_once()
         return self._facade
 
@@ -243,7 +233,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
 
     @contextmanager
     def _report_errors_to_others(self) -> Iterator[None]:
-        """Report an error of this rank alone, as of a metric; all wait at the end, so that none goes on without it."""
+        """All wait at the end, so that none goes on without the rank that fails."""
         try:
             with reword_errors_for_scripts():
                 yield
@@ -260,7 +250,6 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         self._leave_one_process()
 
     def _leave_one_process(self) -> None:
-        """Count this trainer no more among those that share one process; a second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()

@@ -26,12 +26,12 @@ class LongspanVLLM(VLLMGeneration):
         self._trainer = _trainer
         self._world = _trainer.world
         arguments["accelerator"] = RankAccelerator(arguments["accelerator"], self._world)
-        if arguments.get("max_num_seqs"):  # of the batch of all ranks; an engine has a rank's share
+        # The number is that of the batch of all ranks; an engine has a rank's share.
+        if arguments.get("max_num_seqs"):
             arguments["max_num_seqs"] = -(-arguments["max_num_seqs"] // len(self._world.home.ranks))
         super().__init__(**arguments)
 
     def _iter_named_params(self) -> Any:
-        """Return whole weights by name, which TRL sends to vLLM."""
         return self._trainer.weights_by_name()
 
     def sync_weights(self) -> None:
