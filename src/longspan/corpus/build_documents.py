@@ -25,12 +25,16 @@ from longspan.files import file_stamp
 from longspan.host import usable_cores
 from longspan.plain_text import LogLine, bytes_text
 
-BATCH_BYTES = 1 << 20  # of rows that are encoded together
-_LONG_BYTES = 16 << 20  # of one chunk, from which on a line says that it takes a while
-_NEWS_SECONDS = 5.0  # between two lines of progress
+# So many bytes of rows are encoded together.
+BATCH_BYTES = 1 << 20
+# From so many bytes of one chunk on, a line says that it takes a while.
+_LONG_BYTES = 16 << 20
+# Lines of progress are so far apart.
+_NEWS_SECONDS = 5.0
 # Bytes of a corpus, by the kind of its rows, up to which one process encodes it; larger ones are shared by several.
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
-_CHATS_BYTES = 4 << 20  # of rows of other kinds
+# Rows of other kinds have this limit.
+_CHATS_BYTES = 4 << 20
 
 
 def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
@@ -69,7 +73,6 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
 
 
 def _progress_text(bytes_read: int, all_bytes: int, tokens: int, seconds: float) -> str:
-    """Say how many bytes of the sources are read, how many tokens they gave, and how fast."""
     return (
         f"tokenized {bytes_text(bytes_read)} of {bytes_text(all_bytes)}: "
         f"{plural(tokens, 'token')}, {tokens / max(seconds, 1e-3):,.0f} a second"
@@ -97,7 +100,8 @@ class _Writer:
         self._columns = {name: GrowingArray(folder / f"{name}.npy", COLUMN_TYPES[name]) for name in columns}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
         self._tokens = (folder / "tokens.bin").open("wb")
-        self._codes: GrowingCodes | None = None  # until not every token is its own label
+        # This stays None while every token is its own label.
+        self._codes: GrowingCodes | None = None
         self._images = ImageWriter(folder) if recipe.has_images else None
         self._notes = Notes()
         # written so far
@@ -122,7 +126,8 @@ class _Writer:
             encoded = self._mismatched.add_mismatched_documents(encoded)
         # A text is a row, which a file and a position there name: it begins where either is another than before.
         begins_text = (np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1)) != 0
-        values = {  # of all columns that a corpus can have; this one may lack some
+        # These are all columns that a corpus can have; this one may lack some.
+        values = {
             "lengths": encoded.lengths,
             "origins": encoded.files,
             "targets": encoded.targets,
@@ -132,7 +137,8 @@ class _Writer:
             "hashes": encoded.hashes,
             "labels": np.array(encoded.numbers),
         }
-        if self._images is not None:  # before the columns grow: `images` count documents from 0 in these rows
+        # `images` count documents from 0 in these rows, so they are appended before the columns grow.
+        if self._images is not None:
             self._images.append(encoded.images, self._columns["lengths"].count)
         for name, column in self._columns.items():
             column.append(values[name])
@@ -158,7 +164,8 @@ class _Writer:
         if self._texts == self._columns["lengths"].count:
             (self._folder / "texts.npy").unlink(missing_ok=True)
         notes = self._notes
-        encoding = self._recipe.encodings[0]  # all sources have one tokenizer and settings
+        # All sources have one tokenizer and settings.
+        encoding = self._recipe.encodings[0]
         return Manifest(
             tokenizer_size=encoding.tokenizer.size,
             dtype=self._recipe.encoder.dtype,
@@ -184,11 +191,8 @@ class _Writer:
 
 
 def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
-    """Yield the chunks of all files in order, about BATCH_BYTES of rows at a time.
-
-    A chunk without rows only shows progress, so its batch is yielded at once. A chunk of more than _LONG_BYTES is
-    logged, as it takes a while.
-    """
+    """About BATCH_BYTES of rows at a time. A chunk without rows only shows progress, so its batch is
+    yielded at once."""
     batch = list[FileChunk]()
     size = 0
     for number, file in enumerate(recipe.files):
@@ -209,7 +213,6 @@ def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
 
 
 def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
-    """Say why not one row of the sources gave a document: files that are not UTF-8, or rows that were all left out."""
     paths = " and ".join(f"{key} {path!r}" for key, path in recipe.settings.source_paths())
     skipped = len(manifest.skipped)
     if skipped == len(recipe.files):

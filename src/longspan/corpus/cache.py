@@ -34,19 +34,22 @@ class Cache:
         `build` writes the documents into the folder that it is given, which gets its final name afterwards. A folder
         that is there already, and of which `is_whole` is false, is removed and built again.
         """
-        folder = self.folder / key[:40]  # of 64 hexadecimal digits: enough to be different
+        # So many of 64 hexadecimal digits are enough to be different.
+        folder = self.folder / key[:40]
         if folder.is_dir() and is_whole(folder):
             return folder, False
         with folder.with_suffix(".lock").open("a") as file:
             has_lock = False
-            with suppress(OSError):  # without locks in the file system other runs may build the same documents
+            # Without locks in the file system other runs may build the same documents.
+            with suppress(OSError):
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     log("another run tokenizes the same corpus: waiting for it")
                     fcntl.flock(file, fcntl.LOCK_EX)
                 has_lock = True
-            if folder.is_dir() and is_whole(folder):  # another run made it in the meantime
+            # Another run may have made the folder in the meantime.
+            if folder.is_dir() and is_whole(folder):
                 return folder, False
             if has_lock:  # then no other run builds, and what is unfinished is left of one that ended
                 for unfinished in self.folder.glob(f"{folder.name}.partial*"):
@@ -60,7 +63,8 @@ class Cache:
                     build(partial)
                     try:
                         partial.rename(folder)
-                    except OSError:  # without locks another run may have made it first
+                    # Without locks another run may have made the folder first.
+                    except OSError:
                         if not folder.is_dir():
                             raise
             finally:

@@ -24,7 +24,8 @@ from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
 SHOWN = 3  # bad rows that messages name
-MOST_KEYS = 100  # of rows that are named, as each row may have another one
+# So many columns of rows are named, as each row may have another one.
+MOST_KEYS = 100
 
 
 class FileChunk(NamedTuple):
@@ -107,7 +108,8 @@ class DocumentEncoder:
         for source, group in groupby(chunks, key=lambda chunk: chunk.source):
             encoding = self.encodings[source]
             rows = list[Row]()
-            places = list[tuple[int, int]]()  # of rows: the file, and the position there
+            # Each row has the file that it is from, and its position there.
+            places = list[tuple[int, int]]()
             for file_chunk in group:
                 try:
                     for position, row in parse_chunk(file_chunk.chunk):
@@ -117,7 +119,8 @@ class DocumentEncoder:
                         else:
                             rows.append(rename_columns(row, encoding.settings.columns))
                             places.append((file_chunk.file, position))
-                except UnicodeDecodeError:  # of a text, whose file has no other rows
+                # The file of a text has no other rows.
+                except UnicodeDecodeError:
                     batch.notes.skipped.append(file_chunk.chunk.name)
             good_rows = set[int]()  # a conversation that is split gives several samples
             for sample in encoding.encode(rows):
@@ -127,7 +130,8 @@ class DocumentEncoder:
                 if sample.row not in good_rows:
                     good_rows.add(sample.row)
                     batch.notes.unread.update(encoding.unread_columns(rows[sample.row].values))
-                unseen_counts = sample.unseen._asdict()  # by fields of LeftOut, except for "others"
+                # The counts are fields of LeftOut, except for "others".
+                unseen_counts = sample.unseen._asdict()
                 batch.notes.unseen.update(unseen_counts.pop("others"))
                 batch.notes.left_out.update(unseen_counts)
                 batch.notes.ends.update(sample.ends)
@@ -171,7 +175,8 @@ class _BatchDocuments:
             pieces = cut_into_documents(len(ids), codes, self._encoder.longest, self.notes.left_out, uncut)
         text_hash = _text_hash(sample)
         for piece in pieces:
-            number = len(self._facts)  # of this document in the batch
+            # The document has this number in the batch.
+            number = len(self._facts)
             for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
                 moved_image = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
                 self._images.append(PlacedImage(number, moved_image, position))
@@ -189,7 +194,7 @@ class _BatchDocuments:
             self._facts.append((len(document_ids), targets, file, position, text_hash))
 
     def _unfit_sample_text(self, sample: Sample) -> str:
-        """Say why a sample cannot become documents: by its ids, an image, or lengths that are not cut; "" if it can."""
+        """The text is "" if the sample can become documents."""
         ids = sample.ids
         largest_id = np.iinfo(self._encoder.dtype).max
         if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
@@ -203,7 +208,8 @@ class _BatchDocuments:
             )
         if not sample.stops:
             return ""
-        lengths = np.diff(sample.stops, prepend=0).tolist()  # of documents that are scored or compared
+        # The documents that are scored or compared have these lengths.
+        lengths = np.diff(sample.stops, prepend=0).tolist()
         if most_tokens and max(lengths) > most_tokens:
             return (
                 f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored, "
@@ -245,7 +251,6 @@ class _BatchDocuments:
 
 
 def _text_hash(sample: Sample) -> int:
-    """Return a hash of a whole text: of its ids, and of what is known of its images without reading their pixels."""
     images = [(image.grid, image.bytes) for image in sample.images]
     digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -15,7 +15,8 @@ from longspan.corpus.document_encoder import DocumentEncoder, EncodedDocuments, 
 from longspan.errors import DataError, LongspanError
 from longspan.launch.worker import Worker, next_request
 
-IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more only where one batch is larger
+# So many bytes of rows are sent and not yet taken back; more only where one batch is larger.
+IN_FLIGHT_BYTES = 64 << 20
 Batch = Sequence[FileChunk]
 
 
@@ -52,12 +53,10 @@ def encode_batches(
 def _worker_processes(
     encoder: DocumentEncoder, count: int
 ) -> Iterator[Callable[[Batch], Future[EncodedDocuments]]]:
-    """Start `count` processes, and yield what encodes a batch in an idle one and returns the future documents.
-
-    Inside there are as many threads, each of which waits for one worker at a time. The processes end with the context.
-    A future raises DataError where its process ended.
-    """
-    environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # as workers take all cores
+    """There are as many threads, each of which waits for one worker at a time. A future raises DataError where its
+    process ended."""
+    # The workers take all cores together.
+    environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     # Without a terminal's signals: an interrupted parent ends its workers itself.
     workers = [Worker(serve_batches, environment=environment, own_session=True) for _ in range(count)]
     threads = ThreadPoolExecutor(count, thread_name_prefix="tokenizing")

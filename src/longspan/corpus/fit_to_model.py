@@ -8,7 +8,8 @@ from transformers import PreTrainedConfig
 from longspan.data.corpus_documents import Corpus, CorpusDocuments
 from longspan.errors import DataError
 
-AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocuments
+# The documents of a corpus become ImageDocuments.
+AnyDocuments = TypeVar("AnyDocuments")
 
 
 def fit_to_model(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:

@@ -74,9 +74,9 @@ class ImageReader:
                 self._ahead.popitem(last=False)[1].cancel()
 
     def _read_input(self, number: int) -> ImageInput:
-        """Read and process an image, in any thread. Raises DataError if its grid of patches is not the recorded one."""
         placed = self.table[number]
-        pictures = list[Any]()  # of PIL: the image, or the frames of its group
+        # These are PIL's: the image, or the frames of its group.
+        pictures = list[Any]()
         for number_in_group, file in enumerate(self._image_files(placed)):
             try:
                 pictures.append(file.load())
@@ -103,11 +103,7 @@ class ImageReader:
         return image
 
     def _image_files(self, placed: PlacedImage) -> list[ImageFile]:
-        """Return the file of an image, or the files of the frames of a group.
-
-        Without a path their bytes are in the row, which is read again. Raises DataError for a row that changed or
-        cannot be read.
-        """
+        """Without a path the bytes are in the row, which is read again."""
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
         source = self.corpus.source_file(placed.document)
@@ -131,7 +127,6 @@ class ImageReader:
         return files
 
     def _read_media(self, row: Row, document: int) -> RowMedia:
-        """Read the media of a document's row, as they were read when the corpus was made."""
         manifest = self.corpus.manifest
         kind = cast(Kind, manifest.kinds[self.corpus.source_of[document]])
         values = convert_format(
@@ -140,7 +135,6 @@ class ImageReader:
         return extract_row_media(row._replace(values=values))[1]
 
     def _image_name(self, placed: PlacedImage) -> str:
-        """Name an image for messages, by its file, its row and its place there."""
         name = self.corpus.origin(placed.document)
         is_table = name.endswith((".parquet", ".arrow"))
         row = f"row {placed.position + 1}" if is_table else f"the line at byte {placed.position}"
@@ -235,7 +229,6 @@ class ImageDocuments(CorpusDocuments):
 
     @cached_property
     def _numbers_by_document(self) -> tuple[range, ...]:
-        """The numbers of each document's images in the corpus's table."""
         return tuple(range(0) if self.images is None else self.images.table.images_of_document(d) for d in self.ids)
 
 
@@ -268,7 +261,6 @@ def attach_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corp
 
 
 def _checked_video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
-    """Return the model's tokens of videos. Raises DataError if it takes none, or the processor writes other ones."""
     try:
         videos = video_tokens(model)
     except ModelError as error:
@@ -287,9 +279,6 @@ def _checked_video_tokens(model: PreTrainedConfig, processor: Processor) -> Vide
 
 
 def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
-    """Raise DataError if the model has another placeholder than the processor, or makes another number of rows of an
-    image than the documents have placeholders for it.
-    """
     if processor.placeholder != tokens.placeholder:
         raise DataError(
             f"{processor.name} puts token id {processor.placeholder} where images stand, and the model takes id "
@@ -302,7 +291,8 @@ def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, 
     unique_grids, grid_of_image = np.unique(grids, axis=0, return_inverse=True)
     # (0, 0, 0): an image without a grid.
     rows_of_grid = [tokens.rows(tuple(grid) if any(grid) else None) for grid in unique_grids.tolist()]
-    model_rows = np.array(rows_of_grid, dtype=np.int64)[grid_of_image.reshape(-1)]  # one number for each image
+    # Each image has one number of rows.
+    model_rows = np.array(rows_of_grid, dtype=np.int64)[grid_of_image.reshape(-1)]
     wrong = np.flatnonzero(model_rows != table.column("rows"))
     if len(wrong):
         first = table[int(wrong[0])]

@@ -92,7 +92,7 @@ def row_lines(recipe: Recipe) -> Iterator[str]:
 
 
 def _holds_chats(recipe: Recipe, source: int) -> bool:
-    """Return whether rows of a source are conversations: by their kind or, where that leaves it open, the first one."""
+    """The first row decides where the kind leaves it open."""
     encoding = recipe.encodings[source]
     if encoding.kind not in ("prompt+completion", PAIRS):
         return encoding.kind in CHATS
@@ -117,7 +117,8 @@ def encoding_line(encoding: RowEncoding) -> str:
     if encoding.kind in CHATS:
         surrounding_tokens = f"written by the chat template of {source}"
     elif encoding.kind in ("prompt+completion", PAIRS):
-        with suppress(DataError):  # without a template there are no chats
+        # Without a template there are no chats.
+        with suppress(DataError):
             _ = encoding.template
             title += f": chats are written by the chat template of {source}, texts without one"
     if encoding.settings.preference:
@@ -125,7 +126,8 @@ def encoding_line(encoding: RowEncoding) -> str:
     if encoding.settings.num_labels:
         scored = "both documents of each pair" if encoding.kind == PAIRS else "each document, which has a label,"
         return f"{title}: {surrounding_tokens}; the model scores {scored} at the last token"
-    if encoding.kind in CHATS:  # others may have no template
+    # Rows of other kinds may have no template.
+    if encoding.kind in CHATS:
         targets = (
             "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
         )
@@ -141,7 +143,6 @@ def encoding_line(encoding: RowEncoding) -> str:
 
 
 def _surrounding_tokens_text(encoding: RowEncoding) -> str:
-    """Say which tokens are put around each text."""
     opening, closing = map(" ".join, encoding.tokenizer.surrounding_tokens)
     parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
     text = f"each text {' and '.join(parts)}"

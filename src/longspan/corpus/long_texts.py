@@ -23,7 +23,8 @@ from longspan.layout import Integers
 PIECE = 1 << 18
 OVERLAP = 1 << 13
 LARGEST = 1 << 23
-_RUNS = 3  # of characters of a kind; the first and the last may continue outside
+# Each side has so many runs of characters of a kind; the first and the last may continue outside.
+_RUNS = 3
 
 
 class LongTextError(DataError):
@@ -80,12 +81,9 @@ def encode_with_spans(
 
 
 def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Run]) -> tuple[_Piece, int]:
-    """Return a piece twice as long as `left`, and its first token behind the `joined` runs, which are changed in place.
-
-    The longer piece may have other tokens than `left`, so the last of the joined runs is taken off and joined to it
-    anew. If the two have no joint, they become one piece, which is joined to the run before in the same way. Raises
-    LongTextError for a piece that is too long.
-    """
+    """The longer piece may have other tokens than `left`, so the last of the `joined` runs, which are changed in place,
+    is joined to it anew. If the two have no joint, they become one piece, which is joined to the run before in the same
+    way."""
     begin = left.begin
     size = 2 * (left.end - left.begin)
     while True:
@@ -108,25 +106,23 @@ def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Ru
 
 
 def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:
-    """Yield pieces that begin `overlap` characters before the end of `left`, then twice as many, up to its begin."""
+    """Pieces begin `overlap` characters before the end of `left`, then twice as many, up to its begin."""
     while overlap < left.end - left.begin:
         yield _encode_piece(engine, text, left.end - overlap, left.end + piece)
         overlap *= 2
 
 
 def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
-    """Encode text[begin:end], where `end` may lie behind the text's end; spans count characters of the whole text."""
+    """`end` may lie behind the text's end; spans count characters of the whole text."""
     encoding = engine.encode(text[begin:end], add_special_tokens=False)
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin
     return _Piece(begin, min(end, len(text)), np.array(encoding.ids, dtype=np.int64), spans)
 
 
 def _find_joint(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
-    """Find a token at which two pieces can be joined: return its index in the left piece and in the right one.
-
-    From this token on the right piece's tokens are taken. Of the overlap's four quarters, both pieces must agree on the
-    middle two, which hold enough runs of characters that what is beyond has no influence; the joint is in the middle of
-    the overlap, behind the left piece's token `first`. None: the pieces do not agree, or the overlap is too short.
+    """From this token on the right piece's tokens are taken. Of the overlap's four quarters, both pieces must agree on
+    the middle two, which hold enough runs of characters that what is beyond has no influence; the joint is in the
+    middle of the overlap, behind the left piece's token `first`. None: they do not agree, or the overlap is too short.
     """
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))
@@ -142,5 +138,5 @@ def _find_joint(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int
 
 
 def _count_runs(text: str) -> int:
-    """Count the runs of blanks, of letters and digits, and of other characters."""
+    """Runs are of blanks, of letters and digits, and of other characters."""
     return sum(1 for _ in groupby(text, lambda character: (character.isspace(), character.isalnum())))

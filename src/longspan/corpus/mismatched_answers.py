@@ -39,7 +39,8 @@ class MismatchedAnswers:
             for first, (_, stop) in zip(firsts, bounds, strict=True)
         ]
         rows = [*zip(encoded.files.tolist(), encoded.positions.tolist(), strict=True)]
-        shift = 2 if rows[::2] == rows[1::2] else 1  # both answers of a pair have one prompt
+        # Both answers of a pair have one prompt.
+        shift = 2 if rows[::2] == rows[1::2] else 1
         earlier_answers = self._answers if len(self._answers) >= shift else answers
         other_answers = [*earlier_answers[-shift:], *answers[:-shift]]
         self._answers = answers[-2:]

@@ -67,9 +67,6 @@ def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer, positions: int
 
 
 def _key_of_prompt(row: Row) -> str:
-    """Return the key of a row's prompt. Raises RowError, with the row's place, for keys that do not go together, and
-    for a temperature that is no number of at least 0.
-    """
     values = row.values
     keys = [key for key in _KEYS if values.get(key) is not None]
     temperature = values.get("temperature")
@@ -84,9 +81,6 @@ def _key_of_prompt(row: Row) -> str:
 
 
 def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
-    """Encode the prompt of one row as `encode_prompts` says. Raises RowError, with the row's place, for another row,
-    and DataError for messages if the tokenizer has no chat template.
-    """
     from longspan.corpus.rows.template import ChatTemplate
 
     key = _key_of_prompt(row)

@@ -24,7 +24,8 @@ from longspan.errors import DataError
 # of texts and token ids alone, which changes of chats leave as they are.
 VERSION = 5
 TEXT_VERSION = 2
-PREFERENCE_VERSION = 2  # of rows for a loss of preferences, beside that of chats
+# Rows for a loss of preferences have this version beside that of chats.
+PREFERENCE_VERSION = 2
 
 
 @dataclass(frozen=True)

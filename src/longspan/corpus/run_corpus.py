@@ -110,10 +110,7 @@ class _CorpusOfRun:
         return self._build_corpus(recipe, tokenizer)
 
     def _describe_changes(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
-        """Describe how settings and tokenizer, then files, differ from those recorded, one phrase each.
-
-        Files of images are looked at if no source file changed.
-        """
+        """Settings and tokenizer come first, then files; files of images are looked at if no source file changed."""
         changes = self._changed_settings(recorded, tokenizer)
         file_changes = list[str]()
         if self._old_sources is not None:
@@ -124,7 +121,6 @@ class _CorpusOfRun:
         return changes + file_changes
 
     def _train_tokenizer(self) -> TextTokenizer:
-        """Train a tokenizer on the source files, and write it into the run's folder."""
         data = self._settings.data
         paths = ", ".join(path for _, path in self._settings.source_paths())
         self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
@@ -134,13 +130,12 @@ class _CorpusOfRun:
         return replace(load_tokenizer(self._run_dir), folder=None)
 
     def _changed_settings(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
-        """Describe settings and tokenizer that are other ones than recorded, one phrase each, sorted.
-
-        `tokenizer` None: one is trained. A key that the record lacks, as of another version, counts with its default.
-        """
+        """`tokenizer` None: one is trained. A key that the record lacks, as of another version, counts with its
+        default."""
         values = self._settings.deciding_values()
         changes = list[str]()
-        defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
+        # The record may lack keys, which have these defaults.
+        defaults = {field.name: field.default for field in fields(DataConfig)}
         old_values = upgraded_tables({"data": recorded.asked}).get("data", {})
         for key in old_values.keys() | values.keys():
             old_value = absolute_path(old_values.get(key, defaults.get(key)))
@@ -161,10 +156,6 @@ class _CorpusOfRun:
         return sorted(changes)
 
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
-        """Build the recipe's documents, unless the cache has them, and record them in the run's folder.
-
-        The tokenizer's files are written there too. Raises DataError if the cache cannot hold the documents.
-        """
         self._save_tokenizer(tokenizer, parse=recipe.encodings[0].settings.parse_special_tokens)
         for line in row_lines(recipe):
             self._log(line)
@@ -195,14 +186,11 @@ class _CorpusOfRun:
         return Corpus(self._folder)
 
     def _save_tokenizer(self, tokenizer: TextTokenizer, *, parse: bool) -> None:
-        """Write the tokenizer's files into the run's folder; `parse` as in `set_parsing`.
-
-        Raises DataError if they give other ids there.
-        """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
         tokenizer.set_parsing(parse).save_pretrained(self._run_dir)
-        if tokenizer.folder is None:  # it was trained here, and has been read from the run's folder
+        # Such a tokenizer was trained here, and has been read from the run's folder.
+        if tokenizer.folder is None:
             return
         # Models read it from the run's folder, where transformers chooses its class by their config.json too.
         saved = load_tokenizer(self._run_dir)
@@ -215,7 +203,6 @@ class _CorpusOfRun:
 
 
 def _documents_are_whole(folder: Path) -> bool:
-    """Return whether a folder of documents opens, and every file of an image is as it was when they were built."""
     try:
         Corpus(folder)
         if (images := ImageTable.open_in_folder(folder)) is not None:
@@ -226,13 +213,12 @@ def _documents_are_whole(folder: Path) -> bool:
 
 
 def _surrounding_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
-    """Return the tokens before a text, "…" for the text, and the tokens after it, as records have them."""
+    """The text itself is "…"."""
     opening, closing = tokenizer.surrounding_tokens
     return (*opening, "…", *closing)
 
 
 def _changes_text(run_dir: Path, changes: list[str]) -> str:
-    """Write the error for a corpus that changed, with the first three changes."""
     more_text = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return (
         f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more_text}; "

@@ -9,7 +9,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "\u2581"  # what sentencepiece writes for a space
+# sentencepiece writes this for a space.
+_SPACE = "\u2581"
 
 
 def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | None:
@@ -33,13 +34,13 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
             counts[i] = 1
         elif i in added:
             counts[i] = 0 if added[i].special else len(token.encode())
-        else:  # in GPT-2's alphabet each character is a byte
+        # Each character of GPT-2's alphabet is a byte.
+        else:
             counts[i] = len(token) if byte_level else len(token.replace(_SPACE, " ").encode())
     return counts
 
 
 def _component_types(settings: Any) -> list[str]:
-    """List the types of a component in tokenizer.json and of all that it is made of."""
     if not isinstance(settings, dict):
         return []
     parts = [part for values in settings.values() if isinstance(values, list) for part in values]

@@ -116,7 +116,8 @@ class TextTokenizer:
 
         No token lies across one of the `borders`, ascending, in characters, unless `joins_parts` is false.
         """
-        whole_length = max(len(text), 1)  # all in one piece: not every kind of tokenizer can encode in pieces
+        # Not every kind of tokenizer can encode in pieces, so the whole text may be one.
+        whole_length = max(len(text), 1)
         piece = PIECE if can_encode_in_pieces(self.engine) else whole_length
         edges = (0, *(borders if self.joins_parts else ()), len(text))
         parts = [encode_with_spans(self.engine, text[start:stop], piece=piece) for start, stop in pairwise(edges)]
@@ -206,7 +207,6 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
 
 
 def _load_other_files(folder: Path) -> TextTokenizer:
-    """Load a tokenizer of other files than tokenizer.json. Raises DataError if there is none, or it is empty."""
     files = vocabulary_files(folder)
     if not files:
         raise DataError(
@@ -227,7 +227,6 @@ def _load_other_files(folder: Path) -> TextTokenizer:
 
 
 def _load_by_transformers(folder: Path) -> TextTokenizer:
-    """Load a tokenizer by the class that its tokenizer_config.json names. Raises DataError for any error of it."""
     from transformers import AutoTokenizer
 
     # torch, which processes do without
@@ -256,7 +255,7 @@ def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str
 
 
 def _make_tokenizer(engine: Tokenizer, end: int | None) -> TextTokenizer:
-    """Return a tokenizer that neither cuts nor pads, and takes names of special tokens as text; `engine` is changed."""
+    """The tokenizer neither cuts nor pads, and takes names of special tokens as text; `engine` is changed."""
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True

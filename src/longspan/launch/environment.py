@@ -52,6 +52,7 @@ def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
         "OMP_NUM_THREADS": threads,
     }
-    if sys.platform == "linux":  # over the loopback network, unless the user has named another
+    # Ranks talk over the loopback network, unless the user has named another.
+    if sys.platform == "linux":
         variables |= {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
     return {name: str(value) for name, value in variables.items()}

@@ -2,4 +2,5 @@
 
 import gc
 
-gc.disable()  # each rank enables it again
+# Each rank enables it again.
+gc.disable()

@@ -42,7 +42,8 @@ def start_store_server() -> Any:
     store may be pickled objects, which can run code where they are read. torch's own server would listen on every
     network.
     """
-    with block_signals():  # what torch imports catches every exception, and the one that a signal raises with them
+    # What torch imports catches every exception, and the one that a signal raises with them.
+    with block_signals():
         from torch.distributed import TCPStore
 
     listening = socket.create_server((LOOPBACK, 0), backlog=1024)
@@ -68,7 +69,8 @@ class LocalRank:
     answer: RankAnswer | None = None
     death: str | None = None
     killed_by: int = 0  # the signal that the process died of; 0: none
-    waiting: bool = True  # for its answer
+    # The launcher waits for the rank's answer.
+    waiting: bool = True
 
     def receive_answer(self) -> None:
         """Take the answer from the pipe; a pipe that ends or breaks without one means that the process died."""
@@ -98,7 +100,8 @@ class LocalRanks:
         self.folder = folder
         self.failure: BaseException | None = None
         self.ranks: list[LocalRank] = []
-        self.failed: list[LocalRank] = []  # in the order in which their failures arrived
+        # Failures are in the order in which they arrived.
+        self.failed: list[LocalRank] = []
         self._threads = threads
 
     def start(self, n: int, payload: bytes, ignored: Sequence[int] = ()) -> None:
@@ -153,10 +156,7 @@ class LocalRanks:
         self.failure = self._error_to_raise(timeout)
 
     def _error_to_raise(self, timeout: float | None) -> BaseException | None:
-        """Return the error of the rank that most likely made others fail, with a note on up to four others.
-
-        Where none failed: the error of a time-out if some still run, else None.
-        """
+        """The error is that of the rank that most likely made others fail; None where no rank failed or still runs."""
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
             return self._make_timeout_error(running, timeout) if running else None
@@ -173,9 +173,7 @@ class LocalRanks:
         return error
 
     def _rank_to_blame(self) -> LocalRank:
-        """Return a rank that failed: one whose process died; else one with an error of its own; else one that only saw
-        another's failure.
-        """
+        """One whose process died; else one with an error of its own; else one that only saw another's failure."""
         died = [rank for rank in self.failed if rank.death]
         raised = [rank for rank in self.failed if rank.answer is not None and not rank.answer.consequence]
         return [*died, *raised, *self.failed][0]
@@ -188,10 +186,7 @@ class LocalRanks:
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _make_timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
-        """Ask the `running` ranks for their stacks, and return the error that has them; waits 3 s at most.
-
-        `timeout` is how many seconds the launch waited.
-        """
+        """Waits 3 s at most for the stacks of `running`; `timeout` is how many seconds the launch waited."""
         _signal_ranks(running, DUMP)  # a rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not all(stack_text(self.folder, rank.index) for rank in running):
@@ -223,7 +218,6 @@ class LocalRanks:
 
 
 def _signal_ranks(ranks: Sequence[LocalRank], number: int) -> None:
-    """Send a signal to those of these ranks that still run."""
     for rank in ranks:
         rank.process.join(0)
         if rank.process.exitcode is None and rank.process.pid is not None:

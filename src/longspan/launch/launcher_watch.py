@@ -63,7 +63,8 @@ def processes_of_torchrun() -> dict[int, int]:
     with suppress(OSError):
         children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
     for pid in children:
-        with suppress(OSError):  # it has ended since
+        # The process may have ended since.
+        with suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             ranks = [int(entry.removeprefix(b"RANK=")) for entry in variables if entry.startswith(b"RANK=")]
             processes |= dict.fromkeys(ranks, int(pid))  # a child that is no rank has none

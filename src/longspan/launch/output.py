@@ -11,7 +11,8 @@ from typing import Any
 from longspan.errors import LongspanError
 from longspan.files import own_file
 
-FILE = "output.txt"  # in a run's folder: what standard output or error did not take
+# The file is in a run's folder, and has what standard output or error did not take.
+FILE = "output.txt"
 
 
 class _Output(io.FileIO):
@@ -70,14 +71,15 @@ def refuse_full_output() -> Iterator[None]:
     sys.stdout = sys.__stdout__ = _wrapped(sys.stdout, _RefusedOutput(sys.stdout.fileno(), "wb", closefd=False))
     try:
         yield
-    except SystemExit:  # of --help
+    # --help exits so.
+    except SystemExit:
         sys.stdout.flush()
         raise
     sys.stdout.flush()
 
 
 def _wrapped(stream: Any, raw: io.RawIOBase) -> Any:
-    """Return a stream like another one, over `raw`; characters that its encoding lacks become escapes."""
+    """Characters that the encoding lacks become escapes."""
     options = {"encoding": stream.encoding, "errors": "backslashreplace", "line_buffering": stream.line_buffering}
     return io.TextIOWrapper(io.BufferedWriter(raw), **options)
 

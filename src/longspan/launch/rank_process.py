@@ -37,7 +37,6 @@ class Descriptor:
 
 
 def _receive_descriptor(handle: Any) -> Descriptor:
-    """Return, in the other process, the descriptor that arrived there."""
     return Descriptor(handle.detach())
 
 
@@ -110,13 +109,10 @@ def rank_main(spec: RankSpec, pipe: connection.Connection, out: Descriptor, err:
 def _run_rank(
     spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
 ) -> NoReturn:
-    """Make this process a rank, answer the call unless the launcher is gone, and end the process.
-
-    A rank has a process group of its own, in which signals come only from the launcher, the launcher's output, its
-    stack in a file, its environment and torch's threads. What the fork server imported is no garbage: collections pass
-    over it, and its memory stays shared. Processes that a rank starts, such as a loader's workers, start as elsewhere
-    in Python, and not from a fork server of their own, which would import torch and transformers again.
-    """
+    """A rank has a process group of its own, in which signals come only from the launcher. What the fork server
+    imported is no garbage: collections pass over it, and its memory stays shared. Processes that a rank starts, such as
+    a loader's workers, start as elsewhere in Python, and not from a fork server of their own, which would import torch
+    and transformers again."""
     gc.freeze()
     gc.enable()
     multiprocessing.set_start_method(None, force=True)
@@ -131,7 +127,8 @@ def _run_rank(
     faulthandler.enable(file=log, all_threads=False)
     if launcher is not None:
         stop_when_launcher_is_gone(lambda: bool(connection.wait([launcher], 0)), with_message=spec.rank == 0)
-    os.environ.clear()  # before anything of torch is used
+    # The environment is set before anything of torch is used.
+    os.environ.clear()
     os.environ.update(spec.environment)
 
     import torch
@@ -147,15 +144,14 @@ def _run_rank(
 def _restart_process(
     spec: RankSpec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
 ) -> NoReturn:
-    """Start Python anew in this process, with the same id and open ends of pipes, for what was forked here cannot use
-    CUDA.
-    """
+    """What was forked here cannot use CUDA; the process keeps its id and open ends of pipes."""
     if spec.rank == 0:
         write_error(
             "ranks take longer to start: a module that they import uses CUDA as it is imported\n", err.number
         )
     file = spec.folder / f"rank-{spec.rank}.pickle"
-    with file.open("wb") as stream:  # in this order: `spec` may name what is importable only after `spawn.prepare`
+    # The order matters: `spec` may name what is importable only after `spawn.prepare`.
+    with file.open("wb") as stream:
         pickle.dump({"dir": str(Path.cwd()), **main_program()}, stream)
         pickle.dump(spec, stream)
     numbers = (pipe.fileno(), out.number, err.number, -1 if launcher is None else launcher)  # −1: there is none
@@ -205,7 +201,6 @@ def answer_call(spec: RankSpec, pipe: connection.Connection) -> None:
 
 
 def _read_call(payload: bytes) -> tuple[Any, Any]:
-    """Unpickle the function and its arguments; raise CommError where this process does not find the function."""
     try:
         return pickle.loads(payload)
     except AttributeError as error:

@@ -16,11 +16,12 @@ from typing import Any
 from longspan.launch.output import write_error
 
 KILLS = (signal.SIGINT, signal.SIGTERM)  # always a request to end: a launcher kills its ranks at the second one
+# A closed terminal and schedulers send these; `checkpoint.save_signals` may name them.
 NOTICES = (
     signal.SIGHUP,
     signal.SIGUSR1,
     signal.SIGUSR2,
-)  # of a closed terminal and of schedulers; `checkpoint.save_signals`
+)
 SIGNALS = (*KILLS, *NOTICES)
 # seconds: a terminal, a supervisor and a launcher may all deliver one Ctrl-C, or one request to end
 SAME_PRESS = 1.0
@@ -93,7 +94,6 @@ def unblock_signals() -> AbstractContextManager[None]:
 
 @contextmanager
 def _mask_signals(how: int) -> Iterator[None]:
-    """Block or unblock the signals that stop, in this thread, while this is open."""
     old_mask = signal.pthread_sigmask(how, SIGNALS)
     try:
         yield
@@ -122,7 +122,7 @@ class Forwarding:
         _restore_handlers(self._old_handlers)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
-        """Send a signal on to the ranks, as its handler; the second request to end, of another press, kills them."""
+        """The second request to end, of another press, kills the ranks."""
         now = time.monotonic()
         if number in NOTICES:
             self._send_to_ranks(number, number)
@@ -136,22 +136,18 @@ class Forwarding:
             self._send_to_ranks(number, signal.SIGKILL)
 
     def _send_to_ranks(self, number: int, to_ranks: int) -> None:
-        """Send the signal `to_ranks` to all ranks, for signal `number` that was received; note both."""
         self.received = number
         self.sent.append(to_ranks)
         self._send(to_ranks)
 
 
 def _set_handler(handler: Any, numbers: Collection[int]) -> dict[int, Any]:
-    """Set one handler for these signals, and return the old ones; outside of the main thread, which receives none, do
-    nothing.
-    """
+    """Outside of the main thread, which receives no signals, nothing happens."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}
 
 
 def _restore_handlers(handlers: dict[int, Any]) -> None:
-    """Set the handlers that `_set_handler` returned."""
     for number, handler in handlers.items():
         signal.signal(number, handler)

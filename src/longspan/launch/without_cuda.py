@@ -16,15 +16,12 @@ _HIDDEN = [name for name in ("torchao",) if name not in sys.modules]
 
 
 def _refuse_cuda() -> NoReturn:
-    """Fail in place of torch's initialization of CUDA, in the fork server."""
     torch.cuda._is_in_bad_fork = lambda: True  # ranks begin anew, for what was imported may be there in part
     raise ImportError("CUDA is not used in the process that ranks are forked from")
 
 
 def _undo_in_forked_rank() -> None:
-    """Restore CUDA's initialization and let hidden packages be imported, in a forked rank; `_is_in_bad_fork` stays as
-    `_refuse_cuda` set it.
-    """
+    """`_is_in_bad_fork` stays as `_refuse_cuda` set it."""
     _c._cuda_init = _INIT
     for name in _HIDDEN:
         sys.modules.pop(name, None)

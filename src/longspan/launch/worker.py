@@ -87,7 +87,8 @@ def main_script(payload: bytes) -> dict[str, Any]:
 
     `payload` is a pickled call, which names the modules of its functions.
     """
-    return main_program() if b"_main__" in payload else {}  # as in __main__, and in a worker's own __mp_main__
+    # The function may be in __main__, or in a worker's own __mp_main__.
+    return main_program() if b"_main__" in payload else {}
 
 
 def main_program() -> dict[str, Any]:

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]  # height, width
 _ORIENTATION = 0x0112  # the EXIF tag
-_TURNED = (5, 6, 7, 8)  # its values that exchange height and width
+# These values exchange height and width.
+_TURNED = (5, 6, 7, 8)
 _TAIL = 64  # last bytes of a file, which contain the end mark of a complete one
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "GIF": b";"}
-MAX_PIXELS = 178_956_970  # of an image, twice what Pillow warns of: 537 MB in three channels
-MAX_IMAGE_BYTES = 1 << 29  # of a file
+# An image has so many pixels at most, twice what Pillow warns of: 537 MB in three channels.
+MAX_PIXELS = 178_956_970
+# A file of an image has so many bytes at most.
+MAX_IMAGE_BYTES = 1 << 29
 # By Pillow's names; its reader of JPEG reads MPO too.
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "AVIF", "BMP", "TIFF", "PPM", "JPEG2000")
 _SHOWN = 80  # characters of each end of a path in messages
@@ -71,9 +74,6 @@ class ImageFile(NamedTuple):
 
     @contextmanager
     def _open_image(self) -> "Iterator[Image]":
-        """Check the file, and open the image while the context is open; errors of reading it inside become DataErrors
-        that name it.
-        """
         pil: Any = import_pillow()
         try:
             size = len(self.data)
@@ -98,7 +98,8 @@ class ImageFile(NamedTuple):
         except pil.DecompressionBombError as error:  # Pillow raises it at twice its limit
             pixels = re.search(r"\d+", str(error))
             raise self._pixels_error(int(pixels.group()) if pixels else 0, 2 * pil.MAX_IMAGE_PIXELS) from error
-        except pil.UnidentifiedImageError as error:  # its message is the path, or an address in memory
+        # The error's message is the path, or an address in memory.
+        except pil.UnidentifiedImageError as error:
             raise DataError(
                 f"{self._name} is no image that Pillow can read: it is none of {', '.join(_pillow_formats())}"
             ) from error
@@ -107,7 +108,6 @@ class ImageFile(NamedTuple):
             raise DataError(f"{self._name} is no image that Pillow can read: {reason}") from error
 
     def _pixels_error(self, pixels: int, most: int) -> DataError:
-        """Return the error of an image with more than `most` pixels."""
         return DataError(
             f"{self._name} has {pixels:,} pixels, and at most {most:,} are read, as one with more fills the memory; "
             "store it with fewer: processors make a large image smaller"
@@ -115,7 +115,6 @@ class ImageFile(NamedTuple):
 
     @property
     def _name(self) -> str:
-        """How messages name the image."""
         return shorten_path(self.path) or f"an image of {len(self.data):,} bytes in the row"
 
 
@@ -128,7 +127,7 @@ def shorten_path(path: str) -> str:
 
 
 def _orientation(image: Any) -> int:
-    """Return the EXIF orientation, 0 without one; data behind the pixels of a PNG is not read, as that decodes them."""
+    """0 without an orientation; data behind the pixels of a PNG is not read, as that decodes them."""
     if image.format == "PNG" and "exif" not in image.info:
         return 0
     return int(image.getexif().get(_ORIENTATION, 0))
@@ -136,7 +135,6 @@ def _orientation(image: Any) -> int:
 
 @lru_cache(maxsize=1)
 def _pillow_formats() -> tuple[str, ...]:
-    """Return those of FORMATS that this Pillow reads."""
     pil: Any = import_pillow()
     pil.init()
     return tuple(name for name in FORMATS if name in pil.OPEN)

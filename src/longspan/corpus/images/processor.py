@@ -29,7 +29,8 @@ _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
 # Sizes that show whether all images take the same placeholders.
 _PROBES = tuple((a, b) for a in _SIDES for b in _SIDES if max(a, b) <= 8 * min(a, b))
-_SMALL = (64, 64)  # of a blank image
+# A blank image is this small.
+_SMALL = (64, 64)
 
 
 @lru_cache(maxsize=8)
@@ -134,7 +135,6 @@ class Processor:
 
     @cached_property
     def _depends_on_image_count(self) -> bool:
-        """Whether what it makes of an image depends on how many there are in the document."""
         return IN_DOCUMENT in self.stock.image_processor.model_input_names
 
     @cached_property
@@ -142,16 +142,14 @@ class Processor:
         """Whether images of every size take the same placeholders."""
         try:
             counts = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
-        except Exception:  # some processors lack this method, or have one that does not run
+        # Some processors lack this method, or have one that does not run.
+        except Exception:
             return False
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
     def _find_grid(self, size: Size) -> Grid:
-        """Find the grid of an image of this size, by the processor's `smart_resize` if that is possible.
-
-        That function makes sides multiples of a merged patch. Where the processor has none, does not resize, or counts
-        another number of patches, a blank image is processed.
-        """
+        """`smart_resize` makes sides multiples of a merged patch. Where the processor has none, does not resize, or
+        counts another number of patches, a blank image is processed."""
         with suppress(Exception):  # processors without what is read here, or whose resizing has other arguments
             processor: Any = self.stock.image_processor
             resize: Callable[..., Size] | None = getattr(
@@ -170,11 +168,7 @@ class Processor:
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
-        """Find the text of an image of this size by its grid or, if that fails, by processing a blank image.
-
-        With `several` another image stands behind the blank one. Raises DataError for a processor that does not tell
-        the text.
-        """
+        """With `several` another image stands behind the blank one; without a grid a blank image is processed."""
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
@@ -187,14 +181,12 @@ class Processor:
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process_image(self, image: Any, several: bool = False) -> Any:
-        """Return the stock processor's output for an image, behind which a small blank one stands with `several`."""
         images = [image, _blank_picture(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
 
 
 def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
-    """Return what `make` returns; any error of it becomes a DataError that says that this size is refused."""
     try:
         return make()
     except Exception as error:  # a processor's code may raise anything
@@ -203,7 +195,6 @@ def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
 
 
 def _blank_picture(size: Size) -> Any:
-    """Return a black PIL image of this height and width."""
     return import_pillow().new("RGB", (size[1], size[0]))
 
 
@@ -227,7 +218,6 @@ def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
-    """Return a field of a processor's output as a tensor. Raises DataError, with its name, if it cannot be one."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -57,7 +57,7 @@ def load_stock_processor(folder: Path) -> Any:
 
 
 def _stock_class(name: str) -> Any:
-    """Return the processor's class. If its file imports an image processor of torchvision, Pillow's takes its place."""
+    """If the class's file imports an image processor of torchvision, Pillow's takes its place."""
     import transformers
 
     stock = getattr(transformers, name)
@@ -66,7 +66,8 @@ def _stock_class(name: str) -> Any:
     package, _, file = stock.__module__.rpartition(".")
     needs_torchvision = f"{package}.image_{file}"
     on_pillow = needs_torchvision.replace("image_processing_", "image_processing_pil_")
-    sys.modules[needs_torchvision] = import_module(on_pillow)  # until the class's file, which imports it, is read
+    # Pillow's module stands in only until the class's file, which imports torchvision's, is read.
+    sys.modules[needs_torchvision] = import_module(on_pillow)
     try:
         return getattr(import_module(stock.__module__), name)
     finally:
@@ -74,11 +75,8 @@ def _stock_class(name: str) -> Any:
 
 
 def _class_name(folder: Path) -> str:
-    """Return the name of the class of a folder's processor, without "Fast" at its end.
-
-    The first of processor_config.json, preprocessor_config.json and tokenizer_config.json that names a class decides,
-    else the type of model in config.json. Raises DataError where none does.
-    """
+    """Without "Fast" at its end. The first of processor_config.json, preprocessor_config.json and tokenizer_config.json
+    that names a class decides, else the type of model in config.json."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     settings = [read_settings(folder / name) for name in (NESTED, LEGACY, "tokenizer_config.json")]

@@ -31,7 +31,8 @@ _ALL: dict[str, Any] = {"temporal_patch_size": 2, "merge_size": 2, "do_resize": 
 _ALL |= {"do_normalize": True, "rescale_factor": 1 / 255, "resample": 3, "cap_pixels_per_frame": False}
 _QWEN2 = "Qwen2VLVideoProcessor"
 _QWEN3 = "Qwen3VLVideoProcessor"
-_DEFAULTS: dict[str, dict[str, Any]] = {  # of the classes, in transformers 5.17 to 5.23
+# The classes of transformers 5.17 to 5.23 have these defaults.
+_DEFAULTS: dict[str, dict[str, Any]] = {
     _QWEN2: {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}, "max_video_tokens": 128000}
     | {"patch_size": 14}
     | _CLIP,
@@ -83,7 +84,8 @@ class VideoProcessor:
         edges = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels")}
         bounds = {edge: value for edge, value in edges.items() if value and kind == _QWEN2}
         settings["size"] = defaults["size"] | dict(settings["size"]) | bounds
-        stock_with_sizes = copy.copy(stock)  # it reads the sizes of its own video processor, which is not loaded
+        # The processor reads the sizes of its own video processor, which is not loaded.
+        stock_with_sizes = copy.copy(stock)
         sizes = ("merge_size", "temporal_patch_size", "patch_size")
         stock_with_sizes.video_processor = SimpleNamespace(**{name: settings[name] for name in sizes})
         return cls(kind, settings, stock_with_sizes)
@@ -131,7 +133,8 @@ class VideoProcessor:
         from transformers.video_utils import VideoMetadata
 
         key = (grid, tuple(times))
-        if key not in self._texts:  # at one frame a second the index of a frame is its time in seconds
+        # At one frame per second the index of a frame is its time in seconds.
+        if key not in self._texts:
             metadata = VideoMetadata(total_num_frames=len(times), fps=1.0, frames_indices=list(times))  # type: ignore[arg-type]
             fields = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
             self._texts[key] = str(self.stock.replace_video_token(fields, 0))
@@ -146,7 +149,7 @@ class VideoProcessor:
         return torch.stack(patches, 2).flatten(1)
 
     def _frame_patches(self, frame: Any, grid: Grid) -> "Tensor":
-        """Return the patches (h · w, C, p²) of one frame, resized to the grid of p × p pixels."""
+        """(h · w, C, p²), resized to the grid of p × p pixels."""
         patch = int(self.settings["patch_size"])
         if self.settings["do_resize"]:
             frame = frame.resize((grid[2] * patch, grid[1] * patch), resample=self.settings["resample"])
@@ -164,13 +167,10 @@ class VideoProcessor:
         return pixels.view(len(pixels), -1, patch**2)
 
     def _sides_of_frames(self, frames: int, size: Size, factor: int) -> Size:
-        """Return the height and width of resized frames, multiples of `factor`, by the class's formula and bounds.
-
-        The setting "size" bounds the pixels of each frame in Qwen2-VL's class, and of all frames together in
-        Qwen3-VL's. With "cap_pixels_per_frame" the setting "max_video_tokens" is a bound too: in Qwen2-VL's class of
-        the video, of which each frame gets an equal share, in Qwen3-VL's of each frame. 0.9 and 1.05 are the classes'
-        numbers.
-        """
+        """The sides are multiples of `factor`. The setting "size" bounds the pixels of each frame in Qwen2-VL's class,
+        and of all frames together in Qwen3-VL's. With "cap_pixels_per_frame" the setting "max_video_tokens" is a bound
+        too: in Qwen2-VL's class of the video, of which each frame gets an equal share, in Qwen3-VL's of each frame. 0.9
+        and 1.05 are the classes' numbers."""
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
         fewest_pixels = self.settings["size"]["shortest_edge"]
         most_pixels = self.settings["size"]["longest_edge"]

@@ -47,7 +47,8 @@ from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.model.weights.tokenizer_files import has_image_processor
 
-if TYPE_CHECKING:  # of conversations and images, which texts do without
+# These classes are of conversations and images, which texts do without.
+if TYPE_CHECKING:
     from longspan.corpus.rows.chats.chat import ChatEncoding
     from longspan.corpus.rows.media.placeholders import RowImages
     from longspan.corpus.rows.media.row_media import RowMedia
@@ -86,7 +87,7 @@ class RowEncoding:
         return self._encode_texts(rows)
 
     def _encode_texts(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
-        """Encode rows of plain text: short ones together, a long one by itself, as it may turn out a bad row."""
+        """A long text is encoded by itself, as it may turn out a bad row."""
         short_texts = list[str]()
         results = list[BadRow | Integers | None]()  # None: of a short text, which is encoded below
         for row in rows:
@@ -119,12 +120,12 @@ class RowEncoding:
         if self.images is not None:
             deciding_values.append(self.images.digest)
         if self.settings.num_labels:
-            deciding_values.append(self.tokenizer.pad)  # which the manifest records
+            # The manifest records this value.
+            deciding_values.append(self.tokenizer.pad)
         return hashlib.sha256(json.dumps(deciding_values).encode()).hexdigest()
 
     @property
     def _text_tokenizer(self) -> TextTokenizer:
-        """The tokenizer, set to read names of special tokens in texts as the settings say."""
         return self.tokenizer.set_parsing(self.settings.parse_special_tokens)
 
     @cached_property
@@ -152,18 +153,16 @@ class RowEncoding:
         return [key for key, value in values.items() if key not in read and has_value(value)]
 
     def _add_end(self, sample: Sample) -> Sample:
-        """Return a sample with the special token with which the answer at its end ends as `ends`, if there is one.
-
-        Where a template writes none behind the last answer, it is the one behind the answer before. Blanks that are
-        targets may follow it. There is none if other text follows the last target.
-        """
+        """Where a template writes no token behind the last answer, it is the one behind the answer before. Blanks that
+        are targets may follow it. There is none if other text follows the last target."""
         if sample.labels is None or (sample.labels == NO_TARGET).all():
             return sample
         engine = self.tokenizer.engine
         is_target = sample.labels != NO_TARGET
         # the last token of each run of targets
         stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
-        if engine.decode(sample.ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
+        # This leaves out special tokens.
+        if engine.decode(sample.ids[stops[-1] + 1 :].tolist()).strip():
             return sample
         for stop in reversed(stops.tolist()):
             while is_target[stop - 1] and not engine.decode([sample.ids[stop]], skip_special_tokens=False).strip():
@@ -174,7 +173,6 @@ class RowEncoding:
         return sample
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
-        """Return the samples of row number `i`; what is wrong with it, and a sample without a target, is a bad row."""
         try:
             samples = [sample._replace(row=i) for sample in self._encode_by_kind(row)]
         except RowError as error:
@@ -188,10 +186,7 @@ class RowEncoding:
         ]
 
     def _encode_by_kind(self, row: Row) -> list[Sample]:
-        """Return the samples of a row: several of a conversation that is split, or of a pair for kto. Raises RowError.
-
-        The loss decides first, then the model's head, then the kind.
-        """
+        """The loss decides first, then the model's head, then the kind."""
         check_keys(row.values, self.kind, scored=self._reads_label)
         values = row.values
         if self.kind in (PAIRS, "prompt+completion"):
@@ -217,11 +212,6 @@ class RowEncoding:
         return [self._add_end(sample) for sample in self._encode_prompt_and_answer(values, media)]
 
     def _encode_prompt_and_answer(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
-        """Encode "prompt" and "completion" of a row, of which the completion is learnt: as one conversation if either
-        is a list of messages, else as one text.
-
-        Raises RowError for strings with images, which have no place in them.
-        """
         prompt = require_key(values, "prompt")
         completion = require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
@@ -238,11 +228,8 @@ class RowEncoding:
         return [self._encode_prompt_and_text(prompt, require_string(completion, "completion"))]
 
     def _encode_prompt_and_text(self, prompt: str, completion: str) -> Sample:
-        """Encode a prompt and its completion together, with the tokens around a text around both.
-
-        No token lies across the end of the prompt. Targets are the tokens with a character of the completion, and all
-        tokens after it.
-        """
+        """No token lies across the end of the prompt. Targets are the tokens with a character of the completion, and
+        all after it."""
         border = len(prompt)
         text_ids, spans = self._text_tokenizer.encode_with_spans(prompt + completion, [border])
         ids = self.tokenizer.surround(text_ids)
@@ -256,14 +243,10 @@ class RowEncoding:
 
     @property
     def _reads_label(self) -> bool:
-        """Whether a row has a label that is read: the number that is to be scored, or whether an answer is wanted."""
         return self.settings.num_labels > 0 or self.settings.preference == "kto"
 
     def _encode_preferences(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
-        """Encode the two documents of a pair, end to end; for kto each answer by itself, with its label.
-
-        For orpo `numbers` has where the chosen answer begins. Raises RowError for two equal documents.
-        """
+        """A pair's two documents stand end to end; for orpo `numbers` has where the chosen answer begins."""
         form = self.settings.preference
         if self.kind != PAIRS:
             answer = self._encode_answer(values, "completion", media)
@@ -281,17 +264,14 @@ class RowEncoding:
             return [_labelled_answer(chosen, 1.0), _labelled_answer(rejected, 0.0)]
         numbers: tuple[float, ...] = ()
         assert chosen.labels is not None
-        if form == "orpo":  # which learns the prompt too, except for its images
+        # orpo learns the prompt too, except for its images.
+        if form == "orpo":
             numbers = (float(np.flatnonzero(chosen.labels != NO_TARGET)[0]),)
             chosen = _learnt_from(chosen, 0)
         return [join_samples(chosen, rejected)._replace(numbers=numbers)]
 
     def _encode_answer(self, values: Mapping[str, Any], key: str, media: "RowMedia | None") -> Sample:
-        """Encode a prompt and one answer; every token from the answer's first on is a target, as TRL has it, but for
-        those that the row keeps out.
-
-        Raises RowError for an answer without a target.
-        """
+        """Every token from the answer's first on is a target, as TRL has it, but for those that the row keeps out."""
         for name in ("prompt", key):
             check_not_empty(values.get(name), name)
         (sample,) = self._encode_prompt_and_answer({**values, "completion": values[key]}, media)
@@ -302,7 +282,6 @@ class RowEncoding:
         return _learnt_from(self._add_end(sample), int(targets[0]))
 
     def _scored_sample(self, values: Mapping[str, Any]) -> Sample:
-        """Encode the document of a row with its label, or both of a pair, end to end, with its margin."""
         if self.kind == PAIRS:
             numbers = (0.0,) if values.get("margin") is None else read_label(values, 1, "margin")
             documents = [self._scored_document(values, completion) for completion in KEYS[PAIRS]]
@@ -313,14 +292,14 @@ class RowEncoding:
         return Sample(np.concatenate(documents), numbers=numbers, stops=tuple(stops))
 
     def _scored_document(self, values: Mapping[str, Any], completion: str = "completion") -> npt.NDArray[np.int64]:
-        """Encode all that a row says, of a pair up to the answer under `completion`, as one text or conversation."""
         if self.kind == "input_ids":
             return take_token_ids(values, self.tokenizer.size).ids
         keys: Sequence[str] = ("messages",) if self.kind in CHATS else KEYS[self.kind]
         if self.kind == PAIRS:
             keys = (completion,) if values.get("prompt") is None else ("prompt", completion)
         parts = {key: require_key(values, key) for key in keys}
-        answers = (values.get(key) for key in KEYS[PAIRS])  # both of a pair, so that neither is a text alone
+        # A pair has both answers, so that neither is a text alone.
+        answers = (values.get(key) for key in KEYS[PAIRS])
         if self.kind in CHATS or any(isinstance(value, list) for value in (*parts.values(), *answers)):
             messages = [message for key, value in parts.items() for message in checked_messages(value, key)]
             return self._chat_encoding.with_variables(values).encode_whole({**values, "messages": messages})
@@ -329,19 +308,15 @@ class RowEncoding:
 
     @cached_property
     def _chat_encoding(self) -> "ChatEncoding":
-        """What encodes conversations with this tokenizer and its template."""
         from longspan.corpus.rows.chats.chat import ChatEncoding
 
         return ChatEncoding(self.tokenizer, self.template, self.settings, self.images)
 
     def _values_and_media(self, row: Row) -> "tuple[Mapping[str, Any], RowMedia | None]":
-        """Return a row's values, in which media are bare parts of messages, and the media in order.
-
-        Raises RowError for media that the tokenizer's folder has no processor for.
-        """
         values = row.values
         if self.images is None:
-            without_parts = self.kind in ("text", "input_ids")  # with these a column "image" need not be an image
+            # A column "image" of such rows need not be an image.
+            without_parts = self.kind in ("text", "input_ids")
             if (media_name := media_key(values, lists=without_parts)) is not None:
                 raise RowError(
                     f"it has {media_name}, and the folder of the tokenizer ({self.tokenizer.folder}) has no image "
@@ -358,7 +333,6 @@ class RowEncoding:
 
 
 def _learnt_from(answer: Sample, first: int) -> Sample:
-    """Return an answer whose tokens from number `first` on are targets, but for images and its context."""
     labels = np.where(np.arange(len(answer.ids)) >= first, answer.ids, NO_TARGET)
     for image in answer.images:
         labels[image.start : image.stop] = NO_TARGET
@@ -367,10 +341,7 @@ def _learnt_from(answer: Sample, first: int) -> Sample:
 
 
 def _labelled_answer(answer: Sample, label: float) -> Sample:
-    """Return an answer for KTO with its label; where one that is not wanted ends teaches no end.
-
-    Raises RowError for an answer with images, which would stand behind another row's prompt too.
-    """
+    """The end of an answer that is not wanted teaches no end; images would stand behind another row's prompt too."""
     assert answer.labels is not None
     first = int(np.argmax(answer.labels[1:] != NO_TARGET)) + 1
     if any(image.stop > first for image in answer.images):

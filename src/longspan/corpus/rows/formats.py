@@ -13,8 +13,10 @@ from longspan.data.manifest import PAIRS
 
 Values = Mapping[str, Any]
 Message = dict[str, Any]
-_CHAT_PROMPTS = ("conversations", "messages")  # of pairs
-_ROLES = {  # of ShareGPT's turns
+# Pairs have these prompts.
+_CHAT_PROMPTS = ("conversations", "messages")
+# ShareGPT's turns have these roles.
+_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
@@ -61,7 +63,6 @@ def _convert_chat(values: Values, kind: Kind) -> Values:
 
 
 def _convert_pair(values: Values) -> Values:
-    """Return a pair whose prompt is under prompt, and whose answers are messages wherever the prompt is a chat."""
     chosen, rejected = (require_key(values, key) for key in KEYS[PAIRS])
     key = pair_prompt_key(values)
     if key is None:  # the answers begin with it
@@ -87,7 +88,6 @@ def _values_beside_chats(values: Values) -> Values:
 
 
 def _pair_prompt(values: Values, key: str) -> Any:
-    """Return the prompt under its key: as it is under prompt, else as messages. Raises RowError if it is none."""
     if key == "prompt":
         return values[key]
     if key == "conversations":
@@ -106,7 +106,6 @@ def _pair_prompt(values: Values, key: str) -> Any:
 
 
 def _read_answer(value: Any, name: str, *, is_chat: bool) -> Any:
-    """Return an answer of a pair: a message, a turn or, in a chat, a text becomes a list of messages."""
     if isinstance(value, dict):
         value = [value]
     elif is_chat and isinstance(value, str):
@@ -117,7 +116,6 @@ def _read_answer(value: Any, name: str, *, is_chat: bool) -> Any:
 
 
 def _with_system(messages: Any, values: Values, name: str) -> list[Message]:
-    """Return messages behind the row's system prompt. Raises RowError where they are a text, or have one already."""
     system = values.get("system")
     if not has_value(system):
         return messages
@@ -139,7 +137,7 @@ def _with_system(messages: Any, values: Values, name: str) -> list[Message]:
 
 
 def _alpaca_prompt(values: Values) -> list[Message]:
-    """Return the messages before an answer of Alpaca's: those of the history, and the question."""
+    """Alpaca's history comes before the question."""
     texts = [require_string(values.get(key) or "", key) for key in ("instruction", "input")]
     history = read_json_value(values.get("history"), "history") or []
     messages = list[Message]()
@@ -153,7 +151,7 @@ def _alpaca_prompt(values: Values) -> list[Message]:
 
 
 def _messages_under(key: str, values: Values) -> list[Message]:
-    """Return the messages under a key, before images in them are read. Raises RowError for anything else."""
+    """Images in the messages are not yet read."""
     messages = values.get(key)
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         checked_messages(messages, key)  # raises
@@ -161,7 +159,7 @@ def _messages_under(key: str, values: Values) -> list[Message]:
 
 
 def _with_wrapped_tools(values: Values) -> Values:
-    """Return a row whose tools are as templates and APIs take them: LLaMA-Factory's are the functions alone."""
+    """LLaMA-Factory's tools are the functions alone."""
     tools = read_tools(values.get("tools"))
     if tools is None:
         return values
@@ -177,7 +175,6 @@ def read_turns(turns: Any, name: str = "conversations") -> list[Message]:
 
 
 def _read_turn(turn: Any, name: str) -> dict[str, Any]:
-    """Return a turn of ShareGPT, which errors call `name`, as a message. Raises RowError for a turn of another form."""
     if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or turn["from"] not in _ROLES:
         roles = ", ".join(_ROLES)
         hint = ""

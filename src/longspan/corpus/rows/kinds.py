@@ -42,8 +42,10 @@ _PAIR_PROMPTS: dict[str, tuple[str, ...]] = {
     "question": ("system",),
     "instruction": ("input", "history", "system"),
 }
-MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}  # beside those of any kind
-COLUMNS = (  # that are read, with any row
+# Rows may have these keys beside those of any kind.
+MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}
+# These columns are read, with any row.
+COLUMNS = (
     *(key for keys in KEYS.values() for key in keys),
     *("input", "history", "system", "question", "label", "kto_tag", "margin", "labels", *MASKS, "attention_mask"),
     *("tools", "chat_template_kwargs"),
@@ -58,7 +60,8 @@ KIND_TEXTS: dict[str, str] = {
     "instruction+output": "instruction and output (chat, as Alpaca has it)",
     PAIRS: "chosen and rejected (pairs)",
 }
-_OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift replaces by the words and boxes of `objects`
+# ms-swift replaces them by the words and boxes of `objects`.
+_OF_OBJECTS = ("<ref-object>", "<bbox>")
 _HINTS = {
     "chosen": "; the other answer of a pair is called rejected",
     "rejected": "; the other answer of a pair is called chosen",
@@ -217,13 +220,12 @@ def refused_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str,
 
 
 def _kinds_of_row(values: Mapping[str, Any]) -> list[Kind]:
-    """List the kinds of which a row has every key, with a value; a chat beside a pair is its prompt, and no kind."""
+    """A chat beside a pair is its prompt, and no kind."""
     kinds: list[Kind] = [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
     return [kind for kind in kinds if PAIRS not in kinds or kind not in ("messages", "conversations")]
 
 
 def _several_kinds_text(kinds: Sequence[Kind]) -> str:
-    """Say that a row is of these kinds, and which columns to leave out for each of them."""
     kind_texts = " and also ".join(KIND_TEXTS[kind] for kind in kinds)
     ways = list[str]()
     for kind in kinds:

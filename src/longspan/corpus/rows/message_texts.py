@@ -26,10 +26,7 @@ def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
 
 
 def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
-    """Yield the texts of message `i`: an assistant's thought, its content, and one field for each call.
-
-    A blank content counts too, as no span of targets may contain its place. An assistant's does not.
-    """
+    """A blank content counts too, as no span of targets may contain its place; an assistant's does not."""
     thought = next((key for key in THOUGHTS if _is_text(message.get(key))), None)
     if thought is not None and message.get("role") == "assistant":
         yield Field(i, (thought,), message[thought])
@@ -46,7 +43,7 @@ def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
-    """Return what templates write last of a call: its last argument if that is a text, else all, else its name."""
+    """Templates write last its last argument if that is a text, else all, else its name."""
     path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
         path = (*path, "function")
@@ -70,7 +67,6 @@ def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: An
 
 
 def _put_value(container: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """Return a copy of nested lists and objects with another value at the end of a path of keys."""
     if not path:
         return value
     key, *inner_path = path

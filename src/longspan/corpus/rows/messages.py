@@ -30,11 +30,7 @@ def checked_messages(value: Any, name: str = "messages", *, images: bool = False
 
 
 def _checked_message(message: Any, name: str, images: bool) -> dict[str, Any]:
-    """Return a message that has the form of one; keys with null are left out of its parts, as templates ask whether a
-    part has a key.
-
-    With `images` a part may be an image or a video. Raises RowError, which calls the message `name`, for another form.
-    """
+    """Keys with null are left out of parts, as templates ask whether a part has a key."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         is_turn = isinstance(message, dict) and {"from", "value"} <= message.keys()
         hint = '; data.rename_columns = ["conversations=messages"] reads from and value' if is_turn else ""
@@ -61,7 +57,8 @@ def _checked_message(message: Any, name: str, images: bool) -> dict[str, Any]:
             raise RowError(
                 f"{name}.{key} is {short_repr(value)}; give 0 where the message is no target, and 1 where it is"
             )
-        if value and key in LEARNT and message["role"] != "assistant":  # which is never learnt
+        # Other roles are never learnt.
+        if value and key in LEARNT and message["role"] != "assistant":
             raise RowError(
                 f"{name}.{key} is {short_repr(value)}, and only what an assistant says is learnt; its role is "
                 f"{message['role']}: leave {key} out, or give 0"
@@ -106,7 +103,6 @@ def context_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[
 
 
 def _check_tool_calls(calls: Any, name: str) -> None:
-    """Raise RowError unless each call has its name and arguments, under `function` or without that key."""
     if calls is None or calls == []:
         return
     if not isinstance(calls, list):

@@ -11,7 +11,8 @@ from longspan.config.sections import RowForm
 from longspan.data.image_table import SampleImage
 from longspan.layout import Integers
 
-DATE = "26 Jul 2024"  # for templates that write one: the default of Llama 3's
+# Templates that write a date get the default of Llama 3's.
+DATE = "26 Jul 2024"
 
 
 Turns = Literal["together", "split"]

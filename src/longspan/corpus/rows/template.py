@@ -40,11 +40,14 @@ SOME_TOOL = [
 _ARGUMENTS = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _WORDS = ("Zq0part", "Zq1part")
-_SAMPLE_CONTENTS = ("Zq", [{"type": "text", "text": "Zq"}])  # as a text, and as its parts
-_ID = "callZq000"  # of a call; Mistral's have nine letters and digits
+# A content is a text, or its parts.
+_SAMPLE_CONTENTS = ("Zq", [{"type": "text", "text": "Zq"}])
+# Mistral's ids of calls have nine letters and digits.
+_ID = "callZq000"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATES = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
-_DAY = (  # in place of the renderer's own strftime_now, which writes today's date
+# The renderer's own strftime_now writes today's date.
+_DAY = (
     "{%- macro strftime_now(format) -%}{{- longspan_dates[format] if format in longspan_dates else "
     "raise_exception('strftime_now: the format must be written as text') -}}{%- endmacro -%}"
 )
@@ -137,12 +140,9 @@ class ChatTemplate:
 
     @cached_property
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
-        """Which contents the template reads, by role and by whether there are tools; found by rendering samples.
-
-        A template reads parts if these give the same as one text, except for blanks. Other templates write the list
-        itself, as Python or JSON, or leave it out; some read only parts, or only the first part. One that shows no word
-        in either form counts as one that reads texts.
-        """
+        """By role and by whether there are tools. A template reads parts if these give the same as one text, except for
+        blanks. Other templates write the list itself, as Python or JSON, or leave it out; some read only parts, or only
+        the first part. One that shows no word in either form counts as one that reads texts."""
         contents = dict[tuple[str, bool], _Contents]()
         text = "".join(_WORDS)
         one_part, two_parts = ([{"type": "text", "text": word} for word in words] for words in ([text], _WORDS))
@@ -161,11 +161,8 @@ class ChatTemplate:
         return contents
 
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None, *arguments: Any) -> str:
-        """Render a short conversation with a message of this role and content; "" if the template refuses it.
-
-        A tool's message needs a call before it, with the first of the `arguments` that the template takes. Other
-        messages have contents of the same form: text or parts.
-        """
+        """The text is "" if the template refuses it. A tool's message needs a call before it, with the first of the
+        `arguments` that the template takes. Other messages have contents of the same form: text or parts."""
         message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
         sample_content = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
         question, answer = (
@@ -209,9 +206,7 @@ class ChatTemplate:
 
     @cached_property
     def _argument_forms(self) -> Mapping[bool, type | None]:
-        """Which arguments of calls the template takes, by whether there are tools: an object (dict), its JSON (str), or
-        both (None). It is found by rendering a call in both forms.
-        """
+        """By whether there are tools: an object (dict), its JSON (str), or both (None)."""
         forms = dict[bool, type | None]()
         arguments = dict([_WORDS])  # the first word is the key, the second its value
         text = json.dumps(arguments)
@@ -224,12 +219,13 @@ class ChatTemplate:
             if text in as_text and (not as_object or str(arguments) in as_object):
                 forms[bool(tools)] = str  # an object is refused, or printed as Python does
             elif _WORDS[1] in as_object and not (text in as_text and text in as_object):
-                forms[bool(tools)] = dict  # it shows an object, and does not write both forms alike
+                # The template shows an object, and does not write both forms alike.
+                forms[bool(tools)] = dict
         return forms
 
     @cached_property
     def _writes_calls(self) -> Mapping[bool, bool]:
-        """Whether the template writes calls of tools, by whether there are tools."""
+        """By whether there are tools."""
         arguments = dict([_WORDS])
         forms = (arguments, json.dumps(arguments))
         return {
@@ -242,10 +238,7 @@ class ChatTemplate:
     def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> RenderedChat:
-        """Render messages as they are, on the fixed day. Raises RowError if the template does.
-
-        Keys without a value are left out, as templates ask whether a key is there.
-        """
+        """Keys without a value are left out, as templates ask whether a key is there."""
         template = self._template_for(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         day = datetime.strptime(DATE, "%d %b %Y")
@@ -267,7 +260,6 @@ class ChatTemplate:
         return RenderedChat(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
 
     def _template_for(self, tools: Sequence[Any] | None) -> str:
-        """Return the template of conversations with these tools, or without any (None or [])."""
         return self.with_tools if tools else self.plain
 
 

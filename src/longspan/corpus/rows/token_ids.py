@@ -42,7 +42,6 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
 
 
 def _refuse_packing_and_padding(values: Mapping[str, Any], tokens: int) -> None:
-    """Raise RowError for a row whose other keys say that its tokens are several documents, or partly padding."""
     lengths = values.get("seq_lengths")
     positions = values.get("position_ids")
     hint = "give each a row of its own, steps pack rows themselves"
@@ -58,10 +57,7 @@ def _refuse_packing_and_padding(values: Mapping[str, Any], tokens: int) -> None:
 
 
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
-    """Return a list of integers as an array. Raises RowError, which calls it `name`, for anything else.
-
-    An array of numpy, also of objects, counts as the list of its entries.
-    """
+    """An array of numpy, also of objects, counts as the list of its entries."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, list):
@@ -75,14 +71,12 @@ def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
 
 
 def _checked_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
-    """Return the values. Raises RowError if there is not one for each of the `length` tokens."""
     if len(values) != length:
         raise RowError(f"{name} has {len(values)} entries for {length} input_ids; give one each")
     return values
 
 
 def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary_size: int) -> None:
-    """Raise RowError for an id that the tokenizer has not."""
     wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary_size))
     if len(wrong):
         raise RowError(

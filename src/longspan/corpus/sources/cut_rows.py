@@ -5,7 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-SHOWN_BYTES = 240  # of a row that is too long: its beginning, for messages
+# Messages show so many bytes of the beginning of a row that is too long.
+SHOWN_BYTES = 240
 _PIECE = 1 << 20  # bytes that are read at a time
 _BLANKS = b" \t\r\n"
 _STRUCTURE = re.compile(rb'["\[\]{},]')
@@ -28,7 +29,8 @@ class CutRow(NamedTuple):
 class RowEnds(ABC):
     """Finds the byte behind each row, in pieces of a stream that follow each other."""
 
-    blanks: bytes  # that belong to no row where they stand around one
+    # These belong to no row where they stand around one.
+    blanks: bytes
     skips_blank_rows = True
     is_whole = True  # whether a row may end where the stream does
     is_closed = False  # whether no row follows, whatever the stream still has
@@ -75,7 +77,8 @@ class ListEnds(RowEnds):
             elif character in b"[{":
                 self._depth += 1
             elif character in b"]}":
-                self._depth = max(0, self._depth - 1)  # one brace too many is of its row alone
+                # A row with one brace too many affects no other row.
+                self._depth = max(0, self._depth - 1)
 
 
 class RecordEnds(RowEnds):

@@ -16,8 +16,10 @@ from longspan.errors import DataError
 from longspan.files import write_atomically
 from longspan.plain_text import LogLine
 
-_SETTLED_SECONDS = 2.0  # since its last change, after which the sum of a file is kept
-_NEWS_SECONDS = 5.0  # between two lines of progress
+# The sum of a file is kept if its last change is so long ago.
+_SETTLED_SECONDS = 2.0
+# Lines of progress are so far apart.
+_NEWS_SECONDS = 5.0
 
 
 def hash_files(
@@ -31,7 +33,8 @@ def hash_files(
     """
     sums = {source.path: source for source in earlier}
     if kept is not None:
-        with suppress(OSError, ValueError, TypeError):  # without its sums the files are read again
+        # Without its sums the files are read again.
+        with suppress(OSError, ValueError, TypeError):
             lines = kept.read_text(encoding="utf-8").splitlines()
             sums |= {source.path: source for source in (SourceFile(**json.loads(line)) for line in lines)}
     last_log_time = time.monotonic()
@@ -51,10 +54,7 @@ def hash_files(
 
 
 def _hash_file(file: CorpusFile, sums: Mapping[str, SourceFile]) -> SourceFile:
-    """Return size, time and sum of a file, which is read unless `sums` has its path with this size and time.
-
-    Raises DataError for a file that is not regular or cannot be read, and a path that is not UTF-8.
-    """
+    """The file is read unless `sums` has its path with this size and time."""
     path = str(file.path.absolute())
     try:
         stat = file.path.stat()
@@ -90,7 +90,7 @@ def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) ->
 
 
 def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], SourceFile]:
-    """Return the files by name and the number of files of this name before, as files of two sources may share one."""
+    """Files of two sources may share a name."""
     by_name = dict[tuple[str, int], SourceFile]()
     counts = Counter[str]()
     for source in sources:

@@ -49,7 +49,8 @@ _READ_ALONE = (".json", ".json.gz", ".json.zst", ".csv")
 _TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", *_READ_ALONE)  # files of many rows
 _ROWS = (*_TABLES, ".txt")  # files that may be splits; a train.py beside a test.py is code
 _NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|copying)([-._ ].*)?")
-_STATE = "state.json"  # which save_to_disk of the package datasets writes
+# `save_to_disk` of the package datasets writes this file.
+_STATE = "state.json"
 # Not prose that a person wrote: tests, other people's packages, tables that scripts generated.
 _NOT_STDLIB = {
     "site-packages",
@@ -101,7 +102,8 @@ def find_files(
         raise DataError(f"{key} {path!r} holds no file of {_KINDS}{objects}; give a folder that does")
     arrow_file = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
     if arrow_file is not None:
-        import_reader("pyarrow.parquet", arrow_file)  # before a file is read
+        # A reader that is missing raises before a file is read.
+        import_reader("pyarrow.parquet", arrow_file)
     return {name: walked[name] for name in names}
 
 
@@ -159,11 +161,8 @@ def count_files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> 
 
 
 def _names_to_read(files: Mapping[str, Path]) -> list[str]:
-    """Return the names of a folder's files that can be read, sorted.
-
-    Files that describe a data set (README.md) are left out beside files of rows. A .json or .csv is read where there is
-    nothing else to read, and a .json only if it holds rows.
-    """
+    """Files that describe a data set (README.md) are left out beside files of rows. A .json or .csv is read where there
+    is nothing else to read, and a .json only if it holds rows."""
     readable = sorted(name for name in files if name.endswith(SUFFIXES))
     described = [name for name in readable if not _NOTICE.fullmatch(name.rpartition("/")[-1].lower())]
     if others := [name for name in described if not name.endswith(_READ_ALONE)]:
@@ -183,11 +182,8 @@ def _is_json(name: str) -> bool:
 
 
 def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a folder that may be sources, with their names in it, in any order; hidden ones are none.
-
-    In a saved data set only files of rows count. In Python's standard library only modules do, except the one that
-    describes the build of this Python, which differs between machines.
-    """
+    """In a saved data set only files of rows count. In Python's standard library only modules do, except the one that
+    describes the build of this Python, which differs between machines."""
     skipped_names = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
     skipped_folders = {folder.resolve() for folder in leave_out}
     entered = set[tuple[int, int]]()  # device and inode of folders, as links may form a circle
@@ -223,11 +219,8 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _files_with_rows(state: Path, names: list[str]) -> list[str]:
-    """Return the names of the files with rows in a folder with this file `state`; all `names` if it is not of datasets.
-
-    `save_to_disk` of datasets lists them there: `map`, `shuffle` and `select` may leave others. Raises DataError for a
-    selection of rows by indices, and for a listed file that is gone.
-    """
+    """`save_to_disk` of datasets lists them there: `map`, `shuffle` and `select` may leave others. All `names` if
+    `state` is not of datasets."""
     try:
         settings = read_json(state)
         parts = [str(part["filename"]) for part in settings["_data_files"]]

@@ -15,7 +15,8 @@ from longspan.errors import DataError
 
 FIRST_ROWS = 20
 FIRST_FILES = 5
-SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
+# So many characters at most train the byte-pair tokenizer.
+SAMPLE_CHARACTERS = 4_000_000
 
 
 def find_kind_of_rows(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
@@ -80,7 +81,6 @@ def read_file_rows(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
 
 
 def _has_one_kind(row: Row | BadRow) -> bool:
-    """Return whether a row is good and of exactly one kind."""
     try:
         return isinstance(row, Row) and bool(row_kind(row))
     except DataError:
@@ -88,10 +88,8 @@ def _has_one_kind(row: Row | BadRow) -> bool:
 
 
 def _join_texts(value: Any) -> str:
-    """Join the texts inside a JSON value, a line each; of an object with a text under "text" that one alone.
-
-    Lone surrogates, which no tokenizer can read, are left out.
-    """
+    """Of an object with a text under "text" that one alone. Lone surrogates, which no tokenizer can read,
+    are left out."""
     if isinstance(value, dict):
         text = value.get("text")
         if isinstance(text, str):

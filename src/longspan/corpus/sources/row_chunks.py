@@ -18,7 +18,8 @@ from longspan.corpus.rows.values import type_name
 from longspan.corpus.sources.cut_rows import SHOWN_BYTES
 from longspan.files import parse_json
 
-MOST_LEVELS = 100  # of lists and objects in each other in a row
+# A row has at most so many lists and objects in each other.
+MOST_LEVELS = 100
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON = "arrow.json"  # Arrow's type of texts that are JSON
 Decode = Callable[[Any], Any]
@@ -110,7 +111,7 @@ def count_rows(chunk: RowChunk) -> int:
 
 
 def _read_line_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
-    """Parse the lines of a chunk; positions and numbers count empty lines too."""
+    """Positions and numbers count empty lines too."""
     position = chunk.position
     lines = chunk.data.split(b"\n")
     for number, line in enumerate(lines, chunk.first + 1):
@@ -125,7 +126,6 @@ def _read_line_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
 
 
 def _read_cut_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
-    """Parse rows that were cut out of a file: elements of a list, or records of a .csv."""
     start = 0
     for number, place in enumerate(chunk.places, chunk.first + 1):
         where = f"{chunk.name}, row {number}"
@@ -167,7 +167,7 @@ def parse_record(record: bytes) -> list[str]:
 
 
 def _too_long_text(size: int, most_bytes: int, kind: str) -> str:
-    """Say that a row of `size` bytes is too long; "" if it is not, or if `most_bytes` is 0."""
+    """The text is "" if `most_bytes` is 0."""
     if not most_bytes or size <= most_bytes:
         return ""
     return (
@@ -192,7 +192,8 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
             else f"line {error.lineno}, column {error.colno} of the row"
         )
         return BadRow(where, f"not JSON ({error.msg} at {place}): {_line_beginning(line)}")
-    except ValueError:  # any other one is of int(), which limits digits
+    # Any other ValueError is of int(), which limits digits.
+    except ValueError:
         digits = f"{sys.get_int_max_str_digits():,}"
         return BadRow(
             where, f"an integer of more than {digits} digits, which no key of a row takes: {_line_beginning(line)}"
@@ -210,7 +211,6 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
 
 
 def _too_deep_row(where: str, line: bytes) -> BadRow:
-    """Return a line as a bad row: its lists and objects are nested too deeply."""
     return BadRow(
         where,
         f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_line_beginning(line)}",
@@ -218,7 +218,6 @@ def _too_deep_row(where: str, line: bytes) -> BadRow:
 
 
 def _is_deep(record: dict[str, Any]) -> bool:
-    """Return whether lists and objects stand in each other more than MOST_LEVELS deep."""
     level: list[Any] = [record]
     for _ in range(MOST_LEVELS):
         inner = (value.values() if isinstance(value, dict) else value for value in level)
@@ -239,12 +238,11 @@ def record_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _decode_value(value: Any, decoder: Decode | None) -> Any:
-    """Return a value after its decoder, if it has one; null stays null."""
     return value if value is None or decoder is None else decoder(value)
 
 
 def _value_decoder(kind: Any, levels: int = 0) -> Decode | None:
-    """Return what decodes a value of an Arrow type; None: nothing does, as for types deeper than MOST_LEVELS."""
+    """None: nothing decodes the value, as for types deeper than MOST_LEVELS."""
     from pyarrow import types
 
     if levels > MOST_LEVELS:
@@ -266,10 +264,8 @@ def _value_decoder(kind: Any, levels: int = 0) -> Decode | None:
 
 
 def _read_table_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
-    """Read the rows of a chunk of a table, whose positions are their numbers in the file.
-
-    A bad row is too long (images do not count), nested too deeply, or has a value that Python cannot hold.
-    """
+    """Positions are numbers of rows in the file. A bad row is too long (images do not count), nested too deeply, or has
+    a value that Python cannot hold."""
     import pyarrow
 
     first = chunk.first
@@ -296,7 +292,7 @@ def _read_table_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
 
 
 def _iterate_records(batch: Any, types: str, most_bytes: int) -> Iterator[dict[str, Any] | str]:
-    """Yield the records of a batch, as dictionaries; in place of one that cannot be read, what is wrong with it."""
+    """A text says what is wrong with a record that cannot be read."""
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
     if not repeats and (not most_bytes or batch.nbytes <= most_bytes):
         # An error of any row comes before one is yielded; below, rows are read one by one, which tells whose it is.
@@ -314,7 +310,7 @@ def _iterate_records(batch: Any, types: str, most_bytes: int) -> Iterator[dict[s
 
 
 def _text_bytes(column: Any) -> int:
-    """Count the bytes of an Arrow array without binary values: these are images, whose pixels have their own limit."""
+    """Binary values are images, whose pixels have their own limit."""
     import pyarrow.compute
     from pyarrow import types
 
@@ -333,5 +329,4 @@ def _text_bytes(column: Any) -> int:
 
 
 def _line_beginning(line: bytes) -> str:
-    """Quote the beginning of a line for messages, in at most 60 characters."""
     return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])

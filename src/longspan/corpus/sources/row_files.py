@@ -37,14 +37,16 @@ from longspan.corpus.sources.row_chunks import (
 )
 from longspan.errors import DataError
 
-CHUNK_BYTES = 1 << 20  # of a file of lines or a table; the last row is completed
+# A chunk of a file of lines or a table has so many bytes; its last row is completed.
+CHUNK_BYTES = 1 << 20
 
 
 GZIP = ".gz"
 ZSTD = ".zst"
 _HEAD = 1 << 16  # bytes by which the form of a .json is recognized
 _PIECE = 16 << 20  # bytes of a line that is read over, after which its reader may report
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
+# A stream of Arrow's ends so; without this end Arrow reads a cut-off file as a shorter one.
+_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class RowFile(ABC):
@@ -66,7 +68,6 @@ class RowFile(ABC):
 
     @contextmanager
     def _errors_with_name(self) -> Iterator[None]:
-        """Inside, errors of reading become a DataError that names the file."""
         try:
             yield
         except (EOFError, zlib.error, CutError, OSError, *_arrow_errors()) as error:
@@ -79,7 +80,7 @@ class RowFile(ABC):
 
 
 def _arrow_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that a reader of Arrow raises for a damaged file; () while nothing has imported Arrow."""
+    """() while nothing has imported Arrow."""
     pyarrow: Any = sys.modules.get("pyarrow")  # reading may have imported it
     return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
 
@@ -108,10 +109,12 @@ class LineFile(RowFile):
             while data := lines.read(CHUNK_BYTES):
                 data += lines.readline(limit)
                 start = data.rfind(b"\n") + 1
-                number = first + data.count(b"\n")  # of the last line
+                # The last line has this number.
+                number = first + data.count(b"\n")
                 line_piece = b""
                 too_long = 0
-                if self.most_bytes and len(data) - start > self.most_bytes:  # its end was not reached
+                # The line's end was not reached.
+                if self.most_bytes and len(data) - start > self.most_bytes:
                     too_long = len(data) - start
                     while (line_piece := lines.readline(_PIECE)) and not line_piece.endswith(b"\n"):
                         too_long += len(line_piece)
@@ -136,7 +139,7 @@ class LineFile(RowFile):
         return parse_line(line, f"{self.name}, byte {position}", self.folder)
 
     def _stream_at(self, position: int) -> BinaryIO:
-        """Return the file's stream at this byte; to go back in a compressed file, it is opened again."""
+        """To go back in a compressed file, it is opened again."""
         if self._stream is None or (self._compressed and self._stream.tell() > position):
             raw = self.path.open("rb")
             self._close()
@@ -150,10 +153,7 @@ class LineFile(RowFile):
         return self._stream
 
     def _open_lines(self, raw: BinaryIO) -> BinaryIO:
-        """Return a stream of the decompressed lines of the file `raw`, from its beginning; it is not closed with it.
-
-        Raises EOFError for an empty file.
-        """
+        """The stream is not closed with `raw`."""
         if self._compressed and not raw.read(1):  # readers would take an empty file for one without lines
             raise EOFError("it has 0 bytes")
         raw.seek(0)
@@ -169,7 +169,6 @@ class CutFile(LineFile):
     """A file whose rows are cut out of its bytes, as they need not be lines."""
 
     def _cut_chunks(self, start: int, ends: RowEnds, header: tuple[str, ...] | None = None) -> Iterator[RowChunk]:
-        """Yield the rows behind the first `start` bytes, about CHUNK_BYTES at a time."""
         with self.path.open("rb") as raw, self._errors_with_name(), self._open_lines(raw) as stream:
             stream.read(start)
             rows = cut_rows(stream, start, ends, self.most_bytes)
@@ -200,7 +199,6 @@ class CutFile(LineFile):
 
 
 def _take_bytes(rows: Iterator[CutRow], most: int) -> list[CutRow]:
-    """Take rows until they have `most` bytes or more."""
     batch = list[CutRow]()
     size = 0
     while size < most and (row := next(rows, None)) is not None:
@@ -240,24 +238,21 @@ class JsonFile(CutFile):
 
     @cached_property
     def _head(self) -> bytes:
-        """The first bytes of the file."""
         with self.path.open("rb") as raw, self._errors_with_name(), self._open_lines(raw) as stream:
             return stream.read(_HEAD)
 
     @property
     def _beginning(self) -> str:
-        """The first characters that are no blanks."""
         return self._head.removeprefix(BYTE_ORDER_MARK).lstrip()[:SHOWN_BYTES].decode("utf-8", "replace")
 
     @property
     def _list_start(self) -> int | None:
-        """The byte behind the bracket that opens a list; None without one."""
         rest = self._head.removeprefix(BYTE_ORDER_MARK).lstrip()
         return len(self._head) - len(rest) + 1 if rest.startswith(b"[") else None
 
     @cached_property
     def _has_lines(self) -> bool:
-        """Whether the first line ends an object, and the next one begins another."""
+        """The first line ends an object, and the next one begins another."""
         if not self._beginning.startswith("{"):
             return False
         limit = self.most_bytes + 1 if self.most_bytes else -1
@@ -288,7 +283,7 @@ class CsvFile(CutFile):
 
     @cached_property
     def _header(self) -> tuple[tuple[str, ...], int] | None:
-        """The names of columns, and the byte behind them; None for an empty file."""
+        """The byte is the one behind the names; None for an empty file."""
         with self.path.open("rb") as raw, self._errors_with_name(), self._open_lines(raw) as stream:
             row = next(cut_rows(stream, 0, RecordEnds(), self.most_bytes), None)
         if row is None:
@@ -394,7 +389,6 @@ class ParquetFile(TableFile):
 
     @cached_property
     def _cached_row_group(self) -> Callable[[int], Any]:
-        """What reads a row group by its number, and keeps the last one."""
         return lru_cache(maxsize=1)(self._file.read_row_group)
 
     def _row_count_and_batches(self) -> tuple[int, Iterator[Any]]:
@@ -415,13 +409,12 @@ class ParquetFile(TableFile):
 
     @cached_property
     def _file(self) -> Any:
-        """The opened file, whose metadata are read."""
         parquet: Any = import_reader("pyarrow.parquet", self.name)
         return parquet.ParquetFile(self.path)
 
     @cached_property
     def _group_starts(self) -> list[int]:
-        """The first row of each row group, and the number of all rows."""
+        """The number of all rows comes last."""
         meta = self._file.metadata
         return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
 
@@ -444,7 +437,7 @@ class ArrowFile(TableFile):
 
     @cached_property
     def _table(self) -> Any:
-        """The mapped table. Raises an error of Arrow for a file that was cut off."""
+        """Arrow raises an error of its own for a file that was cut off."""
         pyarrow: Any = import_reader("pyarrow", self.name)
         mapped = pyarrow.memory_map(str(self.path))
         try:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from longspan.errors import DataError, plural
 
-SAVED_SPLITS = "dataset_dict.json"  # which save_to_disk of datasets writes beside a folder of each split
+# `save_to_disk` of datasets writes this file beside a folder of each split.
+SAVED_SPLITS = "dataset_dict.json"
 _CARD = "README.md"
 _WORD = "train(?:ing)?|test(?:ing)?|validation|valid|val|dev|eval(?:uation)?|held-?out|holdout"
 _SPLIT = re.compile(rf"(?:^|[-._ /0-9])((?:{_WORD})(?:_(?:sft|gen|prefs))?)(?=[-._ /0-9]|$)")  # the last one counts
@@ -42,7 +43,7 @@ class SplitPart(NamedTuple):
 
 
 def _find_end(text: str, rows: int) -> int:
-    """Return the row, from 0 to `rows`, that an end of a range names: "100", "-100" from the end, or "10%"."""
+    """An end is "100", "-100" from the end, or "10%"."""
     end = round(int(text[:-1]) * rows / 100) if text.endswith("%") else int(text)
     return min(max(end + rows, 0) if end < 0 else end, rows)
 
@@ -53,7 +54,8 @@ def read_split_parts(split: str, key: str) -> list[SplitPart]:
     Raises DataError, with the grammar, for one that is none.
     """
     parts = [match for text in split.split("+") if (match := _PART.fullmatch(text.strip()))]
-    if len(parts) <= split.count("+"):  # one of the texts around a + is no part
+    # One of the texts around a + is no part.
+    if len(parts) <= split.count("+"):
         raise DataError(
             f'{key} is {split!r}; give a split of the data set, as "train", or some of its rows, as "train[:100]", '
             '"train[-50:]" or "train[10%:90%]", or several with + between them, as "train+validation"'
@@ -130,10 +132,8 @@ def check_one_configuration(root: Path, names: Collection[str], path: str, key: 
 
 
 def _sibling_folders(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the files of each folder, for the first folders beside each other that hold files of one name.
-
-    Folders that only numbers and names of splits tell apart do not count. {} if there are no others.
-    """
+    """The first folders beside each other that hold files of one name. Folders that only numbers and names of splits
+    tell apart do not count."""
     alike = defaultdict[tuple[str, str], set[str]](set)  # folders, by what stands before and behind them in names
     for name in names:
         parts = name.split("/")
@@ -147,9 +147,7 @@ def _sibling_folders(names: Collection[str]) -> dict[str, list[str]]:
 
 
 def _card_files(root: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
-    """Return the files of each configuration that the header of a README.md names, with their splits ("": not
-    named).
-    """
+    """A split that is not named is ""."""
     if not names or not (root / _CARD).is_file():
         return {}
     from huggingface_hub.repocard import metadata_load
@@ -167,7 +165,6 @@ def _card_files(root: Path, names: Collection[str]) -> dict[str, dict[str, str]]
 
 
 def _card_patterns(entry: Any) -> Iterator[tuple[str, str]]:
-    """Yield patterns of names, each with its split, of a pattern, an object of split and path, or a list of these."""
     if isinstance(entry, str):
         yield entry.removeprefix("./").replace("**/", "*"), ""
     elif isinstance(entry, list):

@@ -26,7 +26,8 @@ from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.layout import Integers
 
-_KEPT_ENCODINGS = 64  # one for each value of chat_template_kwargs
+# Each value of chat_template_kwargs has an encoding.
+_KEPT_ENCODINGS = 64
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,6 @@ class ChatEncoding:
         return self.tokenizer.set_parsing(True).encode_with_spans(text)[0]
 
     def _read_messages(self, values: Any, media: RowMedia) -> tuple[list[Message], Sequence[Any] | None]:
-        """Return the messages of a row, with calls as the template takes them, and its tools.
-
-        Raises RowError for a malformed one, for another number of media than it names, and for names of special tokens
-        in its texts, unless these are parsed.
-        """
         tools = read_tools(values.get("tools"))
         messages = checked_messages(require_key(values, "messages"), images=self.images is not None)
         messages = self.template.fit_arguments(messages, tools)
@@ -100,7 +96,7 @@ class ChatEncoding:
     def _encode_turns(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, learnt: Sequence[int], media: RowMedia
     ) -> Iterator[Sample]:
-        """Yield one sample with all learnt turns or, with turns "split", one up to each learnt turn."""
+        """One sample has all learnt turns or, with turns "split", each has one."""
         if self.settings.turns == "together":
             yield self._encode_sample(messages, tools, learnt, media)
             return
@@ -121,10 +117,7 @@ class ChatEncoding:
         first: int = 0,
         context: Collection[int] = (),
     ) -> Sample:
-        """Encode messages, of which those with the numbers `learnt` are targets, and those in `context` its context.
-
-        Messages before number `first` are in another sample too, which counts what is not rendered of them.
-        """
+        """Messages before number `first` are in another sample too, which counts what is not rendered of them."""
         marks = self.template.has_marks(tools)
         rendered = self.template.render(messages, tools, marks=marks)
         if not self.settings.parse_special_tokens:
@@ -146,12 +139,7 @@ class ChatEncoding:
         return self.images.add_images(self._add_end_of_chat(sample, messages, learnt), expanded)
 
     def _add_end_of_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
-        """Put the token `end_of_chat` behind the last message if it is a learnt answer, and return other samples as
-        they are.
-
-        Blanks that the template writes behind the answer are dropped. Calls of tools end at other tokens. Raises
-        RowError for a name that is no token, and where the template writes another end.
-        """
+        """Blanks that the template writes behind the answer are dropped. Calls of tools end at other tokens."""
         end = self.settings.end_of_chat
         engine = self.tokenizer.engine
         is_answer = len(messages) - 1 in learnt and not messages[-1].get("tool_calls")
@@ -177,7 +165,7 @@ class ChatEncoding:
     def _tokenize_rendering(
         self, text: str, spans: TurnSpans, context_spans: Sequence[tuple[int, int]], tools: Sequence[Any] | None
     ) -> Sample:
-        """Make a sample in which tokens in spans are targets; a prompt is tokenized by itself, as at inference."""
+        """A prompt is tokenized by itself, as at inference."""
         starts = [start for start, _ in (*spans.spans, *context_spans)]
         prompts: tuple[str, ...] = ()
         with suppress(RowError):  # a template with marks need not write a plain conversation
@@ -192,10 +180,7 @@ class ChatEncoding:
         return Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen, context=context)
 
     def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
-        """Raise RowError if a rendering has other special tokens than one of the same chat with harmless texts.
-
-        This is not seen in single texts, as several texts that follow one another can form a token together.
-        """
+        """Several texts that follow one another can form a token together, so the whole rendering is compared."""
         tokens = self._turn_tokens(tools)
         if tokens.is_harmless([messages, tools]):
             return
@@ -218,7 +203,6 @@ class ChatEncoding:
             )
 
     def _turn_tokens(self, tools: Sequence[Any] | None) -> TurnTokens:
-        """Return the template's tokens of turns, with or without tools. Raises RowError for one that writes no chat."""
         return self._turn_tokens_with_tools if tools else self._turn_tokens_without_tools
 
     @cached_property
@@ -227,9 +211,7 @@ class ChatEncoding:
 
     @cached_property
     def _turn_tokens_with_tools(self) -> TurnTokens:
-        """The tokens of turns where there are tools; those without tools if the template does not write a plain chat
-        with them.
-        """
+        """A template that does not write a plain chat with tools has those without tools."""
         try:
             return find_turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
@@ -245,10 +227,7 @@ def _lie_in_spans(offsets: Integers, spans: Sequence[tuple[int, int]]) -> npt.ND
 
 
 def _find_prompt_end(text: str, start: int, prompts: tuple[str, ...]) -> int | None:
-    """Find where the prompt of the answer at `start` ends; None if none of the `prompts` is there.
-
-    It need not end at `start`: a template's mark may begin inside the prompt, or a blank behind it.
-    """
+    """The prompt need not end at `start`: a template's mark may begin inside it, or a blank behind it."""
     if text.endswith(prompts, 0, start):
         return start
     for prompt in prompts:

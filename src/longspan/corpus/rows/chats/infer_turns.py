@@ -141,12 +141,9 @@ def _count_unrendered(
     learnt: Collection[int],
     first: int,
 ) -> UnseenCounts:
-    """Count what a rendering lacks; `ends` has the places where each of the `fields` ends in it, () for none.
-
-    Counted are thoughts of learnt messages, left out whole or cut off an answer, and their other texts; learnt messages
-    without a text; and, from message number `first` on, messages of other roles. Tools of which the rendering names
-    none are counted once, where `first` is 0.
-    """
+    """Counted are thoughts of learnt messages, left out whole or cut off an answer, and their other texts; learnt
+    messages without a text; and, from message number `first` on, messages of other roles. Tools of which the rendering
+    names none are counted once, where `first` is 0."""
     messages = conversation.messages
     turns = [turn for turn in conversation.turns if turn.message in learnt]
     absent = [field for field, places in zip(fields, ends, strict=True) if not places and not field.blank]
@@ -163,10 +160,7 @@ def _count_unrendered(
 
 
 def _shortened_thought(conversation: Conversation, turn: _Turn) -> str:
-    """Return the thought inside an answer ("<think>…</think>") that the template cuts off.
-
-    "" if the answer has no thought, or the template writes it.
-    """
+    """A thought is "<think>…</think>"; the text is "" if the answer has no thought, or the template writes it."""
     contents = [field.value for field in turn.fields if field.path[0] == "content" and "</think>" in field.value]
     before, _, answer = contents[0].strip().partition("</think>") if contents else ("", "", "")
     thought = before.rpartition("<think>")[-1].strip()
@@ -177,7 +171,6 @@ def _shortened_thought(conversation: Conversation, turn: _Turn) -> str:
 def _locate_turns(
     conversation: Conversation, fields: Sequence[Field]
 ) -> tuple[Conversation, list[tuple[int, ...]]]:
-    """Locate the turns of a rendering; also return where each field's text ends, which may be several places."""
     ends = _locate_ends(conversation, fields)
     turns = list[_Turn]()
     # of a text that is rendered several times the last end counts
@@ -192,11 +185,7 @@ def _locate_turns(
 
 
 def _turn_spans(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
-    """Yield the span of a turn, or several where tokens inside the turn end generation.
-
-    While it is iterated it raises RowError for a turn whose begin or end cannot be told, into which another message is
-    written, or which is written as two.
-    """
+    """Several spans where tokens inside the turn end generation."""
     name = f"messages[{turn.message}]"
     start = _find_answer_start(conversation, turn, tokens)
     later_ends = (t.ends[0] for t in conversation.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1])
@@ -235,10 +224,8 @@ def _turn_spans(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> 
 
 
 def _find_answer_start(conversation: Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
-    """Find where an answer begins: behind its prompt, else behind its question, else at its first word.
-
-    A call of a tool has no first word. None: the rendering has none of these.
-    """
+    """Behind its prompt, else behind its question, else at its first word, which a call of a tool has not; None without
+    these."""
     text = conversation.text
     turn_before = conversation.turn_before(turn)
     first_field = turn.fields[0]
@@ -254,11 +241,8 @@ def _find_answer_start(conversation: Conversation, turn: _Turn, tokens: TurnToke
 
 
 def _find_start_after_question(conversation: Conversation, turn: _Turn, turn_before: _Turn) -> int | None:
-    """Find where an answer begins: after its question, and what the template writes between the two.
-
-    The conversation up to the answer is rendered as a prompt. Its end is looked for in the rendering, from the last
-    words of the question on. None if the template refuses the prompt, or writes something else there.
-    """
+    """The end of the conversation, rendered as a prompt, is looked for from the last words of the question on. None if
+    the template refuses the prompt, or writes something else there."""
     try:
         prompt = conversation.template.render(
             conversation.messages[: turn.message], conversation.tools, prompt=True
@@ -290,13 +274,10 @@ def longest_overlap(text: str, other: str) -> int:
 
 
 def _locate_ends(conversation: Conversation, fields: Sequence[Field]) -> list[tuple[int, ...]]:
-    """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
-
-    A mark, a word that occurs nowhere in the rendering, is put after each text of each message, and in place of each
-    blank text of a message that is not an assistant's, and the conversation is rendered again. If that rendering
-    without its marks equals the first, the marks stand where the texts end. Else blank texts stay unmarked; if that
-    fails too, each other text is marked in its own rendering, as is any field whose mark is a quoted key (`added`).
-    """
+    """In characters. A mark, a word that occurs nowhere in the rendering, is put after each text of each message, and
+    in place of each blank text of a message that is not an assistant's. If the rendering without its marks equals the
+    first, the marks stand where the texts end. Else blank texts stay unmarked; if that fails too, each other text is
+    marked in its own rendering, as is any field whose mark is a quoted key (`added`)."""
     marks = _make_marks(conversation.text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]
     nonblank = [k for k in texts if not fields[k].blank]
@@ -311,10 +292,7 @@ def _locate_ends(conversation: Conversation, fields: Sequence[Field]) -> list[tu
 
 
 def _locate_marks(conversation: Conversation, fields: Mapping[str, Field]) -> dict[str, list[int]] | None:
-    """Find where each marked text ends, with all `fields` (by their marks) marked in one rendering.
-
-    None if the template refuses marks or alters the rest.
-    """
+    """All `fields` are marked in one rendering; None if the template refuses marks or alters the rest."""
     if not fields:
         return {}
     messages = conversation.messages
@@ -334,11 +312,8 @@ def _locate_marks(conversation: Conversation, fields: Mapping[str, Field]) -> di
 
 
 def _locate_mark_alone(conversation: Conversation, field: Field, mark: str) -> list[int]:
-    """Find where a field's text ends, by a rendering with a mark behind it: where what follows the mark begins in the
-    rendering without it. One place, or [] if the template leaves the mark out.
-
-    Raises RowError where the template writes another text behind the mark.
-    """
+    """The place is where what follows the mark begins in the rendering without it; [] if the template leaves the mark
+    out."""
     text = conversation.text
     rendered = conversation.render(_add_mark(conversation.messages, field, mark))
     at = rendered.rfind(mark)
@@ -356,7 +331,7 @@ def _locate_mark_alone(conversation: Conversation, field: Field, mark: str) -> l
 
 
 def _locate_start(conversation: Conversation, field: Field) -> int | None:
-    """Find where a field's text begins in the rendering; None if the beginning is altered, or if `added`."""
+    """None if the beginning is altered, or if `added`."""
     (mark,) = _make_marks(conversation.text, 1)
     if field.added:
         return None
@@ -368,13 +343,13 @@ def _locate_start(conversation: Conversation, field: Field) -> int | None:
 
 
 def _make_marks(text: str, number: int) -> list[str]:
-    """Make words that occur nowhere in the text, none in another; of letters and digits, which no template escapes."""
+    """No template escapes letters and digits; none of the words occurs in the text or in another."""
     stem = next(stem for k in count() if (stem := f"Zq{k}w") not in text)
     return [f"{stem}{k}v" for k in range(number)]
 
 
 def _add_mark(messages: Sequence[Message], field: Field, mark: str) -> Sequence[Message]:
-    """Add a mark: after a text (before blanks at its end, which templates may strip), as a blank one, or as a key."""
+    """Templates may strip blanks at a text's end."""
     if field.added:
         return replace_field(messages, field, {**field.value, mark: mark})
     if field.blank:

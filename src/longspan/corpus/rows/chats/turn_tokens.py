@@ -40,7 +40,6 @@ class TurnTokens:
 
     @cached_property
     def _risky_characters(self) -> re.Pattern[str]:
-        """The characters with which a text can form a token: first and last ones of tokens, and those not in words."""
         names = self.ends | self.headers | self.special
         characters = {
             character
@@ -89,10 +88,8 @@ class TurnTokens:
         )
 
     def _find_end_token(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
-        """Return the token that ends generation among these that follow each other, or else the first.
-
-        A token that begins a turn, or any text between two tokens, ends the search.
-        """
+        """A token that begins a turn, or any text between two tokens, ends the search; the first token stands in for
+        none."""
         last = tokens[0]
         for token in tokens:
             if token.start() > last.end() or token.group() in self.headers - self.ends:
@@ -147,11 +144,8 @@ def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine
 
 
 def _prompt_beginnings(prompt: str, tokens: re.Pattern[str], answer_heads: Sequence[str]) -> tuple[str, ...]:
-    """Return the prompt of an answer and its beginnings that may stand before earlier answers, the longest first.
-
-    A beginning ends behind a token or behind line ends. Of those in a head, which is what stands before an earlier
-    answer, the longest counts: a template may write less there than in a prompt. A head without any has no say.
-    """
+    """Longest first. A beginning ends behind a token or behind line ends. Of those in a head, which is what stands
+    before an earlier answer, the longest counts: a template may write less there than in a prompt."""
     stops = {match.end() for match in tokens.finditer(prompt)}
     stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
     beginnings = tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
@@ -160,9 +154,7 @@ def _prompt_beginnings(prompt: str, tokens: re.Pattern[str], answer_heads: Seque
 
 
 def _find_answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str]) -> str:
-    """Return the prompt of an answer: it begins where the question rendered with the prompt begins to differ from the
-    question rendered without it.
-    """
+    """It begins where the question rendered with the prompt begins to differ from the question rendered without it."""
     question = [{"role": "user", "content": _WORDS[0]}]
     plain, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
     pairs = enumerate(zip(plain, with_prompt, strict=False))

@@ -67,10 +67,6 @@ def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str)
 
 
 def _decode_base64(text: Any, name: str) -> bytes:
-    """Return the bytes that a text in base64 stands for; blanks in it are left out.
-
-    Raises RowError, which calls it `name`, for another value.
-    """
     if not isinstance(text, str):
         raise RowError(f"{name} is {type_name(text)}; give base64 in a string")
     try:
@@ -110,12 +106,8 @@ def read_video_entry(entry: Any, folder: str, name: str, part: Mapping[str, Any]
 
 
 def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple[float, ...], float]:
-    """Return the time of each frame of a video in seconds, and the mean seconds from one to the next.
-
-    An entry gives its frames a second, or a timestamp for each frame, or neither, which is FPS frames a second. A
-    single frame with a timestamp lasts as long as one at FPS. Raises RowError, which calls the entry `name`, for times
-    that are none or not of these frames.
-    """
+    """In seconds, with the mean from one frame to the next. Without a rate or timestamps there are FPS frames per
+    second; a single frame with a timestamp lasts as long as one at FPS."""
     rate = next((entry[key] for key in _RATES if entry.get(key) is not None), None)
     times = entry.get("timestamps")
     if times is None:
@@ -135,5 +127,5 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number below 1e9, no boolean and not NaN (which is not itself)."""
+    """Below 1e9, no boolean and not NaN (which is not itself)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 1e9

@@ -84,10 +84,8 @@ class RowImages:
         }
 
     def _template_mark(self, kind: str, token: str) -> str:
-        """Return what the chat template writes for a part of this kind: all that stands between words around the part.
-
-        The processor's `token` alone if there is no template, or if the template does not write the token exactly once.
-        """
+        """It is all that stands between words around the part, or `token` if there is no template, or it does not write
+        the token exactly once."""
         if self.template is None:
             return token
         part_before, part_after = ({"type": "text", "text": word} for word in _WORDS)
@@ -100,9 +98,7 @@ class RowImages:
         return between if between.count(token) == 1 else token
 
     def _processor_tokens(self, *, videos: bool) -> dict[str, str]:
-        """Return the processor's texts of an image and, with `videos`, of a video, by kind; no video where it
-        has none.
-        """
+        """There is no video where the processor has none."""
         tokens = {"image": self.processor.token}
         if videos:
             with suppress(DataError):
@@ -177,7 +173,6 @@ class RowImages:
 
     @property
     def _videos(self) -> VideoProcessor:
-        """The processor of videos. Raises RowError if the folder has none that is supported."""
         try:
             return self.processor.videos
         except DataError as error:
@@ -186,10 +181,7 @@ class RowImages:
     def _place_images(
         self, ids: npt.NDArray[np.int64], kind: str, placeholder: int, shown: Sequence[ShownMedium]
     ) -> Iterator[SampleImage]:
-        """Yield images, or groups of frames, with the places of their placeholders in a text's ids (n,).
-
-        Raises RowError for another number of placeholders than the images have rows.
-        """
+        """`ids` are (n,); a video gives groups of frames."""
         places = np.flatnonzero(ids == placeholder)
         engine = self.tokenizer.set_parsing(True).engine
         counts = [engine.encode(m.text, add_special_tokens=False).ids.count(placeholder) for m in shown]
@@ -214,12 +206,10 @@ class RowImages:
     def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
-        """Yield a video's groups of frames; each has an equal share of its placeholders, at these places (n,).
-
-        Raises RowError where the groups cannot have equal shares.
-        """
+        """Each group has an equal share of the placeholders, at these places (n,)."""
         size = self._videos.frames_per_group
-        groups, height, width = grid  # of patches
+        # The grid counts patches.
+        groups, height, width = grid
         if len(places) % groups:
             raise RowError(
                 f"videos[{number}] has {plural(len(places), 'placeholder')} for {groups} groups of frames; the "
@@ -238,10 +228,6 @@ class RowImages:
             )
 
     def _shown_medium(self, kind: str, number: int, file: ImageFile | VideoFile, *, images: int) -> ShownMedium:
-        """Return what the processor writes for a row's file of this number among its kind, by the size of the file.
-
-        `images` is how many images the row has. Raises RowError, naming the file, where that fails.
-        """
         name = f"{kind}s[{number}]"
         try:
             if isinstance(file, VideoFile):

@@ -35,8 +35,10 @@ NOTHING_SHOWN = RowMedia()
 
 
 PARTS = {kind: {"type": kind} for kind in ("image", "video")}
-NAMED = {kind: f"<{kind}>" for kind in MEDIA_KEYS}  # in a text of a row with a key of the kind
-_TYPES = {kind: (kind, f"{kind}_url") for kind in NAMED}  # of parts
+# The texts of a row with a key of the kind have these names.
+NAMED = {kind: f"<{kind}>" for kind in MEDIA_KEYS}
+# Parts have these types.
+_TYPES = {kind: (kind, f"{kind}_url") for kind in NAMED}
 _MEDIA_KEYS = {  # keys of a part that contains its image or video
     "image": ("image_url", "image", "path", "url", "base64"),
     "video": ("video_url", "video", "frames", "path", "url"),
@@ -87,7 +89,6 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
 
 
 def _media_entries(values: Mapping[str, Any], kind: str) -> list[Any]:
-    """Return the list under "images" or "videos"; [] without one. Raises RowError for another value."""
     entries = values.get(f"{kind}s")
     if entries is not None and not isinstance(entries, list):
         entry = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"
@@ -126,7 +127,8 @@ def extract_row_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
             raise RowError(
                 f'{len(in_parts)} parts bring {name}, and the row has "{name}" too; give them in one place'
             )
-    if not media:  # with media the names in texts are counted where the row is encoded
+    # With media the names in texts are counted where the row is encoded.
+    if not media:
         texts = [text for key in _TEXTS if isinstance(text := row.values.get(key), str)]
         check_media_counts([kind for text in texts for kind in kinds_in_text(text, pattern)], media, "its texts")
     return values, media
@@ -139,7 +141,8 @@ class _PartMedia:
         self.images = list[ImageFile]()
         self.videos = list[VideoFile]()
         self._folder = folder
-        self._counts = Counter[str]()  # of parts so far, by kind
+        # These are the parts so far, by kind.
+        self._counts = Counter[str]()
 
     def extract_part(self, part: Any, name: str) -> Any:
         """Return a bare part in place of one of an image or a video, and any other part as it is.
@@ -153,7 +156,8 @@ class _PartMedia:
         kind = next((kind for kind in PARTS if part.get("type") in _TYPES[kind]), None)
         if kind is None:
             media = [(kind, key) for kind in PARTS for key in _TYPES[kind] if part.get(key) not in (None, "")]
-            if media:  # under a key that is read of parts of another type
+            # The key is read of parts of another type.
+            if media:
                 kind, key = media[0]
                 type_text = f"of type {part['type']!r}" if part.get("type") else "without a type"
                 advice = f'give it as a part {{"type": "{kind}", …}} of its own'
@@ -173,7 +177,8 @@ class _PartMedia:
         media_keys = [key for key in _MEDIA_KEYS[kind] if part.get(key) not in (None, "")]
         if len(media_keys) > 1:
             raise RowError(f"{name} brings {' and '.join(media_keys)}; give one of them")
-        for key in media_keys:  # one at most
+        # There is one key at most.
+        for key in media_keys:
             value = part[key]
             if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
                 url_keys = ("url", "detail") if value.get("detail") == "auto" else ("url",)
@@ -207,7 +212,6 @@ def check_media_counts(named_kinds: Sequence[str], media: RowMedia, where: str) 
 
 
 def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of messages that are objects; nothing for any other value."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
@@ -215,7 +219,6 @@ def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _split_at_names(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
-    """Yield the texts of a part and bare parts for the media named between them; any other part as it is."""
     text = part.get("text") if isinstance(part, dict) else None
     if not (isinstance(text, str) and name_pattern.search(text)):
         yield part
