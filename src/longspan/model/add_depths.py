@@ -34,10 +34,6 @@ from longspan.plan.shape.layers import depth_types
 
 @torch.no_grad()
 def _fill_depth_weights(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
-    """Fill depths from a source now; or leave it to `prepare`, if that fills the model's own weights.
-
-    Depths of a model of names and shapes only stay without values.
-    """
     if (weights := find_deferred_weights(model)) is not None:
         weights.source = JoinedWeights(weights.source, source)
         return
@@ -89,7 +85,6 @@ def add_mtp(
 
 
 def _read_depth_headers(folder: Path, model: PreTrainedModel, mtp: MtpDepths) -> FolderWeights:
-    """Return a folder as the source of the depths `mtp` of a model; ModelError if it lacks weights of them."""
     depths = len(mtp.layers)
     model_layers = model.config.get_text_config().num_hidden_layers
     blocks = len(mtp_blocks(model)) // depths  # layers of one depth
@@ -107,11 +102,6 @@ def _read_depth_headers(folder: Path, model: PreTrainedModel, mtp: MtpDepths) ->
 
 
 def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
-    """Raise ModelError for what shows without a forward pass.
-
-    That is a model of another kind, prepared, with depths or an adapter, without a head, or with embeddings of another
-    width than its layers; and a wrong number of depths.
-    """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"add_mtp takes a transformers model (PreTrainedModel), got {name}")
@@ -143,10 +133,7 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of which a depth has copies: the last of each type that the configuration names for depths.
-
-    Without such types it is the model's last layer. Raises ModelError for a type of which the model has no layer.
-    """
+    """Without types for depths in the configuration it is the model's last layer."""
     layers = [*decoder_layers(model).values()]
     # of several layers of a type the last stays
     last_of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}
@@ -161,11 +148,8 @@ def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
-    """Make a depth of copies of these layers, on their device; its weights are to be overwritten.
-
-    A model without a norm after its layers gets depths without one after theirs: the last norm inside the last layer is
-    copied for their inputs. ModelError if there is no norm there either.
-    """
+    """Without a norm after a model's layers depths have none; the last norm inside its last layer is copied for
+    inputs."""
     size = model.config.get_text_config().hidden_size
     device = next(layers[-1].parameters()).device
     norm_after_layers = final_norm(model)
@@ -191,10 +175,7 @@ def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth
 
 
 def _reset_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
-    """Overwrite the persistent buffers of depths, which are copies of trained ones, by those of a new model.
-
-    Gemma 4 has one such buffer per layer, its scale. Depths that are read from a folder get their buffers from it.
-    """
+    """Gemma 4 has one such buffer per layer, its scale."""
     if not any(True for _ in persistent_buffers(mtp)):
         return
     new_model = empty_model(model.config, model.dtype, type(model))
@@ -205,10 +186,7 @@ def _reset_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
 
 
 def _copy_module(module: nn.Module) -> Any:
-    """Copy a module; the copy shares its configurations, in which `prepare` sets the attention function of both.
-
-    Raises ModelError for forwards that were set on an instance, which a copy would share.
-    """
+    """The copy shares its configurations, in which `prepare` sets the attention function of both."""
     if names := modules_with_instance_forward(
         (f"{type(module).__name__} {name}", inner) for name, inner in module.named_modules()
     ):
@@ -224,11 +202,7 @@ def _copy_module(module: nn.Module) -> Any:
 
 
 def _check_layer_inputs(model: PreTrainedModel) -> None:
-    """Raise ModelError if a pass on the meta device calls the last layer with more than a depth can have.
-
-    If that pass does not reach the layer, nothing is checked: `LayerInputs.layer_arguments` then raises in the first
-    step.
-    """
+    """If the pass does not reach the layer, `LayerInputs.layer_arguments` raises in the first step."""
     with suppress(Exception), record_layer_inputs(model) as inputs:  # whatever a forward raises
         run_on_meta(model, None, gradients=True)
     if inputs.call is None:

@@ -104,10 +104,7 @@ def compiled_graphs_text() -> str:
 
 
 def _compile_one_layer(layer: nn.Module) -> None:
-    """Replace a layer's forward by its class's, compiled; mixers, and modules whose forward is an object, run outside.
-
-    Changes settings of torch's compiler, which hold for the whole process.
-    """
+    """Changes settings of torch's compiler for the whole process."""
     config: Any = torch._dynamo.config
     config.nested_graph_breaks = True  # a call of attention ends one graph, not one for each function around it
     config.recompile_limit = max(config.recompile_limit, RECOMPILES)
@@ -137,7 +134,7 @@ def _compile_one_layer(layer: nn.Module) -> None:
 
 @break_graphs_around
 def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand for the forward of a module in a compiled layer: a graph ends before it, and another begins after."""
+    """A graph of a compiled layer ends before it, and another begins after."""
     return module.forward_outside_graphs(*args, **kwargs)
 
 
@@ -155,7 +152,6 @@ def start_compile_workers(ranks_of_host: int) -> None:
 
 
 def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
-    """List the modules of a layer that are compiled with it: all but mixers and what is in them."""
     mixer_modules = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
     return [module for module in layer.modules() if module not in mixer_modules]
 
@@ -205,7 +201,7 @@ class _RequireGradient(torch.autograd.Function):
 
 
 def _run_within_checkpoint(layer_run: _CompiledForward, *args: Any, **kwargs: Any) -> Any:
-    """Stand for the forward of a layer whose class runs its checkpoint there: the compiled forward goes inside it."""
+    """The compiled forward goes inside the checkpoint that the layer's class runs itself."""
     layer: Any = layer_run.layer
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(layer_run, **kwargs), *args)

@@ -68,6 +68,5 @@ def model_execution(model: nn.Module) -> Execution:
 
 
 def _mask_text(call: AttendCall) -> str:
-    """Return in words which keys the rows of a call's layers see, such as "window of 4,096"."""
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"

@@ -31,7 +31,8 @@ _IN_MIXERS = frozenset({
     *SCANS,
     "mamba2_split_conv1d_scan_combined",
     "apply_mask_to_padding_states",  # there is no mask
-    "causal_conv1d_update",  # and what follows: steps of generation, with a cache
+    # This function and the following ones are steps of generation, with a cache.
+    "causal_conv1d_update",
     "torch_recurrent_gated_delta_rule",
     "recurrent_kimi_delta_attention",
     "mamba2_selective_state_update",
@@ -110,7 +111,8 @@ SCORE_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 
 def score_columns(model: nn.Module) -> int:
     """Return how many scores a row of a prepared model has (num_labels); 0 for a language model."""
-    kind: Any = getattr(model, "architecture", type(model))  # of a PipelineModel its stages'
+    # A PipelineModel names its stages' class.
+    kind: Any = getattr(model, "architecture", type(model))
     return cast(Any, model).config.num_labels if getattr(kind, "makes_scores", False) else 0
 
 

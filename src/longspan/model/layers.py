@@ -39,7 +39,8 @@ class Absent(nn.Module):
 
 def copy_shallow_module(module: Any) -> Any:
     """Copy a module but not its children: a child that is replaced in the copy stays in the original."""
-    twin = copy.copy(module)  # with torch's tables of parameters, buffers, children and hooks shared
+    # The copy shares torch's tables of parameters, buffers, children and hooks.
+    twin = copy.copy(module)
     for name, value in vars(module).items():
         if name.startswith("_") and isinstance(value, dict):
             twin.__dict__[name] = copy.copy(value)

@@ -110,11 +110,7 @@ def load_model(
 def _load_folder(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, architecture: Any, *, sharded: bool
 ) -> PreTrainedModel:
-    """Check a folder's files, and make the model of them: without memory if `sharded`, to be filled by `prepare`.
-
-    Otherwise longspan reads weights that lie there in 4 or 8 bits, and transformers reads others. `architecture` None:
-    a causal language model.
-    """
+    """longspan reads weights in 4 or 8 bits, transformers others. `architecture` None: a causal language model."""
     model = empty_model(config, dtype, architecture)
     if (generation := read_generation_settings(folder)) is not None:
         model.generation_config = generation
@@ -151,7 +147,8 @@ def check_folder_weights(folder: str | Path) -> None:
     """Raise ModelError unless the files of a folder hold its model's weights, whole or in 4 or 8 bits, by the headers
     of the files alone.
     """
-    with warnings.catch_warnings(action="ignore"):  # of what is left out, which is said when the folder is read
+    # Reading the folder for training reports what is left out.
+    with warnings.catch_warnings(action="ignore"):
         load_model(folder, sharded=True, quantized=True)
 
 
@@ -213,10 +210,7 @@ def checked_folder_weights(
 
 
 def _refuse_weights_of_other_class(folder: Path, model: PreTrainedModel) -> None:
-    """Raise ModelError where config.json names a class (`architectures`) that is neither the model's nor transformers'.
-
-    Its weights may have a stock class's names: transformers would load them, and compute something else.
-    """
+    """Such weights may have a stock class's names: transformers would load them, and compute something else."""
     names = model.config.architectures or []
     stock = type(model).__name__
     if names and not any(name.lower() == stock.lower() or hasattr(transformers, name) for name in names):

@@ -74,9 +74,11 @@ class ParkedLayer:
         self._offload = offload
         self._layer_before = before
         self._on_host: list[tuple[HostRange, Tensor]] = []  # memory of the arena, and the parked tensor in it
-        self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
+        # The stream that computes allocates these tensors; each one's key is its index.
+        self._on_device: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}  # torch's counts of in-place changes, when a tensor was parked
-        self._copied: torch.Event | None = None  # after the last copy, there or back
+        # This event follows the last copy, there or back.
+        self._copied: torch.Event | None = None
 
     def __call__(self, x: Tensor) -> Callable[[], Tensor]:
         """Copy a tensor to the host, unless it is empty or elsewhere; returns the function that fetches it."""
@@ -111,7 +113,8 @@ class ParkedLayer:
             layer_before.begin_copies_to_device()
         if self._copied is not None:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
-        x = self._on_device.pop(index)  # from now on the caller's; a second fetch copies it anew
+        # From now on the tensor is the caller's; a second fetch copies it anew.
+        x = self._on_device.pop(index)
         self._refuse_changed_tensor(index, x)
         return x
 
@@ -121,7 +124,8 @@ class ParkedLayer:
         device = self._offload.arena.device
         absent = [index for index in range(len(self._on_host)) if index not in self._on_device]
         for index in absent:
-            self._versions.pop(index, None)  # of the tensor that was parked, not of this new one
+            # The count is that of the tensor that was parked, not of this new one.
+            self._versions.pop(index, None)
             self._on_device[index] = torch.empty_like(self._on_host[index][1], device=device)
         if copies is not None:  # kernels that used the memory of the new tensors before may still run
             copies.wait_stream(torch.cuda.current_stream(device))
@@ -140,7 +144,6 @@ class ParkedLayer:
         self._on_device.clear()
 
     def _refuse_changed_tensor(self, index: int, x: Tensor) -> None:
-        """Raise RuntimeError, as autograd does, if the parked tensor `x` was written to before its copy had ended."""
         if x._version != self._versions.get(index, x._version):
             raise RuntimeError(
                 f"a tensor {tuple(x.shape)} that a layer keeps on the host was modified by an inplace operation before "
@@ -149,7 +152,8 @@ class ParkedLayer:
 
     def __del__(self) -> None:
         """Keep the allocator from reusing the memory of tensors on the device before copies under way have ended."""
-        with suppress(Exception):  # at the end of a process
+        # Calls of torch may fail at the end of a process.
+        with suppress(Exception):
             for x in self._on_device.values():
                 if self._offload.arena.copies is not None:
                     x.record_stream(self._offload.arena.copies)

@@ -110,7 +110,6 @@ class LayerSegments:
 
 
 def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
-    """Keep a saved tensor where it is; returns the function that fetches it."""
     return x.detach
 
 
@@ -121,7 +120,8 @@ class _SegmentCall:
     """
 
     output: weakref.ref[Tensor]
-    version: int  # of the output; torch counts up when a tensor is modified in place
+    # torch counts up when the output is modified in place.
+    version: int
 
     def __init__(
         self, layer: nn.Module, run: Run, args: tuple[Any, ...], policy: str, before: "_SegmentCall | None"
@@ -138,7 +138,8 @@ class _SegmentCall:
         # the checkpoint may save a view of its input, so memory tells it from other tensors
         self._memory = x.data_ptr(), x.shape, x.dtype
         self._input: Tensor | None = None  # made again for backward, until it is fetched
-        self._fetch_first: Callable[[], Tensor] | None = None  # of a segment's first layer: fetches its kept input
+        # A segment's first layer fetches its kept input by this function.
+        self._fetch_first: Callable[[], Tensor] | None = None
         self._states = random_states(x.device) if has_active_dropout(layer) else None
         self._autocast = current_autocast_factory(x)
 
@@ -171,7 +172,8 @@ class _SegmentCall:
     def fetch_input(self) -> Tensor:
         """Return the input of this call; the layers before run again for it, unless a later layer's fetch did that."""
         if self._input is None:
-            links: list[_SegmentCall] = [self]  # from the segment's first layer to this one
+            # The links go from the segment's first layer to this one.
+            links: list[_SegmentCall] = [self]
             while links[0].before is not None:
                 links.insert(0, links[0].before)
             fetch = links[0]._fetch_first
@@ -211,10 +213,7 @@ class _SegmentCall:
         return self._record_nothing() if recording is None else recording.replay_outputs()
 
     def _record_nothing(self) -> AbstractContextManager[None]:
-        """Return a context in which no output of attention is recorded, though autograd saves what it saves under one.
-
-        It must save the same tensors in the pass and in its recomputation, which may replay a recording.
-        """
+        """It must save the same tensors in the pass and in its recomputation, which may replay a recording."""
         if not self._keeps_attention:
             return nullcontext()
         return _EmptyRecording(keep_exchanged=self._keeps_exchanged).record_outputs()
@@ -232,10 +231,7 @@ class _EmptyRecording(Recording):
 
 @contextmanager
 def _gather_parameters(layer: nn.Module) -> Iterator[None]:
-    """Gather a layer's parameters while it runs again inside, and free those that were sharded before.
-
-    In transformers 5.17 FSDP2's own hooks run inside: in the state PRE_BACKWARD they do nothing.
-    """
+    """In transformers 5.17 FSDP2's own hooks run inside: in the state PRE_BACKWARD they do nothing."""
     modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [module._get_fsdp_state() for module in modules]
     training_states = [state._training_state for state in states]
@@ -373,7 +369,6 @@ class RecomputationFeature(Feature):
                 module.register_forward_pre_hook(lambda *_: offload.count_empty_layer())
 
     def _layer_policies(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, str]]:
-        """List (name, module, policy) of the layers here, in order: decoder layers, then those of depths."""
         name, layers = named_layer_list(model)
         local_layers = [
             (i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)

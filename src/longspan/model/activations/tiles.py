@@ -74,7 +74,6 @@ def run_in_tiles(
 
 
 def _run_tile_by_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
-    """Run a function on each tile, into one output (…, R, V). ModelError where it changes the number of rows."""
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -92,7 +91,6 @@ def _run_tile_by_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count:
 
 
 def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
-    """Yield each of `count` tiles: its views of all tensors (…, R, W), None where there is no tensor."""
     return zip(*([None] * count if x is None else x.tensor_split(count, ROWS) for x in tensors), strict=True)
 
 
@@ -146,7 +144,8 @@ class _RunTiles(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run each tile again; gradients of rows are views of whole tensors, those of parameters sums over tiles."""
         rows = ctx.node.saved_tensors
-        needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_KeepRows`
+        # Three other arguments of `_KeepRows` stand before the rows.
+        needs = ctx.node.needs_input_grad[3:]
         trained = [p for p in ctx.parameters if p.requires_grad]
         row_gradients = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
@@ -159,7 +158,8 @@ class _RunTiles(torch.autograd.Function):
         sums.reverse()
         parameter_gradients: list[Tensor | None] = []
         for p in ctx.parameters:
-            total = sums.pop() if p.requires_grad else None  # each sum is freed once it is narrowed
+            # Each sum is freed once it is narrowed.
+            total = sums.pop() if p.requires_grad else None
             parameter_gradients.append(None if total is None else total.to(p.dtype))
         return None, None, None, None, None, *row_gradients, *parameter_gradients
 
@@ -172,17 +172,14 @@ def _add_tile_gradients(
     into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run a tile again, and its backward pass from `dout`, the gradient of its output; `ctx` is that of `_RunTiles`.
-
-    Gradients of its rows are written into the tensors of `into` (None: not needed), those of the `trained` parameters
-    are added to `sums`, in place. A function, so that a tile's tensors are freed before the next one runs.
-    """
+    """A function, so that a tile's tensors are freed before the next one runs. None in `into`: not needed."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(part is not None) for x, part in zip(tile, into, strict=True)]
         inputs = [*(x for x in leaves if x.requires_grad), *trained]
         gradients = torch.autograd.grad(ctx.run(*leaves), inputs, dout, allow_unused=True)
     row_gradients = [part for part in into if part is not None]
-    for row_gradient, gradient in zip(row_gradients, gradients, strict=False):  # those of parameters come after
+    # Gradients of parameters come after those of rows.
+    for row_gradient, gradient in zip(row_gradients, gradients, strict=False):
         if gradient is not None:
             row_gradient.copy_(gradient)
     for i, gradient in enumerate(gradients[len(row_gradients) :]):

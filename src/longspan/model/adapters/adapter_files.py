@@ -68,7 +68,8 @@ def write_adapter(
         config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole_modules))]
     for key in ("target_modules", "target_parameters"):
         if isinstance(names := getattr(config, key, None), set):
-            setattr(config, key, sorted(names))  # in one order, so that equal adapters have equal files
+            # One order of names gives equal adapters equal files.
+            setattr(config, key, sorted(names))
     config.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

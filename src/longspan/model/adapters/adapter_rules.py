@@ -44,7 +44,8 @@ _UNTESTED = {  # keys of LoraConfig, and what a value there asks for
 }
 
 
-_INSTEAD = {  # what to do about a key that another library may have set
+# Another library may have set these keys; each value says what to do about it.
+_INSTEAD = {
     "trainable_token_indices": "leave it out, and TRL's chat_template_path, which sets it: call "
     "trl.clone_chat_template, and train modules_to_save=['embed_tokens', 'lm_head'], or all weights"
 }
@@ -63,7 +64,8 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
             "target_modules, or use pp 1"
         )
     reasons = [*_adapter_configuration_reasons(adapter)]
-    if not reasons:  # of a refused configuration, what peft made of the model by it is no reason of its own
+    # What peft made of the model by a refused configuration is no reason of its own.
+    if not reasons:
         reasons = [*_adapter_layer_reasons(model), *_parameter_reasons(model)]
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     if staged and is_tied(model) and any(is_adapted(end) or has_trained_copy(end) for end in ends):
@@ -78,7 +80,6 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
 
 
 def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
-    """Yield why an adapter of this LoraConfig is not known to be exact."""
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
@@ -95,9 +96,7 @@ def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
 
 
 def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield why the first of peft's modules that is not known to be exact is not, in the order of the model; at most
-    one reason.
-    """
+    """At most one reason: that of the first such module in the order of the model."""
     experts = expert_modules(model).values()
     indexers = tuple(f"{name}." for name in find_indexers(model))
     for name, module in peft_modules(model).items():
@@ -128,7 +127,6 @@ def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _parameter_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield why the parameters that require gradients are not those of an adapter, with values and in one type."""
     if (weights := find_deferred_weights(model)) is not None:
         if not isinstance(getattr(weights.source, "added", None), DrawnAdapter):
             yield (

@@ -124,7 +124,8 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
     for name, parameter in adapter_parameters(model):
         parameter.data = (
             parameter.data.to(dtype)
-            if empty or ".lora_" not in name  # of a module that is trained whole
+            # Parameters of other names belong to modules that are trained whole.
+            if empty or ".lora_" not in name
             else draw_adapter_values(name, parameter.shape, new.seed).to(dtype)
         )
     if empty and (weights := find_deferred_weights(model)) is not None:
@@ -137,10 +138,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
 
 
 def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | None]:
-    """Return the names of linears outside towers and indexers, and a pattern of all modules of towers (None: none).
-
-    Towers have linears of like names, which peft must not adapt.
-    """
+    """The pattern (None: none) fits all modules of towers: their linears have like names, which peft must not adapt."""
     towers = {id(tower) for tower in towers_beside_text_model(model)}
     tower_names = [name for name, module in model.named_modules() if id(module) in towers]
     pattern = f"({'|'.join(map(re.escape, tower_names))})(\\..*)?" if tower_names else None
@@ -153,11 +151,7 @@ def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | No
 def _checked_target_names(
     model: PreTrainedModel, targets: Sequence[str], linears: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return two lists of targets: those that name linears, and those that name experts' matrices alone.
-
-    Each target is in one list once, in the given order. It names all linears or matrices whose qualified names end with
-    it; `linears` are names of the model's. Raises ModelError for a target that names nothing, or that peft refuses.
-    """
+    """A target names all linears or matrices whose qualified names end with it; the second list has matrices alone."""
     matrices = [
         f"{path}.{name}"
         for path, experts in expert_modules(model).items()
@@ -188,7 +182,6 @@ def _checked_target_names(
 def _unknown_target_error(
     model: PreTrainedModel, target: str, linears: Sequence[str], matrices: Sequence[str]
 ) -> ModelError:
-    """Return the error of a target that names nothing, with the names that it could have and the nearest of them."""
     endings = sorted({name.rpartition(".")[2] for name in linears})
     endings += sorted({".".join(name.split(".")[-2:]) for name in matrices})
     nearest = nearest_name(target.rpartition(".")[2], endings)
@@ -200,10 +193,6 @@ def _unknown_target_error(
 
 
 def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
-    """Return the last names of all linears in decoder layers, or whole names where these are numbers.
-
-    Names that peft takes for experts, or refuses, are left out with a warning.
-    """
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name in linears if name.startswith(layers)]
     names = sorted({name if (last := name.rpartition(".")[2]).isdecimal() else last for name in inside})
@@ -221,11 +210,7 @@ def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> lis
 
 
 def _names_peft_cannot_adapt(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return those of `names` (targets), in their order, that peft refuses, or takes for experts. Each is tried alone.
-
-    peft refuses linears of mixers whose weights kernels read directly, past an adapter. It takes for experts names that
-    linears of single experts had in transformers 4, which are fused now.
-    """
+    """peft refuses linears of mixers that kernels read past an adapter, and takes old names for experts."""
     import peft
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # pyright: ignore[reportPrivateUsage]
 
@@ -254,7 +239,8 @@ def draw_adapter_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """Draw an adapter's initial values, float32, on the CPU, as peft does: A uniform in ±1 / √inputs, B zero."""
     if ".lora_A." not in name:
         return torch.zeros(tuple(shape))
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # on CPUs seeds have 32 bits
+    # On CPUs seeds have 32 bits.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 

@@ -44,7 +44,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 _MIXING = ("linear_attention", "conv", "hybrid", "mamba")  # types of layers that may contain a mixer
 
-_CHOSEN_KEYS = {  # what is missing for other layers whose keys are chosen
+# Each value says what is missing for layers of this type, whose keys are chosen.
+_CHOSEN_KEYS = {
     **dict.fromkeys(INDEXED, "whose indexer does more than to score keys one by one (it pools them, say)"),
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
@@ -71,10 +72,7 @@ def refuse_quantized(model: nn.Module) -> None:
 
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why a class cannot run, by its name and configuration.
-
-    A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration.
-    """
+    """A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration."""
     config = model.config
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -98,11 +96,7 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which modules have a forward, set on the instance or in a wrapper, that longspan would not run.
-
-    In place of a forward of the model, of mixers, of indexers, and of rotary modules whose frequencies depend on a
-    document's length it runs one of its own, made of the class's forward.
-    """
+    """In place of these forwards longspan runs its own, made of the class's forward."""
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers, **find_indexers(model)}
     replaced |= {name: module for name, module in model.named_modules() if length_dependent_types(module)}
@@ -120,10 +114,7 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why rotary frequencies, or scalings of queries, read all rows of a call and cannot be computed by document.
-
-    `seams/rope.py` chooses frequencies by document in modules that name their type in `rope_type`.
-    """
+    """`seams/rope.py` chooses frequencies by document in modules that name their type in `rope_type`."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     can_choose = any(hasattr(module, "rope_type") for module in model.modules())
@@ -133,7 +124,8 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
             f"rope type {kind!r} chooses frequencies by the longest position of a call, and no module of the model has "
             "a rope_type that says where; use default, linear, llama3 or yarn"
         )
-    constants = ("floor_scale", "attn_scale")  # of Llama 4's formula, which alone is computed by positions
+    # longspan computes Llama 4's formula alone by positions, and these are its constants.
+    constants = ("floor_scale", "attn_scale")
     scaling = {name: module for name, module in model.named_modules() if scales_queries_by_row(module)}
     if names := [
         n for n, m in scaling.items() if not all(isinstance(getattr(m, c, None), int | float) for c in constants)
@@ -145,7 +137,6 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which types of layers, and which convolutions outside mixers, are not known to be exact."""
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
         is_known = attends_to_chosen_keys if kind in INDEXED else is_mixer
@@ -179,7 +170,8 @@ def check_model(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...
         for feature in features:
             contexts.enter_context(feature.checks_context(model))
         class_draws = check_model_on_this_rank(model, features)
-        assert isinstance(model, PreTrainedModel)  # others were refused
+        # `check_model_on_this_rank` refused other classes.
+        assert isinstance(model, PreTrainedModel)
         for feature in features:  # last, as each rank has passed its own checks
             feature.check_same_on_all_ranks(model)
     return class_draws

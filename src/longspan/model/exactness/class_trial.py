@@ -20,7 +20,8 @@ from longspan.model.seams.trial_shards import attend_separately
 _STAND_IN = "longspan_separate_rows"
 _ROWS = 48
 _EXPERTS = 8
-_PIECES = (slice(0, 1), slice(1, 30), slice(30, _ROWS))  # of unequal sizes, one of a single row
+# The pieces have unequal sizes; one has a single row.
+_PIECES = (slice(0, 1), slice(1, 30), slice(30, _ROWS))
 _TOLERANCE = 1e-4  # relative; many routers and norms compute in float32, whatever the model's type
 
 
@@ -40,12 +41,7 @@ def try_small_model_of_class(model: PreTrainedModel) -> ClassTrial:
 
 
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
-    """Try a small copy of a class: rows together and in pieces must be the same.
-
-    The copy is in float64, and its rows see only themselves in attention, mixers and indexers. A class that draws at
-    random in training is compared in evaluation mode: draws would differ from pass to pass. That a small model cannot
-    be made or run is a reason only where the trial is `required`, of a class with experts.
-    """
+    """Rows see only themselves. A class that draws in training is compared in evaluation: draws differ by pass."""
     try:
         small = shrink_configuration(config, experts=_EXPERTS)
         torch.manual_seed(0)
@@ -94,15 +90,11 @@ class _Pass(NamedTuple):
 
     rows: Tensor  # (R, D)
     gradients: dict[str, Tensor | None]
-    outputs: dict[str, list[Tensor]]  # of modules, (R, …) each, in the order in which they were called
+    outputs: dict[str, list[Tensor]]  # (R, …) each, by module, in the order of calls
 
 
 def _run_rows_in_order(model: PreTrainedModel, order: Tensor) -> _Pass:
-    """Run the rows of these numbers together, forward and backward.
-
-    A row's number in `order` is its token id, and picks the gradient of its output from those of all rows, which are
-    the same in every pass. All rows are at one position.
-    """
+    """A row's number in `order` is its token id, and picks its output's gradient. All rows are at one position."""
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     upstream = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
@@ -119,10 +111,7 @@ def _run_rows_in_order(model: PreTrainedModel, order: Tensor) -> _Pass:
 
 
 def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
-    """Yield those tensors of a module's output that have a row for each of the `rows`, each as (rows, ·).
-
-    Such are of shape (rows, …) or (1, rows, …).
-    """
+    """Such tensors are of shape (rows, …) or (1, rows, …)."""
     for leaf in tree_leaves(out if isinstance(out, tuple | list) else [out]):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             leaf = leaf.detach()
@@ -133,11 +122,7 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
 
 
 def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why rows of a small model are not computed each by itself.
-
-    Gradients and experts are compared only if outputs are equal. Buffers that are not saved may change, as they may
-    only log what was run; if results depend on them, outputs differ.
-    """
+    """Buffers that are not saved may only log what was run; if results depend on them, outputs differ."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows_in_order(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
@@ -158,10 +143,7 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _place_of_first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
-    """Return the first module, in order of calls, whose outputs of a row differ between the whole and its parts.
-
-    A module that is not called equally often for each part cannot be compared.
-    """
+    """A module that is not called equally often for each part cannot be compared."""
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
             pieces = [
@@ -173,7 +155,6 @@ def _place_of_first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tens
 
 
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> Iterator[str]:
-    """Yield the first parameter whose gradient is not the sum over the parts, or is missing in one."""
     # below, gradients are rounding alone, as those of learnt rotary frequencies: all rows are at one position
     least = 1e-9 * max((float(x.abs().max()) for x in whole.gradients.values() if x is not None), default=0.0)
     for name, gradient in whole.gradients.items():
@@ -193,7 +174,6 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> It
 
 @torch.no_grad()
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the first experts that compute something else than `mix_experts`, which longspan runs in their place."""
     for name, module in expert_modules(model).items():
         from longspan.model.experts.moe import mix_experts
 

@@ -66,11 +66,7 @@ def draw_image(base: Any, merge: int, side: Side, generator: np.random.Generator
 
 
 def _draw_padded_tiles(base: Any, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
-    """Draw an image of LFM2-VL: patches (n, P, `width`), a mask (n, P), 0 at padding, and shapes (n, 2) in patches.
-
-    There are as many tiles as `side` is high. Full ones make 3 x 3 rows, the last one `side`, so that its mask hides
-    patches.
-    """
+    """Patches (n, P, `width`), a mask (n, P), 0 at padding, shapes (n, 2); the last tile's mask hides patches."""
     height, row_width = side
     factor = getattr(base.config, "downsample_factor", 1)
     full_side = 3 * factor
@@ -81,10 +77,7 @@ def _draw_padded_tiles(base: Any, side: Side, width: int, generator: np.random.G
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
-    """Draw an image of patches (n, C · t · p²), or (n, C, p, p), with their grid; `width` is C · p².
-
-    Models with `image_merge_sizes` get 1 for an even width and 2 for an odd one, so that trials have both.
-    """
+    """Patches (n, C · t · p²) or (n, C, p, p); `width` is C · p². `image_merge_sizes` has 1 for even widths, else 2."""
     fields = dict[str, Tensor]()
     frames = getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_feature_parameters(base):
@@ -99,10 +92,7 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, generator: np.r
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], generator: np.random.Generator) -> ImageInput:
-    """Draw an image of whole tiles (C, height, width), as many as its shorter side.
-
-    A mask of pixels hides a patch at the right of the last tile of an odd width.
-    """
+    """Tiles are (C, height, width). A mask of pixels hides a patch at the right of the last tile of an odd width."""
     parameters = image_feature_parameters(base)
     tiles = min(side)
     pixels = _draw_pixels((tiles, *tile), generator)
@@ -128,7 +118,8 @@ def _draw_pixels(shape: tuple[int, ...], generator: np.random.Generator) -> Tens
     return torch.from_numpy(generator.normal(size=shape))
 
 
-_SIDES = ((2, 3), (1, 2), (3, 2))  # of images, as `draw_image` takes them
+# `draw_image` takes these sides of images.
+_SIDES = ((2, 3), (1, 2), (3, 2))
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at videos, as processors make them
 
 
@@ -191,7 +182,8 @@ def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]
     most = max((images for _, images in sizes), default=0)
     images = [draw_image(base, tokens.merge, side, generator) for side in (_SIDES * most)[:most]]
     with torch.no_grad():
-        pool = [(image, len(encode_images(base, [image])[0])) for image in images]  # with its number of rows
+        # The pool holds each image with its number of rows.
+        pool = [(image, len(encode_images(base, [image])[0])) for image in images]
     documents = list[TrialDocument]()
     for text, count in sizes:
         document_words = generator.choice(words, text)
@@ -262,7 +254,8 @@ def make_video_document(model: PreTrainedModel) -> TrialDocument:
             images.append(draw_image(base, merge, side, generator))
             words_between = words[1, :2].tolist() if videos.apart and group > 0 else []
             ids += [*words_between, *[placeholder] * (side[0] * side[1])]
-        ids += words[2, : 2 + number].tolist()  # another number of words after each item
+        # Each item has another number of words after it.
+        ids += words[2, : 2 + number].tolist()
     all_ids = np.array(ids)
     image_grids = np.array([images[3].grid])  # the one image, after the first video's 3 groups
     positions = videos.positions(all_ids, image_grids, [clip.video for clip in clips])

@@ -30,7 +30,8 @@ from longspan.plan.shape.families import find_family
 
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
 _TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
-_FLOOR = 0.01  # of the largest gradient: below, a gradient may be rounding alone, as that of a key's bias is
+# Below this share of the largest gradient a gradient may be rounding alone, as that of a key's bias is.
+_FLOOR = 0.01
 
 
 def reasons_against_images(config: PreTrainedConfig, *, videos: bool = False) -> tuple[str, ...]:
@@ -43,10 +44,7 @@ def reasons_against_images(config: PreTrainedConfig, *, videos: bool = False) ->
 
 
 def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[str]:
-    """Yield how a small model with images differs from its encoder and its text model run apart; nothing if equal.
-
-    The model is taken apart between the two passes: its encoder leaves it.
-    """
+    """The model is taken apart between the two passes: its encoder leaves it."""
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = [make_video_document(model)] if videos else make_trial_documents(model, _SIZES)
@@ -84,10 +82,7 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
 def _run_documents(
     parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """Return the logits (T, V) of documents, run one by one, and the gradients of all parameters.
-
-    Backward is from a random weighting of all logits that is the same for each `run`.
-    """
+    """Logits are (T, V). Backward is from a random weighting of all of them that is the same for each `run`."""
     logits = [run(document) for document in documents]
     generator = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in logits]
@@ -96,10 +91,7 @@ def _run_documents(
 
 
 def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: TrialDocument) -> Tensor:
-    """Return the logits (T, V) of a document from an encoder and the text model that it was split off.
-
-    Rows of images take the places of placeholders by hooks on the embedding, and are added after layers (DeepStack).
-    """
+    """Rows of images replace placeholders by hooks on the embedding, and are added after layers (DeepStack)."""
     ids = torch.from_numpy(document.ids)[None]
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [encoder([image]) for image in document.images]

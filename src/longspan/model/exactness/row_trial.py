@@ -34,8 +34,10 @@ from longspan.plan import Group, MicroBatch
 _LENGTHS = (19, 1, 9, 3, 13, 5, 11, 2, 8)
 _ALL = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 _FEWER = (8, 5, 4, 1, 7)
-_SEED = 29  # by which the first and the last of the fewer rows are compared
-_COUNT = sum(_LENGTHS)  # of the numbers of rows, for each part
+# By this seed the first and the last of the fewer rows are compared.
+_SEED = 29
+# Each part of the rows has as many numbers.
+_COUNT = sum(_LENGTHS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +105,7 @@ class _TrialRows:
 
 
 def _compared_mask(numbers: Integers) -> Integers:
-    """Return which rows are compared: about half of them, by a draw that depends on their numbers only."""
+    """About half of the rows are compared, by a draw that depends on their numbers only."""
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
 
@@ -139,7 +141,8 @@ class _ObservedPass:
 
     rows: _TrialRows
     allowed: _AllowedDifference
-    before: "_ObservedPass | None"  # with whose rows these are compared; None: the first
+    # These rows are compared with the rows of that pass; None: this is the first one.
+    before: "_ObservedPass | None"
     tensors: dict[_CallKey, Tensor] = field(default_factory=dict[_CallKey, Tensor])
     errors: dict[_CallKey, Tensor] = field(default_factory=dict[_CallKey, Tensor])
     _calls: dict[str, int] = field(default_factory=dict[str, int])
@@ -160,23 +163,19 @@ class _ObservedPass:
             yield
 
     def _observe_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Count a module's call, and note its inputs: a forward pre-hook."""
         call = self._calls[name] = self._calls.get(name, -1) + 1
         self.observe(name, (args, kwargs), call, out=False)
 
     def _observe_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
-        """Observe a module's outputs; of a layer, return them with compared rows as they were in the pass before.
-
-        A forward hook, which leaves the outputs as they are where it returns None. By the replaced rows an error counts
-        in the layer that makes it, and not in those that follow.
-        """
+        """A layer's output gets compared rows as they were, so that an error counts in the layer that makes it."""
         call = self._calls[name]
         inputs = self.tensors.get(_CallKey(name, call, False, 0)) if is_layer else None
         self.observe(name, out, call, added_to=inputs)
         if not is_layer or self.before is None:
             return None
         leaves, structure = tree_flatten(out)
-        numbers = count()  # of tensors with a row for each of these rows
+        # The counter numbers tensors with a row for each of these rows.
+        numbers = count()
         for index, value in enumerate(leaves):
             if (x := self.rows.as_rows(value)) is None:
                 continue
@@ -206,10 +205,7 @@ class _ObservedPass:
                 self.errors[key] = _share_of_allowed(recorded[places], earlier, inputs, self.allowed)
 
     def _compared_rows(self, key: _CallKey, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the indices of compared rows in a tensor, and what they were in the pass before.
-
-        Without a tensor to compare with, or rows that both have, the indices are None, and the second is of no meaning.
-        """
+        """Without a tensor to compare with, or common rows, the indices are None, and the second has no meaning."""
         before = self.before
         earlier = x if before is None else before.tensors.get(key, x)
         if before is None or earlier is x or x.shape[1:] != earlier.shape[1:]:
@@ -236,12 +232,8 @@ class _ObservedPass:
 
 
 def _share_of_allowed(rows: Tensor, earlier: Tensor, inputs: Tensor | None, allowed: _AllowedDifference) -> Tensor:
-    """Return how far rows (R, …) are from what they were `earlier`, as a share of what is allowed, for the worst row.
-
-    With `allowed.median` it is the rows' median. What exceeds rounding is measured against what a module adds to a row:
-    `earlier` less a layer's `inputs`, or without inputs all of it. A row with a NaN, which shows nothing, has no error;
-    one with an infinite number has.
-    """
+    """What exceeds rounding is measured against what a module adds to a row: `earlier` less a layer's `inputs`, or
+    without inputs all of it. A row with a NaN has no error, one with an infinite number has."""
     result, exact = (x.flatten(1).to(torch.promote_types(x.dtype, torch.float32)) for x in (rows, earlier))
     added = exact if inputs is None else exact - inputs.flatten(1)
     epsilon = torch.finfo(rows.dtype).eps
@@ -294,13 +286,12 @@ def try_rows_before_call(model: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _tried_modes(model: nn.Module) -> set[bool]:
-    """Return the modes (True: training) in which a model was tried, a set that the model keeps and callers add to."""
+    """True: training. The model keeps the set, and callers add to it."""
     return vars(model).setdefault("modes_of_row_trial", set[bool]())
 
 
 @contextmanager
 def _clean_up_after_trial(model: nn.Module) -> Iterator[None]:
-    """Restore modes, and free gathered weights, after a trial, inside of which nothing is compiled."""
     is_compiled = any(IS_COMPILED in vars(module) for module in model.modules())
     with preserve_modes(model), torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         try:
@@ -382,9 +373,6 @@ class _RowTrial:
     def _run_stage(
         self, stage: Any, model: Any, rows: _TrialRows, before: _ObservedPass | None, *, every_module: bool
     ) -> _ObservedPass:
-        """Run one pass of a stage, without gradients and dropout, and return what was observed; nothing of the model
-        changes.
-        """
         # 1e-4 is for float32, in which norms and routers may be, whatever the model's type. In coarse types least is
         # allowed where every product has the same shapes, and most where rounding may choose other experts.
         same_shapes = len(rows.numbers) == len(self.first.numbers)
@@ -407,13 +395,12 @@ class _RowTrial:
                 with observed.observe_calls(modules, decoder_layers(model)):
                     self._run_pass(stage, observed)
         finally:
-            for buffer, version, value in buffers:  # that were written to
+            for buffer, version, value in buffers:
                 if buffer._version != version:
                     buffer.copy_(value)
         return observed
 
     def _run_pass(self, stage: Any, observed: _ObservedPass) -> None:
-        """Call a model or a stage with the pass's rows, and observe the hidden states and logits behind its layers."""
         rows = observed.rows
         ids = rows.values_of_rows(self.ids)[None]
         positions = rows.shard.position_ids[None]
@@ -442,10 +429,7 @@ class _RowTrial:
             observed.observe("the hidden states after its last layer", out[0].chunk(1 + stage.with_embedding)[0])
 
     def _make_hidden_states(self, stage: Any, rows: _TrialRows) -> Tensor:
-        """Draw what a stage before would hand on: the same (1, T, D) for a row's number in every pass.
-
-        Behind them are embedded rows, if stages hand these on.
-        """
+        """The same (1, T, D) for a row's number in every pass; behind them embedded rows, if stages hand these on."""
         generator = torch.Generator().manual_seed(4)
         inputs = list[Tensor]()
         width = self.model.config.get_text_config().hidden_size

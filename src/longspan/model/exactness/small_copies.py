@@ -37,7 +37,8 @@ from longspan.model.exactness.small_values import (
 from longspan.model.kinds import find_mixers
 from longspan.plan.shape.families import find_family
 
-MOST_PARAMETERS = 4_000_000  # of a copy with small heads
+# The limit is that of a copy with small heads.
+MOST_PARAMETERS = 4_000_000
 _LEFT_OUT = (
     "quantization_config",
     "auto_map",
@@ -71,7 +72,7 @@ def shrink_configuration(
     # DeepStack adds rows of images after each of the first two layers, and two pipeline stages need two layers each.
     deep = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
     usual = Sizes(true_heads=true_heads, experts=experts)
-    equal = replace(usual, grouped=False)  # as many key heads as query heads
+    equal = replace(usual, grouped=False)
     wide = replace(usual, narrow=False)  # a hidden size as wide as the heads together
     both = replace(equal, narrow=False)
     # in turn until the class accepts them: some ask for other heads, widths or a padding id
@@ -128,13 +129,13 @@ def make_tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    """Make a model of a small configuration, of its task's class; "eager" attention where a class has no other."""
     settings = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = (
         AutoModelForImageTextToText if images or has_only_image_text_class(config) else AutoModelForCausalLM
     )
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        automatic = AutoModel  # of a text model inside a wrapper
+        # A text model inside a wrapper has no class of its own for causal language models.
+        automatic = AutoModel
 
     def make(attention: str) -> PreTrainedModel:
         return automatic.from_config(
@@ -156,10 +157,7 @@ def has_only_image_text_class(config: PreTrainedConfig) -> bool:
 
 
 def _small_configuration_values(config: PreTrainedConfig, sizes: Sizes, least: int) -> dict[str, Any]:
-    """Return a configuration's values at small sizes, those of the configurations inside it too.
-
-    A family's row of `FAMILIES` comes last: its values may be functions of the others.
-    """
+    """A family's row of `FAMILIES` comes last: its values may be functions of the others."""
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)

@@ -75,7 +75,8 @@ _NETWORK = re.compile(
     r"(intermediate|ffn|ff|feed_forward|inner).*(size|dim|mlp)$|^(n_inner|d_inner|dff|dim_ff)$|ffn_dim$"
 )
 _TOKEN = re.compile(r"_token_(id|index)$|^(mask|unk)_index$")
-_FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernels, tables of hashed ids
+# What these count has no kinds: state sizes, ranks, chunks of kernels, tables of hashed ids.
+_FIXED = {
     **dict.fromkeys(_HEADS, _SMALL_HEADS), **dict.fromkeys(_WINDOWS, WINDOW),
     **dict.fromkeys(_VOCABULARIES, SMALL_VOCABULARY),
     "topk_group": 1, "original_max_position_embeddings": SCALED_FROM,
@@ -161,7 +162,6 @@ class _SmallAttributes:
         return self._small_integer(name, value)
 
     def _small_integer(self, name: str, value: int) -> int:
-        """Return the small value of a positive integer: a fixed one, or one that keeps its kind."""
         true_heads = self.sizes.true_heads
         if true_heads and name in _OF_LATENTS:
             return value
@@ -173,7 +173,9 @@ class _SmallAttributes:
             return SCALED_FROM if dynamic else POSITIONS
         if name in (*_EXPERTS, *PICKED, *EXPERT_GROUPS):
             return min(value, self.sizes.experts if name in _EXPERTS else 2)
-        if name in _KV_HEADS:  # one, or as many as query heads, where the configuration says so; else half as many
+        # The small copy has one key head, or as many as query heads, where the configuration says so, else half as
+        # many.
+        if name in _KV_HEADS:
             # layers with a sliding window (swa_…) may have their own number of query heads
             queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
             full = 1 if value == 1 else _SMALL_HEADS
@@ -187,7 +189,6 @@ class _SmallAttributes:
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
-        """Return the small value of a width, by its ratio to the hidden size; what is no width stays."""
         small = self.small_hidden
         hidden = self.hidden
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
@@ -238,16 +239,12 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _count_rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], head_size: int) -> int:
-    """Return how many pairs of features of a small head are rotated."""
     share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
     return int((small.get("qk_rope_head_dim") or small.get("head_dim") or head_size) * share) // 2
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], head_size: int) -> dict[str, Any]:
-    """Return rotary parameters for heads of this size.
-
-    Scaling begins at a length that trials exceed; M-RoPE keeps the share of frames, the others get equal shares.
-    """
+    """Scaling begins at a length that trials exceed; M-RoPE keeps the share of frames, the others get equal shares."""
     out = dict(rope)
     pairs = _count_rotary_pairs(rope, small, head_size)
     for name, value in rope.items():
@@ -325,7 +322,8 @@ class LayerChoice(NamedTuple):
             return {
                 index: value[key] for index, layer in enumerate(self.layers) for key in value if int(key) == layer
             }
-        if isinstance(value, list) and value == [*range(self.of)]:  # each layer's own number
+        # The value is each layer's own number.
+        if isinstance(value, list) and value == [*range(self.of)]:
             return [*range(len(self.layers))]
         if isinstance(value, list | tuple) and len(value) == self.of and self.of > 1:
             return [value[layer] for layer in self.layers]
@@ -355,7 +353,6 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
 
 
 def _layers_with_new_values(layers: Sequence[int], kinds: Sequence[frozenset[str]]) -> list[int]:
-    """Return those of the layers whose kind has a value that the kind of none before has."""
     chosen = list[int]()
     shown = set[str]()
     for layer in layers:
@@ -427,7 +424,7 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
 
 
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
-    """Return a tower's values, fitted to small images and to the `width` of the text model (None: unknown)."""
+    """`width` is that of the text model; None: unknown."""
     tower = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
     tower |= {name: width for name in _OF_TEXT if name in vision and width}
     for name, side in (("image_size", SIDE), ("patch_size", PATCH)):
@@ -439,16 +436,14 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
     # Qwen2-VL's names of width and outputs
     if isinstance(vision.get("embed_dim"), int) and "hidden_size" in vision:
         tower |= {"embed_dim": 64, "hidden_size": width}
-    if vision.get("window_size"):  # of pixels where patches are merged, else of patches
+    # The window counts pixels where patches are merged, else patches.
+    if vision.get("window_size"):
         tower["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
     return tower
 
 
 def _add_mrope_sections(text: dict[str, Any]) -> dict[str, Any]:
-    """Return a text model's values with sections of M-RoPE for small heads, if it sets none itself.
-
-    The class's own default is for a large head; `small_values` scales sections that a configuration sets.
-    """
+    """The class's own default is for a large head; `small_values` scales sections that a configuration sets."""
     rope = text.get("rope_parameters")
     if not isinstance(rope, dict) or "mrope_section" in rope or any(isinstance(v, dict) for v in rope.values()):
         return text

@@ -21,12 +21,15 @@ from longspan.model.experts.visits import find_row_kernels
 from longspan.model.marks import find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
-EXPERT_ADAPTERS = "adapters_of_experts"  # of experts: peft's module of each adapted parameter, by its name
-ADAPTER_VIEW = "adapter_view"  # of experts: how an adapter's matrix is read
-LOCAL_EXPERTS = "local_experts"  # of experts: which of them this rank has, a slice
+# Experts have these attributes: peft's module of each adapted parameter by its name, how an adapter's matrix is read,
+# and the slice of them that this rank has.
+EXPERT_ADAPTERS = "adapters_of_experts"
+ADAPTER_VIEW = "adapter_view"
+LOCAL_EXPERTS = "local_experts"
 
 
-_COLUMNS = 1024  # of a row, which one program of a kernel computes
+# One program of a kernel computes so many columns of a row.
+_COLUMNS = 1024
 _SILU_CLASSES = (nn.SiLU, type(ACT2FN["silu"]))
 
 
@@ -65,7 +68,6 @@ class _SiluGate(torch.autograd.Function):
 
 
 def _launch_gate_kernel(name: str, x: Tensor, *others: Tensor) -> None:
-    """Launch a gate's kernel over rows x (S, 2 I) and what it reads or writes beside; not for empty ones."""
     rows = len(x)
     width = x.shape[1] // 2
     if rows and width:
@@ -109,7 +111,8 @@ def run_experts(experts: nn.Module, x: Tensor, loads: ExpertLoads) -> Tensor:
         weights = [weight for weight in (up, up_bias, down, down_bias, *adapters) if weight is not None]
         return _NoRows.apply(x, *weights)  # pyright: ignore[reportReturnType]
     grouped = can_group_products(x, up, down, *adapters, float8=float8_up is not None)
-    if not grouped:  # both layers need the counts: read them from the device once
+    # Both layers need the counts, so the device is read once.
+    if not grouped:
         loads = ExpertLoads(loads.device, loads.host_counts())
     multiply = partial(_multiply_by_experts, loads=loads, grouped=grouped)
 
@@ -134,11 +137,7 @@ _Adapter = tuple[Tensor, Tensor, float]
 
 
 def _find_expert_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
-    """Return peft's adapter of this parameter of local experts, in the rows' dtype; None without one, and while peft's
-    adapters are disabled.
-
-    In peft's two matrices for all experts, rows of A are sorted by expert, columns of B by rank, then by expert.
-    """
+    """In peft's matrices for all experts, rows of A are sorted by expert, columns of B by rank, then by expert."""
     wrapper = vars(experts).get(EXPERT_ADAPTERS, {}).get(name)
     if wrapper is None or wrapper.disable_adapters:
         return None
@@ -163,7 +162,8 @@ class _NoRows(torch.autograd.Function):
         ctx.weights = [(weight.shape, weight.dtype) for weight in weights]
         ctx.dtype = x.dtype
         kind = x.device.type
-        is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # as products with rows are
+        # Products with rows are cast in the same way.
+        is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
         return x.to(torch.get_autocast_dtype(kind) if is_cast else x.dtype, copy=True)
 
     @staticmethod
@@ -188,10 +188,7 @@ def _multiply_by_experts(
     grouped: bool,
     transposed: bool,
 ) -> Tensor:
-    """Multiply rows (S, inputs), sorted by expert, each with its expert's matrix, and add its bias: (S, outputs).
-
-    Matrices are (e, outputs, inputs), or (e, inputs, outputs) if `transposed`; `grouped`: in one product.
-    """
+    """Rows (S, inputs) are sorted by expert; matrices (e, outputs, inputs), or (e, inputs, outputs) if `transposed`."""
     counts = None if grouped else loads.host_counts()
     if float8_weight is None and counts is not None:
         biases = [None] * weight.shape[0] if bias is None else bias.unbind()
@@ -223,6 +220,5 @@ def can_group_products(x: Tensor, *weights: Tensor, float8: bool = False) -> boo
 
 
 def _local_weight_and_bias(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's part of a matrix (e, …, …) of experts, and of its bias (e, outputs) if there is one."""
     bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
     return local_tensor(getattr(module, name)), bias

@@ -54,10 +54,7 @@ def connect_experts(model: PreTrainedModel) -> None:
 
 
 def _turn_off_router_losses(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turn off transformers' loss of routers, which would count only local rows, padding included: a forward pre-hook.
-
-    ModelError for a call that asks for it.
-    """
+    """transformers' loss of routers would count only local rows, padding included."""
     if kwargs.get("output_router_logits"):
         raise ModelError(
             f"{type(model).__name__} got output_router_logits=: a loss of the local rows would depend on the plan; "
@@ -70,11 +67,7 @@ def _turn_off_router_losses(model: nn.Module, args: Any, kwargs: Any) -> tuple[t
 def _record_routing(
     router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...] | None:
-    """Record a router's output in the step's statistics, and give its weights the gradient of the routers' losses.
-
-    A forward hook; it returns the output in the order in which the router gave it, or None outside a step with
-    statistics.
-    """
+    """A forward hook: it returns the output in the router's order, or None outside a step with statistics."""
     layer = running_layer()
     if layer.router is None or isinstance(layer.shard, Probe):
         return None
@@ -116,7 +109,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
             f"{type(experts).__name__} got {count} rows; the shard holds {local}, each of tp {tp} ranks works on "
             f"all of them or {-(-local // tp)}"
         )
-    first_slot = world.slot // world.home.ep * world.home.ep  # of this slot's ep group
+    # The slot is the first of this slot's ep group.
+    first_slot = world.slot // world.home.ep * world.home.ep
     channel = (
         world.channels.find_channel(range(first_slot, first_slot + world.home.ep)) if world.home.ep > 1 else None
     )
@@ -148,10 +142,7 @@ class _PlaceRows(torch.autograd.Function):
 def _mix_experts_in_tiles(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, shard: SequenceShard, channel: Channel | None
 ) -> Tensor:
-    """Run `mix_experts` over as many tiles of rows as the model's option says (none: at once).
-
-    With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges.
-    """
+    """With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges."""
     tile_rows = int(getattr(experts, TILE_ROWS, 0))
     rows = len(x) if channel is None else shard.micro_batch.most_rows
     count = count_tiles(rows, tile_rows)
@@ -189,12 +180,10 @@ def mix_experts(
 
 
 def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
-    """Send rows (S, D), sorted by expert, to the members that have their experts; outputs come back in the same order.
-
-    `loads` (E,) counts this member's rows of every expert. All members of the channel enter it.
-    """
+    """Rows (S, D) are sorted by expert; `loads` (E,) counts this member's. All members of the channel enter it."""
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
-    sends = counts[channel.index].sum(1).tolist()  # of counts (sender, receiver, receiver's experts)
+    # The counts are (sender, receiver, receiver's experts).
+    sends = counts[channel.index].sum(1).tolist()
     counts_here = counts[:, channel.index]  # (sender, local experts)
     receives = counts_here.sum(1).tolist()
     arrived = send_routed_rows(x, sends, receives, channel)
@@ -218,11 +207,8 @@ def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channe
 
 
 def _choose_shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
-    """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly.
-
-    Raises ModelError, which calls them `name`, if none does.
-    """
-    ranks = home.slots // home.dp_replicate // home.ep * home.tp  # that hold the same experts
+    # So many ranks hold the same experts.
+    ranks = home.slots // home.dp_replicate // home.ep * home.tp
     sizes = (shape[0] // home.ep, *shape[1:])
     for dim, size in enumerate(sizes):
         if size % ranks == 0:
@@ -280,7 +266,8 @@ class ExpertFeature(Feature):
         policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
         for experts in expert_modules(model).values():
             count = int(experts.num_experts) // home.ep  # pyright: ignore[reportArgumentType]
-            member = world.slot % home.ep  # of this rank in its ep group
+            # The member is this rank's number in its ep group.
+            member = world.slot % home.ep
             vars(experts)[LOCAL_EXPERTS] = slice(member * count, (member + 1) * count)
             if home.ep > 1:
                 for name, parameter in list(experts.named_parameters(recurse=False)):

@@ -98,9 +98,11 @@ class RouterStatistics:
         self.coefficients = coefficients
         self.world = world
         self.experts = experts
-        self.token_layers: int = max(tokens * layers, 1)  # at least 1, to divide by
+        # The number is at least 1, to divide by.
+        self.token_layers: int = max(tokens * layers, 1)
         self.micro_batches: list[RouterSums] = []
-        self.counted_ahead: list[RouterSums] = []  # of micro-batches that run again, with a graph
+        # These micro-batches run again, with a graph.
+        self.counted_ahead: list[RouterSums] = []
         self.fractions: Tensor | None = None  # F (E,)
 
     def add_micro_batch(self, *, counting: bool = False) -> RouterSums:
@@ -137,13 +139,11 @@ class RouterStatistics:
 
 
 def _sum_over_micro_batches(micro_batches: Sequence[RouterSums], experts: int) -> list[float] | Tensor:
-    """Add what all routers recorded, (2 E + 1,); zeros without routers on this stage."""
     sums = [router for micro_batch in micro_batches for router in micro_batch.by_router.values()]
     return torch.stack(sums).sum(0) if sums else [0.0] * (2 * experts + 1)
 
 
 def _widen_logits(logits: Tensor) -> Tensor:
-    """Return logits in float32, or float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -175,11 +175,8 @@ class _WithRouterLosses(torch.autograd.Function):
 
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
-    """Return the gradient (R, E) of both losses, times their coefficients, at the logits (R, E).
-
-    With the module's symbols and p = softmax(logits): balance E Σ F P has the gradient g = E F / N at p, so
-    p (g − Σ g p) at the logits; z, the mean of lse², has 2 lse p / N.
-    """
+    """With the module's symbols and p = softmax(logits): balance E Σ F P has the gradient g = E F / N at p, so p (g
+    − Σ g p) at the logits; z, the mean of lse², has 2 lse p / N."""
     coefficients = statistics.coefficients
     token_layers = statistics.token_layers
     p = logits.softmax(-1)
@@ -202,7 +199,8 @@ def make_router_statistics(
 
     ModelError for coefficients of losses that are not known.
     """
-    routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
+    # The sizes are those of the routers of all pipeline stages.
+    routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)
     config = getattr(model, "config", None)
     coefficients = coefficients or RouterCoefficients()
     if not routers or not hasattr(config, "router_aux_loss_coef"):
@@ -214,8 +212,10 @@ def make_router_statistics(
                 "where a configuration has router_aux_loss_coef"
             )
         return None
-    if coefficients.balance is None:  # by the configuration, as transformers reads it
+    # transformers takes the coefficient from the configuration in the same way.
+    if coefficients.balance is None:
         balance = float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0  # pyright: ignore
         coefficients = RouterCoefficients(balance, coefficients.z)
-    experts = routers[0]  # as many as of every other router: their sums are added
+    # Every other router has as many experts: their sums are added.
+    experts = routers[0]
     return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)

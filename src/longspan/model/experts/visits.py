@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from longspan.lazy import import_triton_kernels
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
+# Sums of rows in these types may be in float32.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def find_row_kernels(*tensors: Tensor | None) -> Any:
@@ -114,7 +115,7 @@ class _SumVisits(torch.autograd.Function):
 
 
 def _compute_visit_sums(outputs: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
-    """Sum the `outputs` (R · top_k, D) of each row's visits, with weights (R, top_k) or without: (R, D)."""
+    """The sums (R, D) are of `outputs` (R · top_k, D), with weights (R, top_k) or without."""
     if (kernels := find_row_kernels(outputs, weights)) is None:
         by_row = outputs.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
         return (by_row if weights is None else by_row * weights.unsqueeze(2)).sum(1)
@@ -134,5 +135,4 @@ def _compute_visit_sums(outputs: Tensor, weights: Tensor | None, visits: Visits)
 
 
 def _program_columns(width: int) -> int:
-    """Return how many columns of a row a program takes at once: a power of two."""
     return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))

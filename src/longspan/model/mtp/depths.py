@@ -61,7 +61,8 @@ def take_hidden_states(output: Any) -> Tensor:
 class MtpDepths(nn.Module):
     """All depths of a model, in `layers`; the attribute `mtp` of the model."""
 
-    holds_depths = True  # by which `mtp_depths` knows it
+    # `mtp_depths` knows it by this attribute.
+    holds_depths = True
 
     def __init__(self, depths: list[MtpDepth]) -> None:
         super().__init__()
@@ -80,8 +81,10 @@ def refuse_bypassing_mtp(model: nn.Module, reached: Sequence[nn.Module]) -> None
 
 # ---- what the last decoder layer is called with in a pass: depths, which copy it, are called with the same
 
-LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with, without hidden states
-_NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
+# A layer is called with these arguments and the hidden states.
+LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]
+# Some rows of a depth have no token: its routers are not counted.
+_NOT_FOR_DEPTHS = ("hidden_states", "router")
 
 
 @dataclass(eq=False)

@@ -98,19 +98,17 @@ def select_published_mtp_names(keys: Iterable[str], layers: int) -> set[str]:
 
 
 def _depth_name(depth: int, inside: str) -> str:
-    """Return our name of a weight of a depth, whose name `inside` is ours or, of its decoder layer, the model's."""
     return f"{MTP}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
 
 
 def _replace_prefix(name: str, begins: dict[str, str]) -> str:
-    """Replace the first of the prefixes with which a name begins; another name stays."""
     return next(
         (ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name
     )
 
 
 def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
-    """Return the name of ours in files that number depths as layers behind the model's; another name stays."""
+    """Such files number depths as layers behind the model's."""
     match = re.fullmatch(rf"{MTP}\.layers\.(\d+)\.(.*)", name)
     if match is None:
         return name
@@ -119,7 +117,7 @@ def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
 
 
 def _qwen_name(name: str) -> str:
-    """Return the name of ours in Qwen's files, which have one depth; another name stays."""
+    """Qwen's files have one depth."""
     inside = name.removeprefix(f"{MTP}.layers.0.")
     if inside == name:
         return name
@@ -130,7 +128,7 @@ def _qwen_name(name: str) -> str:
 
 
 def _nemotron_name(name: str, blocks: int) -> str:
-    """Return the name of ours in Nemotron-H's files, which number the blocks of their one depth; another name stays."""
+    """Nemotron-H's files number the blocks of their one depth."""
     if match := re.fullmatch(rf"{MTP}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
         return f"{MTP}.layers.{match[1]}.{match[2]}"
     return name.replace(f"{MTP}.layers.0.post_norm.", f"{MTP}.layers.{blocks - 1}.final_layernorm.")

@@ -34,7 +34,7 @@ from longspan.plan.shape.families import find_family
 
 IMAGE = "image"  # the modality
 _ENCODER = f"encoders.{IMAGE}."
-_LANGUAGE_MODEL = "language_model."  # in names of parameters
+_LANGUAGE_MODEL = "language_model."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,8 @@ class MultimodalModel(nn.Module):
     prepared, or an encoder's world is not over the language model's ranks.
     """
 
-    holds_encoders = True  # by which `is_multimodal` knows it
+    # `is_multimodal` knows it by this attribute.
+    holds_encoders = True
 
     def __init__(
         self, encoders: Mapping[str, Encoder], language_model: PreTrainedModel | PipelineModel, world: World
@@ -209,7 +210,6 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
 
 
 def _add_deep_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
-    """Add the rows of items for decoder layer `index` to what it returned, if it ran with a shard: a forward hook."""
     shard = running_layer().shard
     if not isinstance(shard, SequenceShard):
         return out
@@ -230,12 +230,10 @@ class _SpliceHook:
     def _take_lookahead(
         self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Keep how far ahead the embedding is called, and take that keyword from its arguments: a forward pre-hook."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
     def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
-        """Put rows of items into the embedding's output (1, T, D): a forward hook."""
         shard = running_layer().shard
         if not isinstance(shard, SequenceShard):
             return embeddings

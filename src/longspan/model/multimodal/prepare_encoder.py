@@ -50,7 +50,6 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
 
 
 def _outermost_block_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (qualified name, list) of the lists of blocks in a module called `path`, none of them in another."""
     for name, child in module.named_children():
         qualified = f"{path}.{name}".lstrip(".")
         # A Sequential of blocks of one class, as in timm's vision towers; a block has children.
@@ -135,7 +134,6 @@ def check_encoder_prepared(module: nn.Module, world: World) -> None:
 
 
 def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sharding) -> None:
-    """Raise ModelError for an encoder that is prepared already or has no values, and for an unfit home or dtype."""
     world.check_open()
     name = type(module).__name__
     home = world.home
@@ -158,7 +156,7 @@ def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sh
 
 
 def _check_same_weights_on_all_ranks(module: nn.Module, world: World) -> None:
-    """Raise an error on all ranks, which call it together, if shapes or some 64 numbers of a parameter differ."""
+    """All ranks enter it. Some 64 numbers of each parameter are compared."""
     samples = dict[str, object]()
     for name, parameter in module.named_parameters():
         numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
@@ -169,10 +167,7 @@ def _check_same_weights_on_all_ranks(module: nn.Module, world: World) -> None:
 
 
 def _wrap_in_checkpoint(block: nn.Module, policy: str) -> None:
-    """Replace a block's forward by one under a checkpoint, in passes with gradients.
-
-    FSDP2's hooks on the module stay around the wrapper.
-    """
+    """FSDP2's hooks on the module stay around the wrapper."""
     inner: Any = block.forward
 
     @wraps(inner)
@@ -186,10 +181,7 @@ def _wrap_in_checkpoint(block: nn.Module, policy: str) -> None:
 
 
 def _hook_refusal_of_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Hook an encoder, so that a second call of one of its blocks in a forward pass raises ModelError.
-
-    Slots would wait for each other. A block that is recomputed is not called again: its own forward runs.
-    """
+    """Slots would wait for each other. A block that is recomputed is not called again: its own forward runs."""
     called = set[str]()
     encoder = type(module).__name__
 
@@ -212,8 +204,6 @@ def _hook_refusal_of_second_calls(module: nn.Module, units: Mapping[str, nn.Modu
 
 
 def _cast_first_tensor(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Have blocks cast their first tensor argument, the hidden states, to `dtype`, and nothing else."""
-
     def cast_input(_: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with the first tensor cast, positional ones first."""
         for index, value in enumerate(args):

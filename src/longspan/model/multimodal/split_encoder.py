@@ -100,7 +100,6 @@ class SplitModule:
         return max(outputs, default=0), min(outputs, default=0)
 
     def _read_count(self, names: tuple[str, ...]) -> int:
-        """Return the module's first attribute of these names that is an int; 0 without one."""
         values = vars(self.module)
         return next((values[name] for name in names if type(values.get(name)) is int), 0)
 
@@ -139,10 +138,7 @@ def find_split_parts(
 
 
 def _recognise_styles(module: nn.Module) -> dict[str, str]:
-    """Return the styles of all linears that are recognised by their own and their neighbours' names, by qualified name.
-
-    Beside a convolution, which mixes features, linears are replicated.
-    """
+    """Beside a convolution, which mixes features, linears are replicated."""
     styles = dict[str, str]()
     for name, owner in module.named_modules():
         children = dict(owner.named_children())
@@ -156,17 +152,13 @@ def _recognise_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """Find the linears in a module by name: of an adapted one the linear inside, and no matrix of its adapter."""
     adapted = tuple(f"{name}." for name in peft_modules(module))
     modules = {n: unadapted_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Return the styles of the linears, all children of one module, that belong to attention or an MLP, by name.
-
-    Those before attention, or before an activation, are split by columns, and the one behind it by rows.
-    """
+    """Linears before attention, or before an activation, are split by columns, and the one behind it by rows."""
     styles = dict[str, str]()
     output = next((name for name in _AFTER_ATTENTION if name in linears), None)
     columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)
@@ -180,10 +172,7 @@ def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
 
 
 def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles that the caller's plan gives linears, by qualified name; of two patterns the later one counts.
-
-    ModelError for an unknown style, and a pattern that no linear fits.
-    """
+    """Of two patterns the later one counts."""
     styles = dict[str, str]()
     linears = [*_find_linears(module)]
     for pattern, style in plan.items():
@@ -200,7 +189,6 @@ def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str,
 
 
 def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
-    """Raise ModelError for a linear inside a block that has no style, and where no linear has one."""
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
@@ -220,11 +208,7 @@ def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], 
 
 
 def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
-    """Yield (what it is, size) of all that tp must divide in a part.
-
-    Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys. As
-    they are read, raises ModelError for heads that cannot be counted, and for a fused linear of other outputs.
-    """
+    """Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys."""
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
@@ -275,7 +259,8 @@ def split_encoder(
             if part.several and style != ROWWISE:
                 sum_input_gradients(linear, world)
         if not part.several:
-            for child in part.module.modules():  # such as a norm of heads: its gradients are of this rank's heads
+            # A module such as a norm of heads has gradients of this rank's heads.
+            for child in part.module.modules():
                 if id(child) in split_module_ids:
                     continue
                 for name, _ in child.named_parameters(recurse=False):
@@ -288,10 +273,7 @@ def split_encoder(
 
 
 def _hook_refusal_of_dropout(module: nn.Module) -> None:
-    """Hook an encoder, so that a forward pass in training raises ModelError if a module in it draws at random.
-
-    A module draws if it has a rate above 0 in an attribute with "drop" in its name, or in `p` of torch's dropout.
-    """
+    """A module draws if it has a rate above 0 in an attribute with "drop" in its name, or in `p` of torch's dropout."""
     rates = [
         f"{name} ({type(child).__name__}, {attribute} {rate:g})"
         for name, child in module.named_modules()
@@ -316,10 +298,7 @@ def _hook_refusal_of_dropout(module: nn.Module) -> None:
 def _trial_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of what is tried: the block around each split part, or a part outside of blocks itself.
-
-    Of each kind, a class with the names and shapes of its parameters, the first one is tried.
-    """
+    """Of each kind, a class with the names and shapes of its parameters, the first one is tried."""
     kinds = set[Any]()
     for part in parts:
         name = next((block for block in blocks if f"{part.name}.".startswith(f"{block}.")), part.name)

@@ -116,10 +116,7 @@ def _prepare_and_join_encoder(
     settings: EncoderHome,
     weights: DeferredWeights | None,
 ) -> MultimodalModel:
-    """Open the encoder's world, fill and prepare the encoder there, and join it with the prepared language model.
-
-    `weights` are what the whole model is filled with, None if it has its weights.
-    """
+    """`weights` None: the whole model has its weights."""
     encoder_world = world.open_inner(settings.home)
     if weights is not None:
         DeferredWeights(image_encoder, weights.source).fill_weights([image_encoder], encoder_world)
