@@ -187,7 +187,7 @@ def shared_at_any_price(least_rows: int = 3) -> Iterator[list[int]]:
         return plan(families.lengths, home, targets=targets, parents=families.parents)
 
     with (
-        patch("longspan.resolve.choice.find_families", find),
+        patch("longspan.resolve.planner_config.find_families", find),
         patch("longspan.train.families.plan_families", plan_families),
     ):
         yield found

@@ -27,7 +27,7 @@ from longspan.config.defaults import resolve_defaults
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.model import load_model
 from longspan.plan import read_plans
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.ways import Way, fit_way
 from longspan.run.checks import check_config
 from tests.train.small import write_texts

@@ -36,7 +36,7 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.plan import Machine, Plan, PlanOptions, plan_fixed
-from longspan.resolve.choice import PlannerConfig, query_heads
+from longspan.resolve.planner_config import PlannerConfig, query_heads
 from longspan.train.optim.optimizer import build_optimizer
 from longspan.train.step import run_step
 from longspan.versions import versions

@@ -34,7 +34,7 @@ from longspan.files import write_atomically
 from longspan.model.layers import decoder_layers, vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
-from longspan.resolve.choice import PlannerConfig, home_of, query_heads
+from longspan.resolve.planner_config import PlannerConfig, home_of, query_heads
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.run_model.load import load_run_model
 from longspan.train.run_model.prepare import prepare_run_model

@@ -12,7 +12,7 @@ from longspan.data.document import Document
 from longspan.errors import ConfigError, EvaluationError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 
 __all__ = ["LongspanLM"]
 

@@ -24,10 +24,10 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Machine
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.resolve.choice import PlannerConfig, degrees_to_compare, plan_steps_ahead
 from longspan.resolve.facts import Facts
+from longspan.resolve.planner_config import PlannerConfig, plan_steps_ahead
 from longspan.resolve.run_cost import memory_settings_of_run
-from longspan.resolve.ways import Way
+from longspan.resolve.ways import Way, degrees_to_compare
 from longspan.run.checks import check_config, check_longest_training_document, refuse_encoder_without_images
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -24,7 +24,7 @@ from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
 from longspan.model.presets import PRESETS
 from longspan.plan.micro_batch import fit_level_sizes
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.run.checks import check_config, check_data
 from tests.plan.cases import bounded
 from tests.train.small import value_of

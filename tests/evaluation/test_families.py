@@ -11,7 +11,7 @@ from longspan import Document, Layout, World
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, TargetTokens
 from longspan.evaluation.result import Evaluation
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.testing import backend, run_ranks
 from tests.model.stock import prepare_untried, tiny
 from tests.mutation import Change, mutated

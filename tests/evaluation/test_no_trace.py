@@ -14,7 +14,7 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import plan_fixed
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from tests.evaluation.state import State, differences, state_of

@@ -1,6 +1,6 @@
 """Runs whose choices are pinned in choices.json: recipes on 4 and 8 GPUs, measured steps, and steps of 1M tokens.
 
-    python -m tests.resolve.choices [NAME ...]
+    python -m tests.resolve.planner_configs [NAME ...]
 
 prints what is chosen today for the cases whose names begin so, and writes it to the file. Nothing is downloaded.
 """
@@ -29,9 +29,9 @@ from longspan.plan import MemoryBudget
 from longspan.plan.cost.machine import Machine
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.memory.settings import GPU_SHARE
-from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.evaluation import plan_type_text
 from longspan.resolve.facts import Facts
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.resolved import resolve
 from longspan.resolve.ways import Way
 

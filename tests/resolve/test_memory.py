@@ -21,9 +21,9 @@ from longspan.layout import Layout
 from longspan.model.presets import preset_config
 from longspan.plan import FixedMemory, Machine, MemoryBudget, MemoryPlan
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.resolve.choice import home_of
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import FILE, SlotRows, halve_kept_rows, keys_that_decide_rows, resolve_with_kept_rows
+from longspan.resolve.planner_config import home_of
 from longspan.resolve.resolved import resolve
 from longspan.resolve.run_cost import fixed_memory_keys, memory_settings_of_run
 from longspan.resolve.ways import UNIT, Fit, Way, find_longest, rank_ways, set_usual_mode

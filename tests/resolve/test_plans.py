@@ -23,9 +23,9 @@ from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Link, Machine, plan_fixed, read_plans
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.resolve.choice import PlannerConfig, StepPlanner, plan_by_custom_planner, plan_steps_ahead
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
+from longspan.resolve.planner_config import PlannerConfig, StepPlanner, plan_by_custom_planner, plan_steps_ahead
 from longspan.resolve.resolved import Reasons, choose_evaluation_degree, resolve
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine
 from longspan.resolve.ways import RankedWay, Way, set_usual_mode

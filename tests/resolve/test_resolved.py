@@ -14,10 +14,10 @@ from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.gpus import Gpus
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import key_value
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.resolved import resolve
 from longspan.resolve.ways import set_usual_mode
-from tests.resolve.choices import FILE, Case, cases, choose, facts_of
+from tests.resolve.planner_configs import FILE, Case, cases, choose, facts_of
 
 PINNED: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
 QUICK = (

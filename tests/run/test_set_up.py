@@ -20,9 +20,9 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import preset_config
 from longspan.plan import Link, Machine, Plan, plan_dynamic
-from longspan.resolve.choice import PlannerConfig, home_of
 from longspan.resolve.facts import Facts
 from longspan.resolve.partition import choose_partition, set_default_partition
+from longspan.resolve.planner_config import PlannerConfig, home_of
 from longspan.resolve.run_cost import set_node_size
 from longspan.run.checks import check_config
 from longspan.testing import backend, run_ranks

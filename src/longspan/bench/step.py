@@ -51,10 +51,10 @@ from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan import Cost, Plan
 from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops, read_experts
-from longspan.resolve.choice import PlannerConfig, home_of, query_heads
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import read_kept_rows, set_rows
 from longspan.resolve.partition import choose_partition
+from longspan.resolve.planner_config import PlannerConfig, home_of, query_heads
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine, run_machine, set_node_size
 from longspan.resolve.ways import Way, rank_ways

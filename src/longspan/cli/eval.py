@@ -65,7 +65,7 @@ from longspan.launch.output import keep_prints_from_failing
 from longspan.launch.stop_signals import block_signals
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page
-from longspan.resolve.choice import home_of
+from longspan.resolve.planner_config import home_of
 from longspan.run.checks import check_config
 from longspan.run.facts import RunFacts
 from longspan.run.progress import ProgressDisplay

@@ -16,7 +16,7 @@ from longspan.evaluation.request import EvalRequest
 from longspan.files import as_json
 from longspan.launch.output import keep_prints_from_failing
 from longspan.launch.stop_signals import block_signals
-from longspan.resolve.choice import home_of
+from longspan.resolve.planner_config import home_of
 from longspan.run.progress import ProgressDisplay
 
 if TYPE_CHECKING:

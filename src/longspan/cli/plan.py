@@ -29,9 +29,9 @@ from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, read_machine
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
-from longspan.resolve.choice import KEYS, PlannerConfig, check_planner_exists
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.partition import compare_partitions
+from longspan.resolve.planner_config import KEYS, PlannerConfig, check_planner_exists
 from longspan.resolve.ways import fastest_plan
 
 USUAL_ROWS = 8192  # of a slot

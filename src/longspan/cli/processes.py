@@ -13,7 +13,7 @@ from longspan.host import usable_cores
 from longspan.launch.launch import run_local
 from longspan.launch.launcher_watch import stop_when_torchrun_is_gone
 from longspan.plain_text import escape_controls
-from longspan.resolve.choice import home_of
+from longspan.resolve.planner_config import home_of
 
 Device = Literal["auto", "cpu", "cuda"]
 

@@ -26,7 +26,7 @@ from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
 from longspan.launch.output import keep_prints_from_failing
 from longspan.launch.stop_signals import NOTICES, Interrupted, block_signals, ignore_signals
-from longspan.resolve.choice import home_of
+from longspan.resolve.planner_config import home_of
 from longspan.run.checks import check_config, check_data, check_paths_exist
 from longspan.run.loggers import check_wandb_login
 from longspan.train.start.gpu_imports import begin_gpu_imports

@@ -40,8 +40,8 @@ from longspan.model import disable_adapter
 from longspan.model.execution import model_execution
 from longspan.model.load import find_score_class
 from longspan.plan import Cost
-from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.partition import set_default_partition
+from longspan.resolve.planner_config import PlannerConfig, query_heads
 from longspan.resolve.resolved import choose_evaluation_degree
 from longspan.resolve.run_cost import set_node_size
 from longspan.train.run_model.load import read_model_configuration

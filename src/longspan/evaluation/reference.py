@@ -32,7 +32,7 @@ from longspan.layout import Floats
 from longspan.model import disable_adapter
 from longspan.model.weights.configuration_values import configuration_values, decides_numbers
 from longspan.plain_text import seconds_text
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.train.run_model.prepare import AnyModel
 
 # The tokens of so many steps are evaluated at a time.

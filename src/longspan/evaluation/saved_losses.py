@@ -25,7 +25,7 @@ from longspan.evaluation.load_saved import CheckedWeights, load_saved_model
 from longspan.evaluation.reference import compute_references, read_reference_log_probs, reference_digest
 from longspan.evaluation.request import Subject
 from longspan.plan import Cost
-from longspan.resolve.choice import PlannerConfig, query_heads
+from longspan.resolve.planner_config import PlannerConfig, query_heads
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine
 from longspan.train.run_model.prepare import AnyModel
 from longspan.train.training import loss_of_documents

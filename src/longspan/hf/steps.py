@@ -36,7 +36,7 @@ from longspan.model.seams.randomness import refuse_two_pass_dropout
 from longspan.model.weights.gradients import add_gradient, exchange_gradients
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost, Plan
-from longspan.resolve.choice import query_heads
+from longspan.resolve.planner_config import query_heads
 from longspan.train import (
     LossTokens,
     PlannerConfig,

@@ -14,7 +14,7 @@ from longspan.plan import Machine, MemoryBudget, MemorySettings, Plan
 from longspan.plan.memory.memory_plan import MemoryModel
 from longspan.plan.shape.model_shape import read_experts
 from longspan.plan.shape.positions import LengthLimit
-from longspan.resolve.choice import PlannerConfig, query_heads
+from longspan.resolve.planner_config import PlannerConfig, query_heads
 
 MOST_STEPS = 1024  # of a run whose documents are looked at
 TIMED_STEPS = 8  # whose seconds count, evenly apart

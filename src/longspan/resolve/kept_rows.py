@@ -11,8 +11,8 @@ from typing import Any
 from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError
 from longspan.files import read_json, write_atomically
-from longspan.resolve.choice import plan_row_multiple
 from longspan.resolve.facts import Facts
+from longspan.resolve.planner_config import plan_row_multiple
 from longspan.resolve.resolved import Resolved, resolve, set_evaluation_rows
 from longspan.resolve.ways import Way
 

@@ -15,8 +15,8 @@ from longspan.config.sections import RunConfig, with_evaluations
 from longspan.errors import ConfigError, LongspanError, PlanError
 from longspan.plan import PlanOptions
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind, comm_type_text
-from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.facts import Facts
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.ways import Way
 
 PARTITION_STEPS = 4  # whose documents a hybrid's partition is chosen for

@@ -15,10 +15,10 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.memory.model_numbers import ModelNumbers
-from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
 from longspan.resolve.partition import choose_partition
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.ways import RankedWay, Ranking, Way, family_notes, rank_ways, set_usual_mode
 
 NAMED = 3  # other ways in a reason

@@ -33,8 +33,9 @@ from longspan.plan import (
     Plan,
 )
 from longspan.plan.memory.memory_choice import any_choice_fits, choose_fastest_memory, leanest_plans
-from longspan.resolve.choice import PlannerConfig, expand_auto_choice, home_of
+from longspan.resolve.evaluation import options_at_degree
 from longspan.resolve.facts import Facts
+from longspan.resolve.planner_config import PlannerConfig, home_of
 from longspan.resolve.run_cost import find_run_cost, fixed_memory_keys, memory_settings_of_run
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean
@@ -436,6 +437,34 @@ def _fit_whole_run(way: Way, *, rows_open: bool) -> Fit:
     """Fit a way to the whole run: its memory holds the fullest steps, and its seconds are those of the timed ones."""
     full = [] if way.facts.budget is None else way.fullest_plans(rows_open=rows_open)
     return fit_way(way, way.plan_steps(way.facts.timed_steps), full)
+
+
+def degrees_to_compare(home: Layout, choice: PlannerConfig) -> tuple[int, ...]:
+    """List the degrees 1, 2, 4, … and the number of all slots, but for those that do not divide the slots or that the
+    choice's query heads do not allow.
+    """
+    powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
+    divisors = (degree for degree in sorted(powers) if home.slots % degree == 0)
+    return tuple(degree for degree in divisors if choice.options.allows(degree, home.tp))
+
+
+def expand_auto_choice(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> Iterator[PlannerConfig]:
+    """Yield what a planner "auto" and a degree 0 may become; a choice that has both as it is.
+
+    Planner "auto" becomes dynamic or fixed, with any degree: one that is given does not count. Documents of one length,
+    for which `lengths_differ` is false, gain nothing by dynamic plans. Degrees are those of `degrees_to_compare`.
+    """
+    degree = choice.degree
+    planners = [choice.planner]
+    if choice.planner == AUTO:
+        degree = 0
+        planners = ["dynamic", "fixed"] if lengths_differ and home.slots > 1 else ["fixed"]
+    for one in (replace(choice, planner=planner, degree=degree) for planner in planners):
+        if degree or not one.has_one_degree:
+            yield one
+            continue
+        for cp in degrees_to_compare(home, one):
+            yield replace(one, degree=cp, options=options_at_degree(one.options, cp))
 
 
 def _list_open_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> Iterator[Way]:

@@ -26,7 +26,7 @@ from longspan.plain_text import nearest_hint
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.kernel_names import KERNEL_NAMES
 from longspan.plan.memory.settings import UPDATES_PARTS
-from longspan.resolve.choice import PlannerConfig, check_planner_exists, home_of
+from longspan.resolve.planner_config import PlannerConfig, check_planner_exists, home_of
 from longspan.resolve.run_cost import read_run_machine
 from longspan.run.loggers import check_logger
 from longspan.train.optim.schedule import Schedule

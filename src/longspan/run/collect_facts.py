@@ -22,7 +22,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.model_shape import read_experts
 from longspan.plan.shape.name_patterns import meets_any
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.run.facts import RunFacts, time_and_command
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels

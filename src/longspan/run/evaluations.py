@@ -21,7 +21,8 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
 from longspan.model.stock_copy import StockCopy
 from longspan.plan.shape.positions import position_limit
-from longspan.resolve.choice import PlannerConfig, degrees_to_compare, query_heads
+from longspan.resolve.planner_config import PlannerConfig, query_heads
+from longspan.resolve.ways import degrees_to_compare
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun

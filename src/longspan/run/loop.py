@@ -24,7 +24,7 @@ from longspan.evaluation.result import Evaluation
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
-from longspan.resolve.choice import plan_steps_ahead
+from longspan.resolve.planner_config import plan_steps_ahead
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, read_prompts_of_run
 from longspan.run.facts import TrainResult

@@ -34,7 +34,7 @@ from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
 from longspan.files import name_file_in_errors
 from longspan.plan.shape.sharing_rules import SharingRules
-from longspan.resolve.choice import query_heads
+from longspan.resolve.planner_config import query_heads
 from longspan.resolve.resolved import Reasons
 from longspan.run.checks import check_longest_of_set, check_longest_training_document
 from longspan.train.run_model.rope_scaling import check_set_length

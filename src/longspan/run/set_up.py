@@ -41,8 +41,8 @@ from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.weights.hf_folder import read_configuration, save_configuration
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.plan import MemoryPlan
-from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.kept_rows import resolve_with_kept_rows
+from longspan.resolve.planner_config import PlannerConfig, query_heads
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.run_cost import KEY, read_run_machine, set_node_size
 from longspan.run.checks import refuse_encoder_without_images

@@ -31,8 +31,8 @@ from longspan.model.layers import vocabulary_size
 from longspan.model.marks import find_language_model
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.step_times import slot_rows
-from longspan.resolve.choice import StepPlanner
 from longspan.resolve.kept_rows import SlotRowsError
+from longspan.resolve.planner_config import StepPlanner
 from longspan.run.run_data import TrainingRun
 from longspan.train.optim.optimizer import allocate_adam_states
 from longspan.train.rows.read_rows import WEIGHTS

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from longspan.data.shared_prefixes import SharedDocuments as SharedDocuments, share_prefixes as share_prefixes
     from longspan.model import disable_adapter as disable_adapter
     from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
-    from longspan.resolve.choice import PlannerConfig as PlannerConfig
+    from longspan.resolve.planner_config import PlannerConfig as PlannerConfig
     from longspan.train.document_log_probs import token_log_probs as token_log_probs
     from longspan.train.gradient_norm import clip_grad_norm as clip_grad_norm, grad_norm as grad_norm
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy

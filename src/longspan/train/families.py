@@ -19,7 +19,7 @@ from longspan.layout import Layout
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
 from longspan.plan.shape.model_shape import ModelShape, model_flops
-from longspan.resolve.choice import FAMILY_PLANNERS, PlannerConfig, plan_families
+from longspan.resolve.planner_config import FAMILY_PLANNERS, PlannerConfig, plan_families
 
 _log = logging.getLogger(__name__)
 _LOGGED_SHARED = threading.Event()

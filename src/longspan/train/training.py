@@ -20,7 +20,7 @@ from longspan.config.text_values import NamedGroup
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Cost, Plan
-from longspan.resolve.choice import PlannerConfig, query_heads
+from longspan.resolve.planner_config import PlannerConfig, query_heads
 from longspan.train.optim.offload_states import OffloadedStates, offload_optimizer_states
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.optim.optimizer_classes import OPTIMIZERS

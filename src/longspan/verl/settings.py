@@ -8,7 +8,7 @@ from verl.workers.config import EngineConfig  # pyright: ignore[reportMissingImp
 from longspan.config.keys import AUTO
 from longspan.errors import ConfigError
 from longspan.plan import PlanOptions
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 
 PLANNERS = (AUTO, "dynamic", "fixed")
 

@@ -14,7 +14,7 @@ from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.evaluation.fit_layout import ROWS, changes_line, fit_evaluation_plans, fit_home_to_ranks, layout_changes
 from longspan.layout import Layout
-from longspan.resolve.choice import PlannerConfig, home_of
+from longspan.resolve.planner_config import PlannerConfig, home_of
 from longspan.run.checks import check_config, check_longest_of_set
 
 BASE = {"evaluation.context_parallel_size": 8, "evaluation.max_tokens_per_slot": 64}

@@ -30,8 +30,8 @@ from longspan.evaluation.result import Evaluation
 from longspan.plan import Plan, read_plans
 from longspan.plan.shape.positions import LengthLimit
 from longspan.report.gantt import plan_facts, plan_part
-from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.facts import Facts
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.start.start_times import Starts

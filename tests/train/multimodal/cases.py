@@ -9,7 +9,7 @@ import torch
 
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 from tests.pairs import every_pair
 from tests.train.multimodal.documents import documents_of
 

@@ -15,8 +15,8 @@ from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, read_experts
 from longspan.plan.shape.positions import can_scale_positions, position_limit, smallest_scaling_factor
-from longspan.resolve.choice import home_of
 from longspan.resolve.facts import Facts
+from longspan.resolve.planner_config import home_of
 from longspan.resolve.ways import BindingKeys
 from longspan.run.checks import (
     check_keys_needed_by_keys,

@@ -32,7 +32,7 @@ from longspan.model.weights.fill import stored_formats
 from longspan.plain_text import gib_text
 from longspan.plan.memory.settings import known_state_numbers
 from longspan.plan.shape.sharing_rules import SharingRules
-from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.train.optim.parameter_groups import check_named_groups, freeze_by_name
 from longspan.train.run_model.load import add_configured_adapter, load_run_model, make_model_without_weights
 

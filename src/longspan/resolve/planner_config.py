@@ -4,7 +4,7 @@
 plans checked and completed. What a configuration leaves open is decided in `resolved.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
@@ -329,34 +329,6 @@ def plan_families(
         return separate
     shared = plan(families.lengths, home, targets=targets, parents=families.parents)
     return min(shared, separate, key=lambda plan: plan.predicted_seconds)
-
-
-def degrees_to_compare(home: Layout, choice: PlannerConfig) -> tuple[int, ...]:
-    """List the degrees 1, 2, 4, … and the number of all slots, but for those that do not divide the slots or that the
-    choice's query heads do not allow.
-    """
-    powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
-    divisors = (degree for degree in sorted(powers) if home.slots % degree == 0)
-    return tuple(degree for degree in divisors if choice.options.allows(degree, home.tp))
-
-
-def expand_auto_choice(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> Iterator[PlannerConfig]:
-    """Yield what a planner "auto" and a degree 0 may become; a choice that has both as it is.
-
-    Planner "auto" becomes dynamic or fixed, with any degree: one that is given does not count. Documents of one length,
-    for which `lengths_differ` is false, gain nothing by dynamic plans. Degrees are those of `degrees_to_compare`.
-    """
-    degree = choice.degree
-    planners = [choice.planner]
-    if choice.planner == AUTO:
-        degree = 0
-        planners = ["dynamic", "fixed"] if lengths_differ and home.slots > 1 else ["fixed"]
-    for one in (replace(choice, planner=planner, degree=degree) for planner in planners):
-        if degree or not one.has_one_degree:
-            yield one
-            continue
-        for cp in degrees_to_compare(home, one):
-            yield replace(one, degree=cp, options=options_at_degree(one.options, cp))
 
 
 @dataclass(frozen=True)
