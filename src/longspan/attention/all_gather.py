@@ -63,14 +63,14 @@ def all_gather_backward(
     slices = max(slices, backward_head_groups(max(members.counts), q, k.shape[1]), key=len)
     dq_parts = list[Tensor]()
     own_pairs = list[_Pair]()  # dk and dv of this member's rows
-    # The gradients of the slice before are still on their way.
+    # The gradients of the slice before travel while this one is computed.
     travelling: Handle | None = None
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         saved_slice = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
         dq = RowSum(saved_slice.q)
         slice_call = call.for_heads(heads.q.start, heads.q.stop)
         addends = block_gradients(dq, dout[:, heads.q], saved_slice, members.launches(None), slice_call)
-        # Only one message at a time takes memory.
+        # This wait leaves one message at a time in memory.
         if travelling is not None:
             own_pairs.append(travelling.wait())
         travelling = _send_gradients(addends, all_k, all_v, members)

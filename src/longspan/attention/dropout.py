@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.attention.tiles import Launch, Tile
 
-# The rate is compared with so many bits of the hash.
+# The rate is compared with this many bits of the hash.
 _BITS = 31
 
 
@@ -34,7 +34,7 @@ class Dropout:
 
     rate: float
     seed: int
-    # The number is that of the first head at hand among all query heads.
+    # The heads at hand begin at this one of all query heads.
     first_head: int = 0
 
     def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:

@@ -201,7 +201,7 @@ def _send_gradients_back(members: Members, gradients: tuple[Tensor, Tensor]) -> 
     window_rows = members.window_rows
     label = "attention window rows backward, gradients"
     dtype = accumulation_dtype(gradients[0].dtype)
-    # The other members send back the gradients of so many rows each.
+    # Each member sends back the gradients of the rows that it got from here.
     counts = [len(rows) for rows in window_rows.rows_to_send]
     others_gradients = join_columns(gradients, window_rows.received_places, dtype)
     handle = members.channel.all_to_all_rows(others_gradients, window_rows.receive_counts, counts, label)

@@ -19,11 +19,11 @@ RowIndex = slice | Tensor
 Move = tuple[Tensor, Tensor]  # (source, into)
 
 NO_KEY = -1e30  # log-sum-exp of a row that has chosen no key of a block: finite, so that blocks are merged by it
-# The products of so many numbers (rows, heads, head size) are held at a time: 32 MiB in float32.
+# The products of this many numbers (rows, heads, head size) are held at a time: 32 MiB in float32.
 NUMBERS_AT_ONCE = 1 << 23
 ALIGNED_BYTES = 16  # Triton compiles a kernel for addresses that this divides, and another for those it does not
 _PAIRS_AT_ONCE = 16  # (row, head) pairs that one program merges, or whose products it sums
-# A launch makes so many moves at most.
+# One launch makes at most this many moves.
 _MOST_MOVES = 3
 _MOST_COMPILED = 4096  # entries of `_compiled`; one micro-batch has some dozens
 _KERNELS = "longspan.attention.row_kernels"

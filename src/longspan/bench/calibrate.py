@@ -152,7 +152,7 @@ def _fit_memory(samples: Sequence[CalibrationSample]) -> _Fit:
 
 def _fit_steps(samples: Sequence[CalibrationSample], rates: Machine) -> _Fit:
     """The seconds of attention and passes over memory follow from the machine `rates`."""
-    # Each sample has the seconds of its attention and passes: half of the step at most.
+    # Attention and passes take at most half of a sample's step.
     other_seconds = dict[str, float]()
     for sample in samples:
         counts = sample.counts
@@ -222,15 +222,14 @@ def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[floa
 
 VOCABULARY = 2048
 LAYERS = 2
-# No round begins after so long.
+# No round begins after this time.
 MOST_SECONDS = 200.0
 PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
 MESSAGE_BYTES = {"cuda": (1 << 16, 1 << 20, 1 << 23, 1 << 26), "cpu": (1 << 12, 1 << 15, 1 << 18, 1 << 20)}
 TURNS = {1 << 18: 16, 1 << 22: 4}  # how often messages of at most so many bytes are sent in a row; longer ones once
-# On GPUs attention's longest document is followed by one so many times as long, when their clocks are those of
-# training.
+# On GPUs attention is also timed at a document this many times as long, when their clocks are those of training.
 LONG_OVER_LONGEST = 4
-# A document whose launches are timed has so few rows.
+# A document has this many rows where only launches are timed.
 FEW_ROWS = 8
 MANY = 4  # documents or groups of a slot
 
@@ -241,7 +240,7 @@ class CalibrationSizes:
 
     preset: str
     dtype: str
-    # A slot has so many tokens in a micro-batch, in documents of `document` tokens.
+    # A slot has these numbers of tokens in a micro-batch, in documents of `document` tokens.
     tokens: tuple[int, ...]
     document: int
     # Attention is timed at documents of these lengths.

@@ -25,7 +25,7 @@ from longspan.train.run_model.load import read_model_configuration
 from longspan.train.run_model.rope_scaling import scale_as_saved
 
 BASE = "base.json"
-# A sum reads so many blocks, spread evenly over the files.
+# A sum reads this many blocks, spread evenly over the files.
 BLOCKS = 8192
 BLOCK_BYTES = 1 << 14
 
@@ -108,7 +108,7 @@ def check_configuration_unchanged(run_dir: Path, config: RunConfig, advice: str)
 
 def _why_drawn_otherwise(run_dir: Path, model: ModelConfig, device: str) -> str:
     """The text is "" where they can be drawn again."""
-    # Such a preset is drawn on the CPU everywhere.
+    # A tiny preset is drawn on the CPU everywhere.
     if model.preset_name and not PRESETS[model.preset_name].embedding_rows:
         return ""
     facts: Any = None

@@ -156,8 +156,7 @@ def save_checkpoint(
         run_on_first_rank(world, lambda: publish_checkpoint(folder, path, *contents), CheckpointError)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):  # then every other rank removes it
-            # If the first rank is gone, every other rank removes the folder, which may take the room that the disk
-            # lacks.
+            # The disk may lack just the room that the folder takes.
             remove_folder(folder)
         if isinstance(error, CommError):
             raise

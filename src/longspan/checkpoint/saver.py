@@ -59,14 +59,14 @@ class RunningSave:
     values: OptimizerValues
     keep: int
     staging: StagedTensors
-    # The save began at this time.monotonic().
+    # This is a time of time.monotonic().
     started: float
     phase: str = "copying to the host"
     failure: BaseException | None = None
     shown: float = 0.0  # seconds that training paused for it
-    # The save ended after so many seconds.
+    # These are the seconds until the save ended.
     seconds: float = 0.0
-    # The files of all ranks have so many bytes.
+    # These are the bytes of all ranks' files.
     bytes: int = 0
     given_up: bool = False  # nobody waits for it any more, and it is not published
     # The save's figures are in the metrics, or about to be.
@@ -99,7 +99,7 @@ class RunningSave:
         except BaseException as error:  # raised where the ranks meet next
             self.failure = error
             if collectives.is_coordinator:
-                # The folder may take the room that the disk lacks.
+                # The disk may lack just the room that the folder takes.
                 remove_folder(folder)
         finally:
             self.seconds = time.monotonic() - self.started

@@ -413,7 +413,7 @@ class Channels:
         for slots in self._choice.choose_groups(plan):
             for plane in self._home.planes():
                 ranks = tuple(plane[slot] for slot in slots)
-                # A home whose ranks do not ascend has such slots.
+                # torch orders a group by rank, so slots whose ranks do not ascend get no communicator.
                 if ranks != tuple(sorted(ranks)):
                     continue
                 group = self._groups.make_group(ranks, "communicator")

@@ -19,7 +19,7 @@ from longspan.errors import CommError
 from longspan.layout import Floats, Layout
 from longspan.plain_text import excerpt
 
-# All members have room for as many flags of a comparison, for messages of one size match.
+# Every member has room for as many flags of a comparison, for only messages of one size match.
 _FLAGS = 2
 T = TypeVar("T")
 PairExchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -> what the member sends

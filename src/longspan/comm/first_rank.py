@@ -52,7 +52,7 @@ class FirstRank:
             result = work()
             message = pickle.dumps((_RESULT, result))
         except BaseException as error:
-            # If another rank is gone, the error at hand is that loss, and none is left to tell.
+            # Sending fails where another rank is gone, which then is the error at hand.
             with suppress(CommError):
                 self._send(pickle.dumps((_ERROR, _make_shared_error(error, result_name))))
             self._waiting = None

@@ -253,7 +253,7 @@ def _has_passed(query: Callable[[], bool]) -> bool:
         return True
 
 
-# This rank asks the store no more once it has not answered for so long.
+# After this time without an answer this rank asks the store no more.
 SILENT_SECONDS = 60.0
 # A collective on the host has ended with an error by this time after its limit.
 LATE_SECONDS = 5.0

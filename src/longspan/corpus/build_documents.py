@@ -25,11 +25,11 @@ from longspan.files import file_stamp
 from longspan.host import usable_cores
 from longspan.plain_text import LogLine, bytes_text
 
-# So many bytes of rows are encoded together.
+# Rows of this many bytes are encoded together.
 BATCH_BYTES = 1 << 20
-# From so many bytes of one chunk on, a line says that it takes a while.
+# A line says that a chunk of this many bytes or more takes a while.
 _LONG_BYTES = 16 << 20
-# Lines of progress are so far apart.
+# This time passes between two lines of progress.
 _NEWS_SECONDS = 5.0
 # Bytes of a corpus, by the kind of its rows, up to which one process encodes it; larger ones are shared by several.
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}

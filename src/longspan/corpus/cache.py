@@ -34,7 +34,7 @@ class Cache:
         `build` writes the documents into the folder that it is given, which gets its final name afterwards. A folder
         that is there already, and of which `is_whole` is false, is removed and built again.
         """
-        # So many of 64 hexadecimal digits are enough to be different.
+        # 40 of 64 hexadecimal digits are enough to be different.
         folder = self.folder / key[:40]
         if folder.is_dir() and is_whole(folder):
             return folder, False

@@ -24,7 +24,7 @@ from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
 SHOWN = 3  # bad rows that messages name
-# So many columns of rows are named, as each row may have another one.
+# Messages name at most this many columns, as each row may have another one.
 MOST_KEYS = 100
 
 
@@ -175,7 +175,6 @@ class _BatchDocuments:
             pieces = cut_into_documents(len(ids), codes, self._encoder.longest, self.notes.left_out, uncut)
         text_hash = _text_hash(sample)
         for piece in pieces:
-            # The document has this number in the batch.
             number = len(self._facts)
             for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
                 moved_image = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
@@ -208,7 +207,6 @@ class _BatchDocuments:
             )
         if not sample.stops:
             return ""
-        # The documents that are scored or compared have these lengths.
         lengths = np.diff(sample.stops, prepend=0).tolist()
         if most_tokens and max(lengths) > most_tokens:
             return (

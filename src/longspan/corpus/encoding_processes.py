@@ -15,7 +15,7 @@ from longspan.corpus.document_encoder import DocumentEncoder, EncodedDocuments, 
 from longspan.errors import DataError, LongspanError
 from longspan.launch.worker import Worker, next_request
 
-# So many bytes of rows are sent and not yet taken back; more only where one batch is larger.
+# Rows of this many bytes are sent and not yet taken back; more only where one batch is larger.
 IN_FLIGHT_BYTES = 64 << 20
 Batch = Sequence[FileChunk]
 

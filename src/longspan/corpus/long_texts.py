@@ -23,7 +23,7 @@ from longspan.layout import Integers
 PIECE = 1 << 18
 OVERLAP = 1 << 13
 LARGEST = 1 << 23
-# Each side has so many runs of characters of a kind; the first and the last may continue outside.
+# Each side has this many runs of characters of a kind; the first and the last may continue outside.
 _RUNS = 3
 
 

@@ -30,21 +30,21 @@ class LeftOut:
     """Counts of what a build cut or left out."""
 
     cut_texts: int = 0
-    # These texts have so many tokens.
+    # These are the tokens of the texts that were cut.
     cut_tokens: int = 0
-    # The texts were cut into so many documents.
+    # These are the documents into which those texts were cut.
     cut_documents: int = 0
     short_texts: int = 0
-    # Short texts, and ends of cut texts, have so many tokens.
+    # These are the tokens of short texts, and of ends of cut texts.
     lost_tokens: int = 0
-    # So many parts of cut texts are documents without a target.
+    # These parts of cut texts are documents without a target.
     masked_parts: int = 0
     masked_rows: int = 0
     bad_rows: int = 0
-    # The chat template left out the thoughts of so many assistant turns.
+    # The chat template left out these thoughts of assistant turns.
     unseen_thoughts: int = 0
     unseen_texts: int = 0  # answers and tool calls, likewise
-    # So many turns of assistants have neither text nor tool calls.
+    # These turns of assistants have neither text nor tool calls.
     blank_turns: int = 0
     inside_tokens: int = 0  # answers that begin inside a token of the prompt
 

@@ -22,7 +22,7 @@ from longspan.plan.shape.sharing_rules import SharingRules
 # texts held out by default: one in so many, at most so many
 MOST_HELD_OUT = 32
 ONE_IN = 10
-# A tiny preset holds out so many at most.
+# A tiny preset holds out at most this many.
 DEMO_MOST_HELD_OUT = 8
 
 

@@ -19,7 +19,7 @@ from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET
 from longspan.plan.shape.positions import LengthLimit, length_class
 
-# A prefix has so many rows at least.
+# A prefix has at least this many rows.
 LEAST_ROWS = 256
 _KINDS = (Document, ScoredDocument, LabelledCorpusDocument, ScoredCorpusDocument)
 
@@ -125,7 +125,7 @@ def find_families(
     left_out = 0
     too_large: LargeFamily | None = None
     for numbers, rows in _group_by_common_prefix(documents, least_rows, depths, length_limits):
-        # These are, for each document, the first rows that the one before has as well.
+        # Entry i counts the first rows that document i has in common with the one before.
         common = [0]
         common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
         whole = _make_family(documents, numbers, common, least_rows)
@@ -276,7 +276,7 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
     """
     groups = list[list[int]]()
     for numbers, rows in _group_by_common_prefix(documents, LEAST_ROWS, depths=0, length_limits=()):
-        # The last group has so many tokens.
+        # This counts the tokens of the last group.
         tokens = 0
         for before, number in pairwise([-1, *numbers]):
             goes_on = (

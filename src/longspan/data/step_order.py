@@ -75,7 +75,7 @@ class StepOrder:
         self.evaluation: tuple[int, ...] = documents_of_units(held_out_units.tolist(), unit)
         self.groups: Sequence[Integers] | None = None  # the documents of each element of the stream
         stream_lengths = unit_lengths
-        # These elements of the stream are left out.
+        # These are numbers of elements of the stream.
         left_out = held_out_units
         if group is not None:  # the stream is one of groups, which have no held-out documents
             self.groups = groups = group(np.setdiff1d(np.arange(len(unit_lengths)), held_out_units))

@@ -45,7 +45,7 @@ class ShuffledSource:
     first: int
     stop: int
     held_out: Integers  # document ids, sorted
-    # The documents that are trained on have so many tokens.
+    # These are the tokens of the documents that are trained on.
     tokens: int
     weight: float
     shuffled: Epochs  # numbers of its training documents
@@ -95,7 +95,7 @@ def shuffled_sources(
     return tuple(sources)
 
 
-# A part has about so many documents.
+# A part has about this many documents.
 _DOCUMENTS = 2**14
 
 

@@ -14,7 +14,7 @@ from longspan.plan import Group, MicroBatch, PartitionKind, Plan, plan_dynamic, 
 from longspan.plan.planners.options import PlanOptions
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 96, 41)  # ragged, some shorter than twice the degree, one without a target
-# The same documents have so many images, whose placeholders come on top.
+# The same documents have these numbers of images, whose placeholders come on top.
 IMAGES = (0, 0, 2, 1, 0, 0, 3, 1)
 DTypeName = Literal["float64", "float32", "bfloat16"]
 CaseSet = Literal["basic", "whole"]

@@ -14,7 +14,7 @@ from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.frozen.frozen_weights import choose_formats
 
 _WIDTH = 128  # so that the part of each of two tensor-parallel ranks is a block
-# There are four heads.
+# The width is that of four heads.
 _HEAD = 32
 _WIDTHS = ("hidden_size", "intermediate_size", "_lora_rank", "latent_size")
 _RANK = 4

@@ -124,9 +124,9 @@ class Task:
     documents: list[np.ndarray]
     backend: str
     timeout: float
-    # Of so many cases one is printed; 0 stands for none.
+    # One of this many cases is printed; 0 prints none.
     show: int = 0
-    # A configuration without a class in transformers has this one.
+    # A configuration without a class in transformers has this class.
     architecture: type | None = None
     # Cases with an encoder have these documents.
     image_documents: tuple[TrialDocument, ...] = ()

@@ -347,7 +347,7 @@ def _compute_expected_answer(
         with compute_in_float64():  # scans and norms in float64 too
             exact = answer_of(config, weights=dtype, compute=torch.float64)
             nudged = [answer_of(config, weights=dtype, compute=torch.float64, nudge=seed) for seed in (1, 2)]
-    # A product of two dtypes raises, for one.
+    # For instance, a product of two dtypes raises.
     except (RuntimeError, TypeError):
         return ExpectedAnswer(answer or answer_of(config, weights=dtype, attention="sdpa"), EXACT[dtype])
     # The conditioning: how far rounding to the dtype can move the answer, from what one unit of float64 does.

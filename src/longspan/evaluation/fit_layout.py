@@ -17,7 +17,7 @@ from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import fit_level_sizes
 from longspan.resolve.planner_config import PlannerConfig, plan_row_multiple
 
-# A slot has so many rows in a micro-batch, if neither a flag nor a run has a number.
+# A slot has this many rows in a micro-batch, if neither a flag nor a run has a number.
 ROWS = 8192
 HOME = ("tp", "pp", "dp_replicate", "ep")  # the degrees of [parallel]
 

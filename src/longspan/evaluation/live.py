@@ -189,7 +189,7 @@ def _result_of_sets(
     """It has the caller's own metrics, and the loss's figures in place of the built-in ones."""
     from longspan.train.terms.document_loss import loss_units, sum_set_losses
 
-    # So many sums of sets come before the caller's metrics of documents.
+    # These sums of sets come before the caller's metrics of documents.
     count = len(loss.columns) + len(loss.also)
     sums = totals.document_metrics[:count, 0].T
     sets = loss.check_sets(inputs.plan)

@@ -35,7 +35,7 @@ from longspan.plain_text import seconds_text
 from longspan.resolve.planner_config import PlannerConfig
 from longspan.train.run_model.prepare import AnyModel
 
-# The tokens of so many steps are evaluated at a time.
+# The tokens of this many steps are evaluated at a time.
 _STEPS = 16
 _NEWS_SECONDS = 30.0
 # The digest stands behind the array in a file.

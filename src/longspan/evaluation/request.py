@@ -70,7 +70,7 @@ class EvalRequest:
 
     subjects: tuple[Subject, ...]
     paths: tuple[tuple[str, str], ...] = ()  # name and path of each set of texts; none: what the run holds out
-    # The sets of texts are of this split.
+    # The sets of texts are this split of their data.
     split: str = ""
     max_document_tokens: int = NOT_GIVEN
     tokenizer: str = ""

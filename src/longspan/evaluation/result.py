@@ -9,7 +9,7 @@ from longspan.plain_text import text_table
 from longspan.plan import Plan
 
 HELD_OUT = "held out"  # how tables name the documents of a run that have no name
-# A pair's documents are named so.
+# A pair's documents have these names.
 SIDES = ("chosen", "rejected")
 SAME = 1e-6  # relative difference up to which losses at two degrees are called equal
 

@@ -65,7 +65,7 @@ class RowSums:
         self._losses: Floats = np.zeros(len(lengths))
         # Each bucket has its sums of losses and of rows.
         self._positions: Floats = np.zeros((2, len(self._edges)))
-        # The targets have so many bytes of text, right predictions, and rows.
+        # These count the targets' bytes of text, right predictions, and rows.
         self._bytes = self._hits = self._rows = 0
         self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=world.device)
         self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))

@@ -130,9 +130,9 @@ class Facade:
         self.head: FusedHead = head or FusedHead()
         self._model = model
         self._token_values = token_values
-        # This optimizer step called with these batches, with gradients.
+        # These batches of this optimizer step were called with gradients.
         self.called: list[CalledBatch | CalledScores] = []
-        # This optimizer step has not called with these batches yet.
+        # These batches of this optimizer step are not called with yet.
         self.ahead: list[AheadBatch] = []
         # An evaluation has the sum of losses, and of tokens.
         self.evaluated = (0.0, 0)

@@ -20,7 +20,7 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 
-# A type checker knows neither the Trainer class nor its place behind our parts in the order of bases.
+# A type checker would need the Trainer class that stands behind our parts in the order of bases.
 StockTrainer: Any = object
 
 # Arguments name the ranks whose rows one process reads.
@@ -37,7 +37,7 @@ class OneProcess:
         """Note accelerate's state, which `_close` puts back; nothing is patched yet."""
         self.home: Layout = home
         self.world: World = world
-        # So many trainers are open.
+        # This counts the trainers that are open.
         self.trainers: int = 0
         self._state = dict(PartialState._shared_state)
         self._patched: list[tuple[Any, str, Any]] = []  # class, name of an attribute, and its value before

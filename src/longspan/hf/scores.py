@@ -86,7 +86,7 @@ def stock_loss(model: Any, leaf: Tensor, labels: Any, *, tokens: bool) -> Tensor
     count = model.config.num_labels
     problem = model.config.problem_type
     if problem is None and count > 1 and labels.is_floating_point():
-        # transformers takes it as the same problem.
+        # transformers takes such labels so.
         problem = "multi_label_classification"
     refuse_other_labels(problem, count, 1 if labels.ndim == 1 else labels.shape[1])
     return model.loss_function(logits=leaf, labels=labels, pooled_logits=leaf, config=model.config)

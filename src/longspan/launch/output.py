@@ -71,7 +71,7 @@ def refuse_full_output() -> Iterator[None]:
     sys.stdout = sys.__stdout__ = _wrapped(sys.stdout, _RefusedOutput(sys.stdout.fileno(), "wb", closefd=False))
     try:
         yield
-    # --help exits so.
+    # argparse exits so after --help.
     except SystemExit:
         sys.stdout.flush()
         raise

@@ -17,7 +17,7 @@ from longspan.errors import LayoutError
 from longspan.layout.partition import GOLDEN, Partition
 from longspan.layout.segments import Flags, Integers, expand_runs
 
-# All rows are cut into so many pieces at least, so that members can share them evenly.
+# All rows are cut into at least this many pieces, so that members can share them evenly.
 PIECES = 4096
 
 

@@ -13,9 +13,9 @@ from longspan.run.facts import time_and_command
 from longspan.run.metrics import COMPLETIONS, read_metrics
 
 _STEPS = 3  # the last ones whose completions a page shows
-# A page shows so many completions.
+# A page shows at most this many completions.
 _ROWS = 400
-# A page shows so many characters of a prompt or completion.
+# A page shows at most this many characters of a prompt or completion.
 _CHARACTERS = 4000
 NATS = "nats per predicted token"
 SCORED = "mean of what is scored"

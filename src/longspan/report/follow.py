@@ -124,9 +124,9 @@ HOST = "127.0.0.1"
 # A browser may ask by these names; another name is that of a web page, made to lead here.
 HOSTS = {HOST, "localhost"}
 KEY_BYTES = 32
-# A connection is closed after so long without a request.
+# A connection is closed after this time without a request.
 IDLE_SECONDS = 10.0
-# The run is looked at so often.
+# This time passes between two looks at the run.
 POLL_SECONDS = 0.5
 # Reading a run takes at most this share of the time of a core.
 BUSY_SHARE = 0.05

@@ -21,9 +21,9 @@ from longspan.report.bars import FILLS, Bar, PlanBars, Summary, group_times, pla
 from longspan.report.page import PATTERNS, Part, page, page_head, read_report_file, section
 from longspan.run.facts import time_and_command
 
-# The picture on a page is so wide, in pixels.
+# A page shows the picture this wide.
 WIDTH = 1120
-# The picture on a page of a telephone is so wide, in pixels.
+# A page on a telephone shows the picture this wide.
 NARROW = 400
 LEGEND = (
     ("b k0", "a document: one block over the slots that share it, in another colour than its neighbours"),
@@ -35,9 +35,9 @@ _LEFT = 54
 _TOP = 26
 _BOTTOM = 40
 _RIGHT = 12
-# The title and facts above the drawing of a document are so high.
+# The title and facts take this height above the drawing.
 HEAD = 68
-# The legend below the drawing is so high.
+# The legend takes this height below the drawing.
 _FOOT = 44
 # page.css gives the shapes' classes the same colours.
 _SHAPE_COLORS = {

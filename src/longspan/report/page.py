@@ -76,9 +76,9 @@ PATTERNS = (
 )
 
 
-# page.css has so many colours.
+# page.css has this many colours.
 COLORS = 6
-# A curve has so many points at most.
+# A curve has at most this many points.
 MAX_POINTS = 900
 
 

@@ -25,9 +25,9 @@ from longspan.run.facts import RunFacts, best_step_text
 from longspan.run.metrics import read_json_rows
 
 MOST = 1e30  # a larger number of a record is taken for none
-# The report has so many plans: the first and last saved and some between.
+# The report shows at most this many plans: the first and last saved and some between.
 MAX_PLANS = 8
-# Columns of predictions further ahead have this name and the number of a depth; a run may have them.
+# A run may have columns of this name and the number of a depth.
 MTP_LOSS = "mtp_loss_"
 TRAIN_COLUMNS = (
     "loss",

@@ -370,7 +370,7 @@ def _planned_bytes(run: RunFolder, memory: str) -> dict[str, float]:
 
 def profile_sections(run: RunFolder) -> Iterator[Part]:
     """Yield the profiler's tables of the last steps that were profiled."""
-    # run/profile.py, which imports torch, has these names.
+    # run/profile.py has these names too, but imports torch.
     files = sorted(run.path.glob("profiles/step-*/table.txt"))[-SHOWN:]
     note = (
         "Milliseconds on the first rank, under the profiler, which makes a step longer. profiles/ has a trace of each "

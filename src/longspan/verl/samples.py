@@ -76,7 +76,7 @@ def read_samples(data: Any) -> Samples:
 
 def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
     """(patches, size) by grids (images, 3), or (images, 3, H, W)"""
-    # The ids say the same.
+    # The ids say which tokens are an image's.
     tensors = {name: x for name, x in entry.items() if x is not None and name != "mm_token_type_ids"}
     if further := sorted(tensors.keys() - {"pixel_values", "image_grid_thw"}):
         raise DataError(

@@ -13,7 +13,7 @@ from longspan.attention.dropout import Dropout
 from longspan.attention.rows import NO_KEY, accumulation_dtype
 from longspan.attention.tiles import Launch, Tile, visible_key_mask
 
-# The scores of a piece and all that is made of them take so many bytes at most.
+# The scores of a piece and all that is made of them take at most this many bytes.
 _BYTES_AT_ONCE = 256 << 20
 # Numbers that backward holds of a score at most, in the score's dtype: weight, its gradient, slope of softcap, factor.
 _NUMBERS_PER_SCORE = 4
@@ -62,7 +62,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         q_rows, dout_rows = (_group_heads(x[rows], kv_heads, dtype) for x in (q, dout))
         k_rows, v_rows = whole_k[keys].to(dtype), v[keys].to(dtype)
         weights = _scores(q_rows, k_rows, call)  # scores at first: they become weights in place, to be held once
-        # This is the slope of tanh.
+        # The cap is a tanh, whose slope is 1 − tanh².
         slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)
         row_lse, delta = (x[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0) for x in (lse, deltas))
         weights = _mask_scores_(weights, tile, launch, call).sub_(row_lse.unsqueeze(-1)).exp_()

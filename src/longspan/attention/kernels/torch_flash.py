@@ -14,7 +14,7 @@ from longspan.attention.call import AttendCall, Saved
 from longspan.attention.rows import concat_heads, pad_heads
 from longspan.attention.tiles import Launch
 
-# The sums for dq have so many elements at most.
+# The kernel's sums for dq have at most this many elements.
 MAX_SUM_ELEMENTS = 2**31 - 1
 _BLOCK_ROWS = 128
 

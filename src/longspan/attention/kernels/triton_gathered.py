@@ -35,11 +35,11 @@ GRADIENTS: dict[int, tuple[BlockSizes, ...]] = {
 }
 # A key has 512 numbers of its value, and 64 more.
 LARGEST = 576
-# The lists of keys of a run of rows take so many bytes.
+# The lists of keys of a run of rows take this many bytes.
 _LISTED_BYTES = 256 << 20
-# A program lists so many columns of a choice at a time.
+# A program lists this many columns of a choice at a time.
 _COLUMNS = 512
-# The gradients of at least so many columns of a value are summed at once, of wide values those of a quarter.
+# A program sums the gradients of this many columns of a value at once, or of a quarter of a wide value's.
 _PIECE = 64
 
 

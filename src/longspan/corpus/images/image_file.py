@@ -28,9 +28,9 @@ _ORIENTATION = 0x0112  # the EXIF tag
 _TURNED = (5, 6, 7, 8)
 _TAIL = 64  # last bytes of a file, which contain the end mark of a complete one
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "GIF": b";"}
-# An image has so many pixels at most, twice what Pillow warns of: 537 MB in three channels.
+# An image has at most this many pixels, twice what Pillow warns of: 537 MB in three channels.
 MAX_PIXELS = 178_956_970
-# A file of an image has so many bytes at most.
+# The file of an image has at most this many bytes.
 MAX_IMAGE_BYTES = 1 << 29
 # By Pillow's names; its reader of JPEG reads MPO too.
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "AVIF", "BMP", "TIFF", "PPM", "JPEG2000")

@@ -29,7 +29,7 @@ _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
 # Sizes that show whether all images take the same placeholders.
 _PROBES = tuple((a, b) for a in _SIDES for b in _SIDES if max(a, b) <= 8 * min(a, b))
-# A blank image is this small.
+# A blank image has this size.
 _SMALL = (64, 64)
 
 

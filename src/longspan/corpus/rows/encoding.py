@@ -47,7 +47,7 @@ from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.model.weights.tokenizer_files import has_image_processor
 
-# These classes are of conversations and images, which texts do without.
+# Texts do without these classes of conversations and images.
 if TYPE_CHECKING:
     from longspan.corpus.rows.chats.chat import ChatEncoding
     from longspan.corpus.rows.media.placeholders import RowImages
@@ -161,7 +161,7 @@ class RowEncoding:
         is_target = sample.labels != NO_TARGET
         # the last token of each run of targets
         stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
-        # This leaves out special tokens.
+        # `decode` leaves out special tokens.
         if engine.decode(sample.ids[stops[-1] + 1 :].tolist()).strip():
             return sample
         for stop in reversed(stops.tolist()):

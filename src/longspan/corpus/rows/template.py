@@ -46,7 +46,7 @@ _SAMPLE_CONTENTS = ("Zq", [{"type": "text", "text": "Zq"}])
 _ID = "callZq000"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATES = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
-# The renderer's own strftime_now writes today's date.
+# This stands in place of the renderer's own strftime_now, which writes today's date.
 _DAY = (
     "{%- macro strftime_now(format) -%}{{- longspan_dates[format] if format in longspan_dates else "
     "raise_exception('strftime_now: the format must be written as text') -}}{%- endmacro -%}"

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-# Messages show so many bytes of the beginning of a row that is too long.
+# Messages show this many bytes of the beginning of a row that is too long.
 SHOWN_BYTES = 240
 _PIECE = 1 << 20  # bytes that are read at a time
 _BLANKS = b" \t\r\n"
@@ -29,7 +29,7 @@ class CutRow(NamedTuple):
 class RowEnds(ABC):
     """Finds the byte behind each row, in pieces of a stream that follow each other."""
 
-    # These belong to no row where they stand around one.
+    # Blanks belong to no row where they stand around one.
     blanks: bytes
     skips_blank_rows = True
     is_whole = True  # whether a row may end where the stream does

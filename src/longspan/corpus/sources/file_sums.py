@@ -16,9 +16,9 @@ from longspan.errors import DataError
 from longspan.files import write_atomically
 from longspan.plain_text import LogLine
 
-# The sum of a file is kept if its last change is so long ago.
+# The sum of a file is kept once its last change is this long ago.
 _SETTLED_SECONDS = 2.0
-# Lines of progress are so far apart.
+# This time passes between two lines of progress.
 _NEWS_SECONDS = 5.0
 
 

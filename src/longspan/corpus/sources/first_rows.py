@@ -15,7 +15,7 @@ from longspan.errors import DataError
 
 FIRST_ROWS = 20
 FIRST_FILES = 5
-# So many characters at most train the byte-pair tokenizer.
+# At most this many characters train the byte-pair tokenizer.
 SAMPLE_CHARACTERS = 4_000_000
 
 

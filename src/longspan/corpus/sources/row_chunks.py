@@ -18,7 +18,7 @@ from longspan.corpus.rows.values import type_name
 from longspan.corpus.sources.cut_rows import SHOWN_BYTES
 from longspan.files import parse_json
 
-# A row has at most so many lists and objects in each other.
+# A row has at most this many lists and objects in each other.
 MOST_LEVELS = 100
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON = "arrow.json"  # Arrow's type of texts that are JSON

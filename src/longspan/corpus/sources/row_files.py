@@ -37,7 +37,7 @@ from longspan.corpus.sources.row_chunks import (
 )
 from longspan.errors import DataError
 
-# A chunk of a file of lines or a table has so many bytes; its last row is completed.
+# A chunk of a file of lines or a table has this many bytes; its last row is completed.
 CHUNK_BYTES = 1 << 20
 
 

@@ -48,7 +48,7 @@ def scan_chunks(
         decays,
         states.contiguous(),
         final,
-        # The kernel does not write it without KEEP.
+        # The kernel does not write this tensor without KEEP.
         chunk_additions if into is None else into,
         runs.chunk_ends,
         HEADS=heads,

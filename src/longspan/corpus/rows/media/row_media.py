@@ -35,7 +35,7 @@ NOTHING_SHOWN = RowMedia()
 
 
 PARTS = {kind: {"type": kind} for kind in ("image", "video")}
-# The texts of a row with a key of the kind have these names.
+# A text of a row with a key of the kind names its media so.
 NAMED = {kind: f"<{kind}>" for kind in MEDIA_KEYS}
 # Parts have these types.
 _TYPES = {kind: (kind, f"{kind}_url") for kind in NAMED}
@@ -156,7 +156,7 @@ class _PartMedia:
         kind = next((kind for kind in PARTS if part.get("type") in _TYPES[kind]), None)
         if kind is None:
             media = [(kind, key) for kind in PARTS for key in _TYPES[kind] if part.get(key) not in (None, "")]
-            # The key is read of parts of another type.
+            # Parts of another type have this key.
             if media:
                 kind, key = media[0]
                 type_text = f"of type {part['type']!r}" if part.get("type") else "without a type"
