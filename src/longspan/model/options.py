@@ -60,7 +60,7 @@ class Sharding:
 
 
 def _dtype_bits(dtype: torch.dtype) -> int:
-    """Return a type's significant bits, the implicit leading one included: 8 of bfloat16, 24 of float32."""
+    """The implicit leading bit is included: 8 of bfloat16, 24 of float32."""
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 

@@ -126,7 +126,8 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
     device only shapes are compared.
     """
     calls, out, returned = _run_with_stand_ins(model, parts, **more)
-    first = returned[0]  # whose values all stand-ins hand on
+    # All stand-ins hand on the values of the first hidden states.
+    first = returned[0]
     equal = out.shape == first.shape and (first.is_meta or torch.equal(out, first))
     return calls, equal and not _depends_on([out], returned[:-1])
 
@@ -134,14 +135,12 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
 def _run_with_stand_ins(
     model: PreTrainedModel, parts: ModelParts, **more: Any
 ) -> tuple[list[PartCall], Tensor, list[Tensor]]:
-    """Run a copy of the base model, with a stand-in for every part, on two rows of hidden states, with `more` keywords.
-
-    Returns the calls of stand-ins in order, the copy's output (1, 2, D), and the hidden states: those that it got, then
-    what each call returned.
-    """
+    """Returns the calls of stand-ins in order, the copy's output (1, 2, D), and the hidden states: those that it
+    got, then what each call returned."""
     bare = decoder_model(copy_for_stage(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
-    device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
+    # The rotary frequencies are on this device.
+    device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))
     x = torch.linspace(-1, 1, 2 * size, device=device).view(1, 2, size).requires_grad_()
     returned = [x]
     calls = list[PartCall]()
@@ -166,11 +165,7 @@ def _run_with_stand_ins(
 def _argument_with_first_states(
     args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]
 ) -> int | str | None:
-    """Return the position or keyword at which a part gets the first of the `returned` states, unchanged; else None.
-
-    None also if that argument depends on other states too, or if several arguments depend on states before the last
-    ones: stages hand on neither.
-    """
+    """None if that argument depends on other states too, or several arguments on states before the last ones."""
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     keys = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
     if len(keys) != 1 or keys[0] == 0:  # the argument at 0 is what a part runs on
@@ -184,7 +179,6 @@ def _argument_with_first_states(
 
 
 def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
-    """Return whether any tensor in these (nested) values was computed from one of the leaves `tensors`."""
     sums = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums or not tensors:
         return False
@@ -221,7 +215,8 @@ def copy_for_stage(
     and on the last if it needs the embedding; a tied head on both. A later stage begins with an `_StageEntry`.
     """
     tied = is_tied(model)
-    embeds = tied or bool(mtp_depths(model))  # what comes after the layers needs the embedding
+    # What comes after the layers needs the embedding.
+    embeds = tied or bool(mtp_depths(model))
     stage = base = copy_shallow_module(model)
     # a wrapper's modules around its text model are copied too
     for name in filter(None, text_model_name(model).split(".")):
@@ -248,7 +243,8 @@ def copy_for_stage(
         base.register_forward_pre_hook(stand_in.take_rows, with_kwargs=True)
         base.register_forward_hook(stand_in.forget_rows, always_call=True)
     text_child = text_model_name(model).partition(".")[0]
-    for name, _ in list(model.named_children()):  # beside it: the head, and depths of multi-token prediction (MTP)
+    # The children beside the text model are the head, and depths of multi-token prediction (MTP).
+    for name, _ in list(model.named_children()):
         is_needed = last or (tied and first and name != MTP)
         if name != text_child and not is_needed:
             stage._modules[name] = Absent()

@@ -171,7 +171,8 @@ def prepare_language_model(
     for feature in features:
         feature.convert(model, execution)
     cuts = (feature.cut(model) for feature in features)
-    parts = next(filter(None, cuts), [(model, model)])  # of the first feature that cuts, or the whole model
+    # The parts are those of the first feature that cuts, or the whole model.
+    parts = next(filter(None, cuts), [(model, model)])
     for root, part in parts:
         for feature in features:
             feature.place(part, root)
@@ -191,16 +192,14 @@ def prepare_language_model(
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(complete_model_call, with_kwargs=True, prepend=True)
     prepared.register_forward_pre_hook(try_rows_before_call, prepend=True, with_kwargs=True)
-    for parameter in prepared.parameters():  # those that were not replaced have their name of `name_parameters` yet
+    # Parameters that were not replaced have their name of `name_parameters` yet.
+    for parameter in prepared.parameters():
         vars(parameter).pop(FORMER, None)
     return prepared
 
 
 def _connect_operations(model: PreTrainedModel) -> None:
-    """Let a model's attention call longspan, and its masks and positions be those of shards; changes it in place.
-
-    Layers are numbered, by which a call of attention finds its own.
-    """
+    """Layers are numbered, by which a call of attention finds its own."""
     config = model.config
     text = model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -214,17 +213,14 @@ def _connect_operations(model: PreTrainedModel) -> None:
     defer_query_scaling(model)
     hook_layer_arguments(model)
     for module in model.modules():
-        if isinstance(module, PreTrainedModel):  # to look for padding waits for the device, and a shard has none
+        # To look for padding waits for the device, and a shard has none.
+        if isinstance(module, PreTrainedModel):
             vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
 
 
 def _make_call_rules(
     model: PreTrainedModel, record: MetaRecord, options: PrepareOptions, world: World
 ) -> CallRules:
-    """Return what later calls of the model are checked by: what it cannot have, in words, and its tables and limits.
-
-    `record` is of the pass on the meta device.
-    """
     rates = [attention_dropout(call.module) for call in record.calls]
     separate = {
         "keys that an indexer chooses": any(call.indexed for call in record.calls),

@@ -60,7 +60,6 @@ class Preset:
 def _qwen3_values(
     hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
 ) -> dict[str, Any]:
-    """Return the values of a published Qwen3 configuration; `more` replaces or adds to them."""
     return {
         "vocab_size": 151936,
         "hidden_size": hidden,
@@ -79,7 +78,6 @@ def _qwen3_values(
 
 
 def _window_layers(layers: int, period: int) -> list[str]:
-    """Return the types of layers of which every `period`-th has full attention, and the others a window."""
     return ["sliding_attention" if n % period else "full_attention" for n in range(1, layers + 1)]
 
 
@@ -166,7 +164,7 @@ _QWEN25_32B = _QWEN25_7B | {
     "intermediate_size": 27648,
     "rms_norm_eps": 1e-5,
 }
-_INSTRUCT = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}  # of Qwen2.5
+_INSTRUCT = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}  # Qwen2.5
 # Five layers of a window, then one of full attention, whose positions are stretched eight times.
 _GEMMA3_12B: dict[str, Any] = {
     "vocab_size": 262208,
@@ -320,7 +318,8 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
         raise ModelError(f"unknown model preset {name!r}{hint}; presets: {', '.join(PRESETS)}")
     preset = PRESETS[name]
     values = deepcopy(dict(preset.values))  # transformers writes into a configuration's tables
-    if not preset.embedding_rows:  # its embedding has as many rows as the tokenizer has ids
+    # The embedding has as many rows as the tokenizer has ids.
+    if not preset.embedding_rows:
         if vocab_size is None:
             raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
         if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:

@@ -64,10 +64,7 @@ class _ScoresOfRows:
 
 @cache
 def _class_with_row_scores(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass whose forward makes the scores of all rows.
-
-    Its name and module are the stock class's, by which transformers finds sources and a saved folder its class.
-    """
+    """By the stock class's name and module transformers finds sources and a saved folder its class."""
     return type(stock.__name__, (_ScoresOfRows, stock), {"__module__": stock.__module__})
 
 
@@ -126,7 +123,6 @@ def score_class(config: PreTrainedConfig, kind: str = SCORE_HEADS[0]) -> type[Pr
 
 @cache
 def _make_score_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[PreTrainedModel]:
-    """Make the class with a head of this `kind` over a causal class's base model, from transformers' `generic` one."""
     family_base = next(cls for cls in causal.__mro__ if cls.__name__.endswith("PreTrainedModel"))
     name = causal.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + kind
     prefix = {"base_model_prefix": "model", "__module__": causal.__module__}
@@ -161,7 +157,8 @@ def add_score_head(
             f"{type(base_model(scored)).__name__}; give an AutoModelForCausalLM of this configuration"
         )
     setattr(scored, scored.base_model_prefix, base)
-    for module in base.modules():  # one configuration for all, which `prepare` changes
+    # All modules have one configuration, which `prepare` changes.
+    for module in base.modules():
         if getattr(module, "config", None) is model.config:
             module.config = scored.config
     head = find_score_head(scored)
@@ -177,5 +174,6 @@ def add_score_head(
         added = DrawnWeights({f"{path}.{name}": value for name, value in values.items()})
         fill_when_prepared(scored, JoinedWeights(deferred.source, added))
     if isinstance(getattr(scored, "dropout", None), nn.Dropout):
-        scored.dropout.p = 0.0  # of a token classifier, 0.1 by default, which training over slots would draw anew
+        # A token classifier's dropout is 0.1 by default, and training over slots would draw it anew.
+        scored.dropout.p = 0.0
     return scored.train(model.training)

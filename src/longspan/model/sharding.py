@@ -62,7 +62,8 @@ def shard_over_slots(
         # gloo has no premultiplied sum, which a divide factor would need
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
+        # FSDP2 itself treats a root so.
+        _RESHARDS[module] = frees and module is not root
         _SHARDINGS[module] = sharding
         if world.device.type != "cuda":  # only there memory belongs to streams
             continue
@@ -73,11 +74,9 @@ def shard_over_slots(
 
 
 def _sum_on_computing_stream(root: nn.Module) -> None:
-    """Let FSDP2 cast sums into gradients on the stream that computes: with one rank no message hides behind its work.
-
-    All gradients would otherwise be in memory of FSDP2's own stream for sums, which the next forward pass could not
-    use. FSDP2 has no setting for it: its context, shared by all modules of the root, makes streams in `lazy_init`.
-    """
+    """With one rank no message hides behind FSDP2's cast of sums. All gradients would be in memory of FSDP2's own
+    stream for sums, which the next forward pass could not use. FSDP2 has no setting for it: its context, shared
+    by all modules of the root, makes streams in `lazy_init`."""
     state: Any = root._get_fsdp_state  # pyright: ignore[reportAttributeAccessIssue]
     context: Any = state()._comm_ctx
     if "lazy_init" in vars(context):  # replaced already
@@ -93,10 +92,7 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
 
 
 def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
-    """Raise ModelError where parameters that are trained and gathered as one differ in type: FSDP2 fails in a step.
-
-    A function, so that nothing holds whole parameters while they are sharded.
-    """
+    """FSDP2 would fail in a step. A function, so that nothing holds whole parameters while they are sharded."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     sharded_ids = {
         id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()
@@ -117,7 +113,7 @@ def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn
 
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
-    """Return whether FSDP2's sums are the gradients themselves: neither cast, nor summed over replicas after it."""
+    """Sums are neither cast, nor summed over replicas after it."""
     for group in fsdp_param_groups([module]):
         trained = [
             parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
@@ -138,7 +134,8 @@ class SumsInComputeMemory(DefaultReduceScatter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._computing: torch.cuda.Stream | None = None  # between a message and its sum
+        # The stream is set between a message and its sum.
+        self._computing: torch.cuda.Stream | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an empty tensor in memory of the computing stream: first for a message, then for its sum."""
@@ -181,7 +178,8 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     modules: list[FSDPModule] = [
         *dict.fromkeys(module for module in inner_modules if isinstance(module, FSDPModule))
     ]
-    if "call_rules" in vars(model):  # what `prepare` leaves on it at last
+    # `prepare` leaves the rules on the model at last.
+    if "call_rules" in vars(model):
         vars(model)[_FSDP_MODULES] = modules
     return modules
 
@@ -209,7 +207,8 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         yield
         counts = world.control.sum_over_slots([float(p.grad is not None) for p in parameters], "count of gradients")
         for parameter, count in zip(parameters, counts, strict=True):
-            if parameter.grad is None and count > 0:  # all slots sum the same ones
+            # All slots sum the same gradients.
+            if parameter.grad is None and count > 0:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
@@ -218,10 +217,7 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
 
 
 def _sum_as_one_buffer(gradients: Sequence[Tensor], world: World) -> None:
-    """Replace gradients by their sums over the slots, in place: a reduce-scatter and an all-gather of one buffer.
-
-    Half precision is summed in float32. A function, so that a buffer is freed before the next one is made.
-    """
+    """Half precision is summed in float32. A function, so that a buffer is freed before the next one is made."""
     channel = world.channels.find_channel(tuple(range(world.home.slots)))
     flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
@@ -245,7 +241,8 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
     for name, layer in layers.items():
         for parameter in layer.parameters():
             users.setdefault(id(parameter), set()).add(name)
-    blocks: dict[tuple[int, ...], dict[nn.Module, None]] = {}  # by their parameters
+    # The key of a block is its parameters.
+    blocks: dict[tuple[int, ...], dict[nn.Module, None]] = {}
     for layer in layers.values():
         passed_over = {layer}
         for module in layer.modules():
@@ -326,7 +323,8 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
         with leave_out_idle_hooks(model, trains=True):
             yield lambda: None
     finally:
-        for module in modules:  # as `shard_over_slots` had set each
+        # Each module gets back what `shard_over_slots` had set.
+        for module in modules:
             _set_keep_gathered(module, False, reshard_after_forward=bool(reshards_after_forward(module)))
 
 
@@ -341,10 +339,6 @@ def drop_unsummed_gradients(model: nn.Module) -> None:
 
 
 def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
-    """Have one module's backward passes keep parameters gathered and gradients unsummed, or undo that (`keep` False).
-
-    `reshard_after_forward` says whether its forward passes free parameters.
-    """
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
     module.set_reshard_after_forward(reshard_after_forward, recurse=False)
@@ -435,7 +429,8 @@ class _BlockHooks:
         self._state = state
         self._later = later
         self._trains = trains
-        self._runs_fsdp_hooks = True  # in the pass that runs now
+        # The pass that runs now has FSDP2's hooks.
+        self._runs_fsdp_hooks = True
         self._groups: list[Any] = [*fsdp_param_groups([module])]
         self._gradient_hook: Any = None
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
@@ -455,11 +450,8 @@ class _BlockHooks:
             self._gradient_hook.remove()
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Stand before the block's forward: run FSDP2's hook where it gathers, will sum or casts; None leaves the
-        inputs.
-
-        Where it does not, a hook on one gradient of the block adds those of the later block (`_add_later_gradients`).
-        """
+        """FSDP2's hook runs where it gathers, will sum or casts. Else a hook on one gradient of the block adds those
+        of the later block (`_add_later_gradients`). None leaves the inputs."""
         # FSDP2 gathers before this pass, or will sum or free after it. Before the first pass it does not know (None)
         # whether a state is a root.
         busy = self._state._is_root is not False or any(
@@ -477,22 +469,18 @@ class _BlockHooks:
         return self._fsdp_hooks[0](module, args, kwargs) if self._runs_fsdp_hooks else None
 
     def _end_forward(self, module: nn.Module, args: Any, out: Any) -> Any:
-        """Stand behind the block's forward: run FSDP2's hook if the one before ran."""
         return self._fsdp_hooks[1](module, args, out) if self._runs_fsdp_hooks else None
 
     def _add_later_gradients(self, _: Tensor) -> None:
-        """Add the later block's gradients of this pass to those of earlier ones, in float32.
-
-        This block's gradient is there, so that backward mostly is through the later block; FSDP2 adds gradients that
-        come after this by the end of the pass. In a pipeline `_runs_fsdp_hooks` may be of another micro-batch, and
-        gradients that are not there yet are added later.
-        """
+        """This block's gradient is there, so that backward mostly is through the later block; FSDP2 adds gradients
+        that come after this by the end of the pass. In a pipeline `_runs_fsdp_hooks` may be of another
+        micro-batch, and gradients that are not there yet are added later. Sums are in float32."""
         if self._later is not None and not self._later._runs_fsdp_hooks:
             accumulate_gathered_gradients(self._later._groups)
 
 
 def _stays_uncast(x: object, dtype: torch.dtype) -> bool:
-    """Return whether FSDP2 would surely leave an argument uncast; it also casts in mappings, sets and dataclasses."""
+    """FSDP2 also casts in mappings, sets and dataclasses."""
     if isinstance(x, Tensor):
         return x.dtype == dtype or not x.is_floating_point()
     if isinstance(x, tuple | list):
@@ -515,7 +503,8 @@ def reshard(model: nn.Module) -> None:
         state: Any = module._get_fsdp_state()
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False  # of a pass that failed, which autograd drops
+        # The callback belongs to a pass that failed, which autograd drops.
+        state._state_ctx.post_backward_final_callback_queued = False
         for group in fsdp_param_groups([module]):
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()  # does something where the error came between a gather and its end

@@ -26,7 +26,8 @@ from longspan.model.weights.empty_model import empty_model
 from longspan.model.weights.tied_names import tied_names
 from longspan.plain_text import gib_text
 
-_ROOM = 0.7  # of the free bytes, for weights; the rest is for what a pass and its cache take
+# Weights may take this share of the free bytes; the rest is for what a pass and its cache take.
+_ROOM = 0.7
 Result = TypeVar("Result")
 
 
@@ -75,17 +76,13 @@ class StockCopy:
 
     @torch.no_grad()
     def _gather_weights(self, names: Sequence[str]) -> list[Tensor]:
-        """Return the merged weights of these names on the first rank, nothing that counts elsewhere; by all ranks."""
+        """Entered by all ranks; the result counts on the first rank alone."""
         return [self._weights.gather_merged(self._names[name], first_only=True) for name in names]
 
     def _place_weights(self) -> None:
-        """Empty the stock model, gather what is around its layers and the first layers for which there is room, and
-        hook the others, which gather their weights before they run and drop them after.
-
-        Runs on the first rank, while the others answer its calls. Counts `layers` and `staying`. Layers stay within the
-        bytes of `_room`, which are not compared with the device's, or if it is None within what is free; all stay where
-        what is free is unknown (0). Raises ModelError where less is free than two layers need.
-        """
+        """Runs on the first rank, while the others answer its calls. Layers stay within the bytes of `_room`, which
+        are not compared with the device's, or if it is None within what is free; all stay where what is free is
+        unknown (0)."""
         device = self._world.device
         layers = decoder_layers(self._stock)
         shared = {*self._tied.values()}
@@ -107,7 +104,8 @@ class StockCopy:
                 f"{gib_text(free)} there"
             )
         for module in self._stock.modules():
-            for name, parameter in module._parameters.items():  # of a tower too, which no text runs
+            # These are the parameters of a tower too, which no text runs.
+            for name, parameter in module._parameters.items():
                 module._parameters[name] = None if parameter is None else _placeholder(parameter.dtype, device)
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -126,7 +124,7 @@ class StockCopy:
         return sum(self._targets[name].nbytes for name in names)
 
     def _fetch_weights(self, names: Sequence[str], *_: Any) -> None:
-        """Call the other ranks to gather these weights, and put them into the stock model; also a layer's hook."""
+        """The other ranks are called to gather these weights; also a layer's hook."""
         with self._first.call_on_others("weights", names):
             weights = self._gather_weights(names)
         for name, weight in zip(names, weights, strict=True):
@@ -135,12 +133,10 @@ class StockCopy:
             self.gathered_bytes += self._targets[name].nbytes
 
     def _drop_weights(self, names: Sequence[str], *_: Any) -> None:
-        """Free the weights of these names; a forward hook of a layer that does not stay."""
         for name in names:
             self._set_tensors([name], _placeholder(self._targets[name].dtype, self._world.device))
 
     def _set_tensors(self, names: Sequence[str], value: Tensor) -> None:
-        """Put one tensor in place of parameters or buffers of these names."""
         parameter = nn.Parameter(value, requires_grad=False)
         for name in names:
             path, _, last = name.rpartition(".")

@@ -47,10 +47,7 @@ def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: St
 
 
 def _merge_children(into: nn.Module, source: nn.Module, around: set[nn.Module]) -> None:
-    """Add the children of `source` to `into` by their names; what is there stays, absent ones are left out.
-
-    Modules `around` layers are not shared by stages: they are merged child by child.
-    """
+    """Modules `around` layers are not shared by stages: they are merged child by child."""
     for name, child in source.named_children():
         if child in around:
             _merge_children(_get_or_add_child(into, name), child, around)
@@ -65,7 +62,7 @@ def _get_or_add_child(node: nn.Module, name: str) -> nn.Module:
 
 
 def _modules_around_layers(model: PreTrainedModel) -> set[nn.Module]:
-    """Return the modules from a stage's model down to its list of layers, of which each stage has a copy of its own."""
+    """Each stage has a copy of its own of these."""
     path = text_model_name(model).split(".")
     outer = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
     return {*outer, getattr(decoder_model(model), find_parts(model).layers)}
@@ -84,7 +81,8 @@ class PipelineModel(nn.Module):
     carry no gradient. `dtype` is that of hidden states between stages.
     """
 
-    holds_stages = True  # by which `is_pipeline` knows it
+    # `is_pipeline` knows it by this attribute.
+    holds_stages = True
 
     def __init__(
         self,
@@ -116,11 +114,13 @@ class PipelineModel(nn.Module):
             pipeline_settings.pp,
             world.coordinates.pp,
         )
-        self._world_key = world.key  # by which the world is looked up: modules store no process group
+        # The world is looked up by its key: modules store no process group.
+        self._world_key = world.key
         _ = world.channels.pipeline  # makes its group, on all ranks together
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
         self.routers: tuple[int, ...] = router_sizes(model)
-        self.depths: int = len(mtp_depths(model))  # of multi-token prediction, which is on the last stage
+        # Depths of multi-token prediction are on the last stage.
+        self.depths: int = len(mtp_depths(model))
         self._schedules: dict[tuple[int, bool], tuple[Callable[[], None], list[ScheduledStage]]] = {}
         add_named_modules(self, [stage.model for stage in self.stages], self.copies)
         self._unnamed = dict[str, nn.Module]()
@@ -184,7 +184,7 @@ class PipelineModel(nn.Module):
     def _find_or_make_schedule(
         self, micro_batches: int, *, backward: bool
     ) -> tuple[Callable[[], None], list[ScheduledStage]]:
-        """Return the step of a schedule, and its stages, which later steps of as many micro-batches take again."""
+        """Later steps of as many micro-batches take it again."""
         key = (micro_batches, backward)
         if key not in self._schedules:
             world = world_of(self._world_key)
@@ -205,7 +205,8 @@ class PipelineModel(nn.Module):
 
         Raises ModelError for positions that are not the shard's.
         """
-        if position_ids.ndim == 3:  # of several axes (images): layers get them, as the shard has those of one axis
+        # Layers get positions of several axes (images), as the shard has those of one axis.
+        if position_ids.ndim == 3:
             kwargs["position_ids"] = position_ids
         elif not torch.equal(position_ids[0], shard.position_ids):
             raise ModelError("position_ids are not those of the shard; use position_ids=shard.position_ids[None]")
@@ -271,10 +272,7 @@ class PipelineFeature(Feature):
 
 
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
-    """Run a schedule's step under the watch; raises what a stage raised, not the errors that torch puts around it.
-
-    Errors of a collective, or of no stage, are raised inside the watch, which adds its report of the ranks.
-    """
+    """Errors of a collective, or of no stage, are raised inside the watch, which adds its report of the ranks."""
     failure: BaseException | None = None
     with world.watch.enter_operation("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):
         try:

@@ -81,11 +81,8 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
 
 
 def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
-    """Add the gradients of these weights to their `.grad`; `gradients` reached each node, one for each of its outputs.
-
-    It calls the engine as `torch.autograd.grad` does, since that, in torch 2.11, reads shapes of nodes that those of
-    autograd.Functions lack.
-    """
+    """It calls the engine as `torch.autograd.grad` does, since that, in torch 2.11, reads shapes of nodes that those
+    of autograd.Functions lack."""
     edges = {
         GradientEdge(node, i): gradient
         for node, gradient_of_node in gradients.items()
@@ -111,10 +108,7 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
 def _group_weights(
     output: Node, input_node: Node, weights: Iterable[Tensor]
 ) -> dict[frozenset[Node], list[Tensor]]:
-    """Group the weights that `output` depends on by the nodes where their paths first meet those of the input.
-
-    All nodes on a path from the input depend on it; the search from a weight stops at the first of them.
-    """
+    """All nodes on a path from the input depend on it; the search from a weight stops at the first of them."""
     # for every node that the output depends on, the nodes that use its result: the graph turned around
     users: dict[Node, list[Node]] = {output: []}
     to_visit = [output]
@@ -138,7 +132,7 @@ def _group_weights(
 
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set[Node] = frozenset()) -> set[Node]:
-    """Return all nodes that depend on `start`, itself among them; the search does not go on behind `last_nodes`."""
+    """`start` is among them; the search does not go on behind `last_nodes`."""
     dependents = {start}
     to_visit = [start]
     while to_visit:
@@ -208,7 +202,8 @@ class ScheduledStage(PipelineStage):
             group=world.channels.pipeline.group,
         )
         self.inputs: Sequence[StageInput] = ()
-        self._input: StageInput | None = None  # of the micro-batch that runs
+        # The input is that of the micro-batch that runs.
+        self._input: StageInput | None = None
         self._row = row
         self._world = world
         self._row_parts = row_parts
@@ -217,14 +212,13 @@ class ScheduledStage(PipelineStage):
         self._freed = torch.empty(0, dtype=dtype, device=world.device)  # stands for a buffer that is freed
         # its name in torch 2.15, and before
         name = "_forward_chunk_states" if hasattr(self, "_forward_chunk_states") else "fwd_cache"
-        self._forward_states = vars(self)[name]  # what a forward pass leaves for its backward pass
+        # A forward pass leaves this for its backward pass.
+        self._forward_states = vars(self)[name]
 
     def _count_rows(self, stage_input: StageInput) -> int:
-        """Return the rows that this rank hands on for a micro-batch: of hidden states, and of the embedding."""
         return stage_input.shard.local_rows // self._row_parts * (1 + self._stage.with_embedding)
 
     def _allocate_receive_buffers(self, receives: list[Any], infos: Sequence[Any], micro_batch: int) -> list[Any]:
-        """Give torch's receives of a micro-batch buffers of its number of rows, in place; returns the receives."""
         for receive, info in zip(receives, infos, strict=False):
             rows = self._count_rows(self.inputs[micro_batch])
             receive.tensor = info.buffer = receive.tensor.new_empty(1, rows, self._row.shape[2])
@@ -330,7 +324,6 @@ class ScheduledStage(PipelineStage):
         self._leaves = ()
 
     def _free_receive_buffers(self, micro_batch: int) -> None:
-        """Let go the buffers into which a micro-batch's hidden states and gradients were received."""
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
             if getattr(info, "buffer", None) is not None:  # torch 2.15 makes buffers, and drops them, itself
                 info.buffer = None if hasattr(info, "take_buffer") else self._freed
@@ -363,7 +356,8 @@ def make_schedule(
     elif micro_batches >= pipeline_settings.pp:
         kind = Schedule1F1B
     settings: dict[str, Any] = {"loss_fn": (lambda output, _: output) if backward else None, "scale_grads": False}
-    stages_here: Any = stages[0] if kind in (Schedule1F1B, ScheduleGPipe) else list(stages)  # these take no list
+    # These two schedules take no list.
+    stages_here: Any = stages[0] if kind in (Schedule1F1B, ScheduleGPipe) else list(stages)
     schedule = kind(stages_here, micro_batches, **settings)
     # torch splits the targets, one dummy for each micro-batch; no loss reads them
     return partial(schedule.step, target=torch.arange(micro_batches), return_outputs=False)

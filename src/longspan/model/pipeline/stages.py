@@ -103,7 +103,8 @@ class StageCopies:
         """
         self._holders = [sorted(stage % pp for stage in entry.stages) for entry in shared]  # pipeline ranks
         self._counted_here = [entry.stages[0] % pp == position for entry in shared]
-        self._places: list[_ParameterPlace | None] = []  # of each parameter, None if no stage here has it
+        # The place is None if no stage here has the parameter.
+        self._places: list[_ParameterPlace | None] = []
         # modules here with copies of another stage's parameters, by the name of that stage's module
         self.modules_of_other_stages: dict[str, nn.Module] = {}
         for entry in shared:
@@ -144,13 +145,11 @@ class StageCopies:
 
 @torch.no_grad()
 def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
-    """Replace a parameter's gradient by the sum over the pipeline ranks `holders`, which enter together.
-
-    Each holder adds up one slice of all holders' gradients, in the order of positions, and sends the sum to the others,
-    so that all get equal bits. A holder without a gradient gets one.
-    """
+    """The pipeline ranks `holders` enter together. Each adds up one slice of all gradients, in the order of
+    positions, and sends the sum to the others, so that all get equal bits."""
     pipeline = world.channels.pipeline
-    if parameter.grad is None:  # of a stage that made no use of it in this step
+    # The stage made no use of the parameter in this step.
+    if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = local_tensor(parameter.grad)
     total = gradient.contiguous()
@@ -190,10 +189,7 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
 
 
 def _pass_embedding(argument: int | str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Give a layer the embedding that it reads in `argument`, a position or keyword: a forward pre-hook.
-
-    On the first stage the embedding is kept in the `TakenEmbedding`; on others it is put in place of the argument.
-    """
+    """On the first stage the embedding is kept in the `TakenEmbedding`; on others it replaces the argument."""
     kwargs = dict(kwargs)
     embedding = kwargs.pop(EMBEDDING_KEYWORD)
     arguments: Any = kwargs if isinstance(argument, str) else [*args]

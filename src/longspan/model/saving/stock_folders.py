@@ -93,10 +93,8 @@ def _save_weights(
     tokenizer: Any,
     file_dtype: torch.dtype | None,
 ) -> None:
-    """Write all weights: every rank gathers a unit of them (a decoder layer) after another, and the first writes it.
-
-    After each unit all ranks raise the error if the first could not write.
-    """
+    """Every rank gathers a unit of weights (a decoder layer) after another, and the first writes it. After each unit
+    all ranks raise the error if the first could not write."""
 
     def begin_files() -> WeightWriter:
         unfinished = make_partial_folder(target)
@@ -118,7 +116,7 @@ def _save_weights(
 
 
 def _run_on_saving_rank(world: World, target: Path, work: Callable[[], object]) -> object:
-    """Run `work` on the first rank and return its result there, None elsewhere; all ranks raise its error."""
+    """None on the other ranks; all ranks raise the first one's error."""
     return result_or_first_error(
         world,
         lambda: work() if is_first_rank(world) else None,
@@ -135,8 +133,9 @@ def _save_adapter(
     tokenizer: Any,
     file_dtype: torch.dtype | None,
 ) -> None:
-    """Write an adapter and what is trained beside it, of encoders too; the first rank has all of it whole in memory."""
-    modules = list[str]()  # of encoders, trained whole
+    """The first rank has all of it whole in memory."""
+    # These modules of encoders are trained whole.
+    modules = list[str]()
     states = list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
@@ -167,11 +166,8 @@ def _save_adapter(
 def _gathered_units(
     model: PreTrainedModel | PipelineModel, encoder_states: Sequence[Mapping[str, Tensor]], world: World
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of a decoder layer after another by name, on the CPU of the first rank; elsewhere empty tables.
-
-    All ranks go through it together to the end, as each unit is gathered when it is asked for. With an adapter, only
-    what is trained comes. Weights of encoders come last.
-    """
+    """All ranks go through it together to the end, as each unit is gathered when it is asked for. With an adapter,
+    only what is trained comes. Weights of encoders come last; ranks but the first get empty tables."""
     weights = WholeWeights(model, world, saved=True)
     of_language = ((name, weights.gather_tensor(name, first_only=True)) for name in weights.names)
     of_encoders = ((name, gather_whole(x)) for state in encoder_states for name, x in state.items())
@@ -226,10 +222,6 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
 
 @torch.no_grad()
 def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, folder: Path) -> None:
-    """Copy an adapter's tensors, and what is trained beside it, from peft's file into this rank's parts.
-
-    The file must have exactly these tensors, in the same shapes. Raises ModelError for another file, or none.
-    """
     file = folder / WEIGHTS
     if not file.is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}, and the model has an adapter; give a folder of its adapter")

@@ -115,9 +115,10 @@ class WholeWeights:
         self.names: list[str] = [*self._entries]
 
     def _gather_entries(self, entries: list[_WeightEntry]) -> list[_WeightEntry]:
-        """Return the entries of all stages, in the order of stages, on every rank; all ranks enter with their own."""
+        """All ranks enter with their own; the result is in the order of stages."""
         world = self._world
-        is_reporter = (world.slot, world.coordinates.tp) == (0, 0)  # one rank of each stage, whose names all have
+        # One rank of each stage reports its names, which all of the stage have.
+        is_reporter = (world.slot, world.coordinates.tp) == (0, 0)
         stage_entries = {world.coordinates.pp: entries} if is_reporter else None
         join = dict[int, list[_WeightEntry]].__or__
         by_stage = world.control.reduce_object(stage_entries, join, "names of weights") or {}
@@ -164,7 +165,6 @@ class WholeWeights:
             )
 
     def _adapter_matrices(self, name: str) -> list[str]:
-        """Return the names of A and B of plain LoRA if this is a linear's weight, or experts'; else none."""
         adapted = self._entries[name].adapted
         if self._adapter is None or adapted is None:
             return []
@@ -190,7 +190,8 @@ class WholeWeights:
         with world.watch.name_collectives(f"gathering of {name}", world.home.ranks):
             if position == entry.stage:
                 value = self._local[name]
-                whole_tensor = gather_whole(value.to(world.device))  # it may wait on the host
+                # The value may be on the host.
+                whole_tensor = gather_whole(value.to(world.device))
                 if (packed := self._packed.get(name)) is not None:
                     whole_tensor = packed.unpack_whole(whole_tensor)
                 sends = [(stage, whole_tensor.contiguous()) for stage in receivers]

@@ -120,7 +120,8 @@ def sharded_attention(
         raise ModelError(
             f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"
         )
-    if getattr(module, _SCALES_BY_POSITION, False):  # by Llama 4's formula
+    # The queries are scaled by Llama 4's formula.
+    if getattr(module, _SCALES_BY_POSITION, False):
         llama4: Any = module
         steps = torch.floor((checked_shard.position_ids.float() + 1.0) / llama4.floor_scale)
         scales = torch.log1p(steps) * llama4.attn_scale + 1.0
@@ -161,14 +162,12 @@ AttentionInterface.register(IMPLEMENTATION, sharded_attention)
 
 
 def _first_head_index(module: nn.Module, heads: int, shard: SequenceShard) -> int:
-    """Return the index of this rank's first query head among all of the layer's, which decides dropout's masks.
-
-    ModelError where the `heads` of this rank are neither all of the configuration's nor an equal part of them.
-    """
+    """The index decides dropout's masks."""
     world = world_of(shard.world_key)
     tp = world.home.tp
     all_heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    if tp == 1 or heads == all_heads:  # this attention is not split: every rank has all heads
+    # This attention is not split: every rank has all heads.
+    if tp == 1 or heads == all_heads:
         return 0
     if all_heads is None or heads * tp != all_heads:
         raise ModelError(

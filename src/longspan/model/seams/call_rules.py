@@ -74,7 +74,8 @@ class CallRules:
             )
         for group in (group for batch in micro_batches for group in batch.groups):
             for index, parent in enumerate(group.parents or ()):
-                if parent < 0:  # it continues no document
+                # The document continues no other.
+                if parent < 0:
                     continue
                 rows = group.longest_paths[index]
                 parent_rows = group.longest_paths[parent]

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 
-SAVES = "longspan.save_model(model, folder, world)"  # on all ranks; a Trainer has its own
+# All ranks call it; a Trainer has its own.
+SAVES = "longspan.save_model(model, folder, world)"
 
 
 def guard_prepared_model(prepared: nn.Module, name: str, saves: str = SAVES) -> None:

@@ -62,7 +62,8 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
         return functional_call(model, tensors, (), inputs, tie_weights=False)
 
 
-_OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}  # what every module has: hooks, children, parameters
+# Every module has these: hooks, children, parameters.
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 @contextmanager
@@ -147,12 +148,7 @@ def record_calls_and_draws(model: PreTrainedModel, class_draws: tuple[str, ...] 
 def _record_pass(
     model: PreTrainedModel, *, training: bool, judged: bool
 ) -> tuple[tuple[RecordedCall, ...], tuple[str, ...]]:
-    """Run the model once on the meta device, in training or evaluation mode; return its calls of attention and, in
-    words, its draws.
-
-    ModelError, if the pass is `judged`, for a model that does not run there or whose calls are not exact. A pass that
-    is not judged, as it leaves out layers at random, drops errors and checks nothing.
-    """
+    """A pass that is not `judged`, as it leaves out layers at random, drops errors and checks nothing."""
     probe = Probe()
     names = _NoteCallNames()
     draws = Counter[str]()
@@ -219,7 +215,7 @@ class _CountDraws(TorchDispatchMode):
 
 
 def _draws_numbers(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of a random operator draws at all: no rate of it is 0, and no switch of training is off."""
+    """A call draws where no rate of it is 0, and no switch of training is off."""
     parameters = operator._schema.arguments
     values = {parameter.name: parameter.default_value for parameter in parameters}
     values |= dict(zip(values, args, strict=False)) | dict(kwargs)
@@ -276,11 +272,9 @@ def attention_dropout(module: nn.Module) -> float:
 
 
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
-    """Raise ModelError for decoder layers in which nothing reaches attention, and for attention modules that do not.
-
-    `reached` has the `id` of every module that called attention, or is a mixer. The error names attention modules in
-    which no module is reached, and of a layer without any reached module the first with "att" in its class's name.
-    """
+    """`reached` has the `id` of every module that called attention, or is a mixer. The error names attention modules
+    in which no module is reached, and of a layer without any reached module the first with "att" in its class's
+    name."""
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
@@ -313,7 +307,8 @@ def check_attention_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...
     Refused are layers without a call, and calls that are not causal, not numbered, or for which `attend` has no
     argument. What the configuration names (window, chunk, soft cap) must reach them: else it is applied elsewhere.
     """
-    mixers = {id(mixer) for mixer in find_mixers(model).values()}  # they read the shard, and raise without one
+    # Mixers read the shard, and raise without one.
+    mixers = {id(mixer) for mixer in find_mixers(model).values()}
     _refuse_bypassing_layers(model, mixers | {id(call.module) for call in calls})
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()

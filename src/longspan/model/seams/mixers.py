@@ -49,46 +49,40 @@ def use_torch_operations(model: nn.Module) -> None:
         replace_functions(mixer, {name: inspect.unwrap(function) for name, function in called.items()})
 
 
-_EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
+# This is the epsilon of the norm of queries and keys in flash-linear-attention.
+_EPSILON = 1e-6
 
 
 class MixerOps(NamedTuple):
     """What a mixer computes across rows: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them."""
 
-    convolve: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]  # of x, weight, bias, silu
-    scan: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], Tensor]  # of q, k, v, g, beta, scale
+    convolve: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]  # (x, weight, bias, silu)
+    scan: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], Tensor]  # (q, k, v, g, beta, scale)
 
 
-FindOps = Callable[[int, int], MixerOps]  # of the batch and the rows of a call
+FindOps = Callable[[int, int], MixerOps]  # (batch, rows) of a call
 
 
 def _convolve_alone(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """Convolve rows (T, C), each the only row of its document: of a channel's weights only the last one counts."""
+    """Each row (T, C) is the only one of its document: of a channel's weights only the last one counts."""
     y = x * weight[:, -1] + (0 if bias is None else bias)
     return F.silu(y) if silu else y
 
 
 def _scan_alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """Scan rows, each the only row of its document: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) to (T, H, V).
-
-    It is no model's formula, but depends on every input, so that a trial sees a change of any.
-    """
+    """q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) to (T, H, V). It is no model's formula, but depends on every
+    input, so that a trial sees a change of any."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
     return out if beta is None else out * beta.unsqueeze(-1)
 
 
 ROWS_ALONE = MixerOps(_convolve_alone, _scan_alone)  # rows see only themselves: what is around a mixer is tried so
-_SHAPES_ALONE = MixerOps(
-    lambda x, *_: torch.empty_like(x), lambda q, k, v, *_: torch.empty_like(v)
-)  # on the meta device
+_SHAPES_ALONE = MixerOps(lambda x, *_: torch.empty_like(x), lambda q, k, v, *_: torch.empty_like(v))
 
 
 def _ops_of_running_layer(name: str, batch: int, rows: int) -> MixerOps:
-    """Return the operations of the shard that the running layer was called with; `name` is the mixer's, for messages.
-
-    Those for a probe return empty tensors of the right shapes. ModelError without a shard of these rows.
-    """
+    """`name` is the mixer's, for messages. Operations for a probe return empty tensors of the right shapes."""
     shard = running_layer().shard
     if isinstance(shard, Probe):
         return _SHAPES_ALONE
@@ -102,7 +96,6 @@ def _ops_of_running_layer(name: str, batch: int, rows: int) -> MixerOps:
 
 
 def _refuse_cached_state(state: Tensor | None) -> None:
-    """Raise ModelError for a state with which a mixer would begin; None is none."""
     if state is not None:
         raise ModelError("a mixer begins with a state of a cache; there is no cache in training: use_cache=False")
 
@@ -115,11 +108,7 @@ def _run_convolution(
     activation: str | None = None,
     **others: Any,
 ) -> Tensor:
-    """Run a mixer's causal convolution over rows (1, C, T), with a weight (C, width), by the operations of its shard.
-
-    It is computed in the weight's type and returned in that of the rows. Arguments about caches and packing are
-    ignored.
-    """
+    """Rows are (1, C, T), a weight (C, width). Computed in the weight's type and returned in that of the rows."""
     x = hidden_states.to(weight.dtype).squeeze(0).t()
     silu = activation in ("silu", "swish")
     y = find_ops(len(hidden_states), len(x)).convolve(x, weight, bias, silu)
@@ -138,10 +127,7 @@ def _run_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Run a gated delta rule: query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H, 1 or K), beta (1, T, H).
-
-    Returns (1, T, H, V), and None for the last state.
-    """
+    """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H, 1 or K), beta (1, T, H) to (1, T, H, V)."""
     _refuse_cached_state(initial_state)
     ops = find_ops(len(query), query.shape[1])
     q, k, v, decay, strength = (x.squeeze(0) for x in (query, key, value, g, beta))
@@ -167,11 +153,9 @@ def _run_mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **others: Any,
 ) -> Tensor:
-    """Run a Mamba 2 scan: x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) to (1, T, H, P).
-
-    Steps are softplus(dt + bias), cut to `dt_limit`. The state decays by exp(step A), takes step · x at B and is read
-    at C; D · x is added to what is read. Raises ModelError for a gate `z`.
-    """
+    """x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) to (1, T, H, P). Steps are softplus(dt + bias), cut
+    to `dt_limit`. The state decays by exp(step A), takes step · x at B and is read at C; D · x is added to what
+    is read."""
     _refuse_cached_state(initial_states)
     if z is not None:
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")

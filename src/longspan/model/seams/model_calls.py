@@ -96,10 +96,7 @@ def complete_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple
 
 
 def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
-    """Return one input as one packed row (1, T, …) of the shard's T rows, or raise ModelError.
-
-    Positions in parts (M-RoPE) are (parts, 1, T), and stay so.
-    """
+    """The result is (1, T, …). Positions in parts (M-RoPE) are (parts, 1, T), and stay so."""
     if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
         _make_one_row(name, x[0], shard)  # checks the rows of a part
         return x

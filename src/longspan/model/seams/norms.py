@@ -26,7 +26,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 16384  # features of a group, which a program holds
 _TILE = 4096  # features that a program of four warps has at a time
 _KERNELS = "longspan.model.seams.norm_kernels"
-_PROGRAMS = 512  # at most in backward, each with its own sum of the weight's gradient
+# Backward has at most so many programs, each with its own sum of the weight's gradient.
+_PROGRAMS = 512
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _launch_sizes(rows: Tensor, formula: NormFormula) -> tuple[int, int, dict[str, Any]]:
-    """Return the features of a group, the number of blocks of rows, and the kernel's constants.
-
-    A program has some rows of one group at a time, in a power of two of columns; four warps for every _TILE features.
-    """
+    """A program has rows of one group at a time, in a power of two of columns; four warps for every _TILE features."""
     width = rows.shape[1] // formula.groups
     columns = max(16, 1 << (width - 1).bit_length())
     at_once = max(1, _TILE // 2 // columns)
@@ -128,7 +126,7 @@ def _launch_sizes(rows: Tensor, formula: NormFormula) -> tuple[int, int, dict[st
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
-    """Return x as (rows, features), features one after another and rows at equal distances: a view where x lies so."""
+    """(rows, features), features one after another and rows at equal distances: a view where x lies so."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -157,7 +155,6 @@ def split_long_norms(model: nn.Module) -> None:
 
 
 def _forward_in_pieces(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
-    """Run a norm's own forward in pieces if rows are all that it is called with; else as it is."""
     if others or named:
         return norm(x, *others, **named)
     return run_norm_in_pieces(norm, x)
@@ -215,10 +212,7 @@ def restore_class_norms(modules: Iterable[nn.Module]) -> None:
 
 
 def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
-    """Run a plain norm by torch's kernel, or by its class's own code in mixed types and float64.
-
-    `formula` is always the plain one; `fuse_norms` gives both functions the same arguments.
-    """
+    """A class's own code runs in mixed types and float64. `fuse_norms` gives both functions the same arguments."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
@@ -227,7 +221,6 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
 
 
 def _run_triton_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Run a norm by the Triton kernel, or by its class's own code where the kernel cannot take these tensors."""
     weight = norm.weight
     eps = _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
@@ -238,7 +231,6 @@ def _run_triton_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: T
 
 
 def _find_eps(norm: nn.Module) -> float | None:
-    """Return the number that a norm adds to the mean of squares; None for one that names none."""
     for name in _EPS:
         if isinstance(eps := getattr(norm, name, None), float):
             return eps
@@ -255,12 +247,11 @@ def count_groups(norm: nn.Module) -> int:
 
 
 def _norm_kind(norm: nn.Module) -> Hashable:
-    """Return what two norms share whose formula is the same: the first of a kind is tried for all."""
+    """Norms of one kind have the same formula: the first is tried for all."""
     return type(norm), norm.weight.shape, count_groups(norm), getattr(norm, "norm_before_gate", None)  # pyright: ignore
 
 
 def _find_formula(norm: nn.Module) -> NormFormula | None:
-    """Return the first formula that a copy of this norm computes; None if none fits."""
     formulas = [_PLAIN, NormFormula(offset=1.0)]
     if type(norm).__name__.endswith("Gated"):
         variants = product(("first", "last"), ("silu", "sigmoid"))
@@ -270,11 +261,7 @@ def _find_formula(norm: nn.Module) -> NormFormula | None:
 
 @torch.no_grad()
 def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
-    """Return whether a float32 copy of a norm, with random weights, computes a formula.
-
-    It is tried on rows of numbers near 100, 1 and √eps, of which the last show where eps is added. The norm is not
-    changed.
-    """
+    """A float32 copy is tried on rows of numbers near 100, 1 and √eps, of which the last show where eps is added."""
     weight = norm.weight
     eps = _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
@@ -288,6 +275,7 @@ def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
     try:
         normed = trial_norm(x, *gates)
         expected = formula(x, trial_norm.weight, eps, *gates)  # pyright: ignore[reportArgumentType]
-    except Exception:  # it takes other arguments, another shape of them, or a device that it is not on
+    # The norm takes other arguments, another shape of them, or a device that it is not on.
+    except Exception:
         return False
     return normed.shape == expected.shape and bool((normed - expected).norm() <= _CLOSE * expected.norm())

@@ -33,7 +33,6 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
 
 
 def _remedy_text(model: nn.Module, draws: str, *, in_evaluation: bool) -> str:
-    """Say what ends a model's `draws`, which are functions in words: keys of its configuration, if any are known."""
     config = getattr(model, "config", None)
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")
@@ -69,5 +68,4 @@ def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    """Return whether a value of a configuration is a number above 0; switches are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -106,11 +106,8 @@ def depends_on_length(kind: str) -> bool:
 
 
 def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-    """Return rotary cosines and sines for position_ids (1, T), each row by its own document's length.
-
-    This is a rotary module's forward; x gives type and device. A probe, and a type of layer whose rope is fixed, get
-    the module's first frequencies. Raises ModelError where the running layer has no shard of these rows.
-    """
+    """cos, sin for position_ids (1, T), each row by its own document's length. A probe, and a type of layer whose
+    rope is fixed, get the module's first frequencies."""
     shard = running_layer().shard
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     layer_type_argument = {} if layer_type is None else {"layer_type": layer_type}
@@ -148,7 +145,7 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
 def _rows_by_length(
     shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None
 ) -> dict[int, Integers]:
-    """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
+    """Lengths that give the same frequencies count as one."""
     rows: dict[int, list[Integers]] = {}
     limit = _limit_of_rope_type(rotary, kind, layer_type)
     for shard_part in shard.parts:
@@ -174,10 +171,7 @@ def length_limits(module: nn.Module) -> set[LengthLimit]:
 
 
 def _limit_of_rope_type(rotary: nn.Module, kind: str, layer_type: str | None) -> LengthLimit:
-    """Return by which lengths a rope of this kind chooses frequencies.
-
-    "longrope" has two sets: one up to a limit, one beyond it. "dynamic" has one for each length beyond the trained one.
-    """
+    """ "longrope" has a set up to a limit and one beyond it, "dynamic" one for each length beyond the trained one."""
     owner: Any = rotary
     if kind == "longrope":
         parameters = owner.config.rope_parameters
@@ -187,10 +181,8 @@ def _limit_of_rope_type(rotary: nn.Module, kind: str, layer_type: str | None) ->
 
 
 def _copy_fresh_rotary(rotary: nn.Module) -> nn.Module:
-    """Return a shallow copy of a rotary module with its class's forward, which may be called for any length.
-
-    It has buffers of its own, as that forward may write to them, at their first values; a dynamic one counts anew.
-    """
+    """The copy has its own buffers, as a forward may write to them, at their first values; a dynamic one counts
+    anew."""
     fresh_rotary: Any = copy.copy(rotary)
     del fresh_rotary.__dict__["forward"]
     buffers = {name: None if x is None else x.clone() for name, x in rotary.named_buffers(recurse=False)}

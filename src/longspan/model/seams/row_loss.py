@@ -22,14 +22,16 @@ from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.trial_shards import Probe
 
-RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
+RowLoss = Callable[..., Tensor]  # (hidden, head, *deeper)
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
 ModelCall = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a model, and what it was called with
 # What a forward may give its base model of its own accord: there is no cache, and attention is causal by itself.
 _HARMLESS = ("return_dict", "use_cache", "is_causal")
 _IMAGE_ARGUMENTS = "vision_"  # arguments that begin so are about reading images, and there are none here
-_MADE_AGAIN = ("position_ids",)  # what a base model may make itself, for the rows of one document the same
-_ROWS = 2  # of hidden states that show what a forward does
+# A base model may make these itself; for the rows of one document they are the same.
+_MADE_AGAIN = ("position_ids",)
+# So many hidden states show what a forward does.
+_ROWS = 2
 
 
 class OutputHead:
@@ -105,7 +107,8 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
             inputs_of_layer = record_layer_inputs(model)
         with inputs_of_layer as inputs:
             hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
-        if hidden.is_meta:  # in the trial below
+        # The states are on the meta device in the trial below.
+        if hidden.is_meta:
             _refuse_other_forward(model, forward, hidden, args, kwargs)
         deeper: tuple[Tensor, ...] = ()
         if future_ids is not None and inputs is not None:  # the second test is for the type checker
@@ -128,11 +131,8 @@ def find_output_embedding(model: PreTrainedModel) -> Any:
 
 
 def _try_row_loss(model: PreTrainedModel) -> None:
-    """Raise ModelError unless a loss by rows works, by a pass of the model on the meta device.
-
-    Two rows must come out as two rows of logits, which depend on the hidden states; depths of multi-token prediction
-    must call longspan's attention. `_refuse_other_forward` is part of that pass.
-    """
+    """In a pass on the meta device two rows must come out as two rows of logits, which depend on the hidden states;
+    depths of multi-token prediction must call longspan's attention. `_refuse_other_forward` is part of that pass."""
 
     def compute_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
         """Return logits of the deepest states, which are cut off from the layers: their gradient comes from these
@@ -216,15 +216,13 @@ class _BaseOutput:
 def _refuse_other_forward(
     model: PreTrainedModel, forward: Forward, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise ModelError if a causal model's forward does more around its base model than make logits of its states.
-
-    `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again with some rows of it in
-    place of the base model's output. It must call the base model once, with its own arguments, read no values of these
-    itself, and make logits of the hidden states and the output embedding alone.
-    """
+    """`hidden` (1, T, D) is what the base model made of these arguments. The forward runs again with some rows of it
+    in place of the base model's output. It must call the base model once, with its own arguments, read no values
+    of these itself, and make logits of the hidden states and the output embedding alone."""
     calls = list[ModelCall]()
     reads = dict[str, str]()
-    inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`
+    # The parameters begin after `self`.
+    inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)
     for name, value in inputs.items():
         if isinstance(value, Tensor):
             inputs[name] = watched = value.detach().as_subclass(_WatchedInput)
@@ -237,7 +235,8 @@ def _refuse_other_forward(
         with torch.enable_grad():
             logits = forward(_ModelAfterBase(model, rows, calls), **inputs).logits
         leaves = _leaves_of_graph(logits)
-    except Exception as error:  # what the forward does by itself is the clearer reason, if there is any
+    # What the forward does by itself is the clearer reason, if there is any.
+    except Exception as error:
         failed = error
     leaves -= {id(rows), *map(id, find_output_embedding(model).parameters())}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in leaves]
@@ -258,7 +257,6 @@ def _refuse_other_forward(
 
 
 def _leaves_of_graph(x: Tensor) -> set[int]:
-    """Return the `id` of every tensor that gets a gradient from `x`."""
     leaves = set[int]()
     nodes = [x.grad_fn]
     visited = set[Any]()
@@ -274,10 +272,10 @@ def _leaves_of_graph(x: Tensor) -> set[int]:
 
 
 def _reasons_against_base_call(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the noted calls of the base model differ from the one that a step makes with the model's `inputs`."""
     if len(calls) != 1:
         yield f"calls its base model {plural(len(calls), 'time')}, not once"
-    for base, args, kwargs in calls[:1]:  # of several calls the first is compared
+    # Of several calls the first is compared.
+    for base, args, kwargs in calls[:1]:
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
         base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
         expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}

@@ -52,12 +52,8 @@ def hook_layer_arguments(model: PreTrainedModel) -> None:
 
 
 def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
-    """Forward pre-hook: wrap every `_gradient_checkpointing_func` once, so that a recomputation, which may run without
-    the layer's hooks, sets the running layer again; re-entrant checkpoints become non-re-entrant ones.
-
-    The function may be set at any time before a call. A model wraps those of all its modules: in transformers 5.17 a
-    layer's own hooks run inside its checkpoint, too late for this.
-    """
+    """A recomputation may run without the layer's hooks; its function sets the running layer again. It may be set at
+    any time before a call. In transformers 5.17 a layer's own hooks run inside its checkpoint, too late for this."""
     for part in module.modules() if isinstance(module, PreTrainedModel) else (module,):
         checkpoint_layer: Any = vars(part).get("_gradient_checkpointing_func")
         function = getattr(checkpoint_layer, "func", checkpoint_layer)  # inside a `partial` of its options
@@ -71,7 +67,6 @@ def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
 def _checkpoint_inside_layer(
     checkpoint_layer: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
-    """Checkpoint `run`, a layer's forward, which will find its running layer also when it is recomputed."""
     return checkpoint_layer(forward_with_running_layer(run), *args, **options)
 
 
@@ -97,22 +92,18 @@ def forward_with_running_layer(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layer_from_keywords(keywords: Mapping[str, Any]) -> RunningLayer:
-    """Return the running layer that keyword arguments describe; without a shard among them, that which runs now."""
+    """Without a shard among the keywords, the layer that runs now."""
     if keywords.get("shard") is None:  # the model does not hand keyword arguments on to its layers
         return _running.get()._replace(layer=None, outer=None)
     return RunningLayer(None, keywords["shard"], keywords.get("attention_kernel"), keywords.get("router"))
 
 
 def _enter_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
-    """Set the running layer from a module's keyword arguments: a forward pre-hook."""
     _running.set(_layer_from_keywords(kwargs)._replace(layer=layer, outer=_running.get()))
 
 
 def _leave_layer(layer: nn.Module, *_: Any) -> None:
-    """Set the running layer to the one around this: a forward hook, called after an error too.
-
-    The error may have come before this layer was set, and then nothing changes.
-    """
+    """Called after an error too, which may have come before this layer was set: then nothing changes."""
     running = _running.get()
     if running.layer is layer and running.outer is not None:
         _running.set(running.outer)

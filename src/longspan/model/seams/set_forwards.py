@@ -42,5 +42,4 @@ def modules_with_instance_forward(modules: Iterable[tuple[str, nn.Module]]) -> l
 
 
 def _defining_module(function: Any) -> str:
-    """Return the name of the Python module that defines a function; "" for other callables."""
     return function.__globals__["__name__"] if isinstance(function, FunctionType) else ""

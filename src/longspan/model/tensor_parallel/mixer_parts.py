@@ -137,10 +137,8 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
 
 
 def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
-    """Divide a gated delta net. Qwen3-Next fuses projections by key head: a rank's rows are one run.
-
-    Qwen3.5 fuses queries, keys and values one after another, and OLMo Hybrid has a linear for each.
-    """
+    """Qwen3-Next fuses projections by key head: a rank's rows are one run. Qwen3.5 fuses queries, keys and values
+    one after another, and OLMo Hybrid has a linear for each."""
     keys = EvenRows(mixer.key_dim)
     values = EvenRows(mixer.value_dim)
     heads = EvenRows(mixer.num_v_heads)
@@ -165,7 +163,7 @@ def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
-    """Divide Kimi's delta attention: queries, keys and values have heads of one size each."""
+    """Queries, keys and values have heads of one size each."""
     width = EvenRows(mixer.qkv_dim)
     heads = EvenRows(mixer.num_heads)
     feature_parts = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
@@ -182,20 +180,22 @@ def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
-    """Divide a Mamba 2, which projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
+    """A Mamba 2 projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
     inner = EvenRows(mixer.intermediate_size)
     heads = EvenRows(mixer.num_heads)
     # of B, and as many rows of C
     states = GroupRows(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
     projected = FusedRows((inner, inner, states, states, heads))
-    groups = heads.size // tp // states.heads_together(tp)  # of a rank, repeated ones included
+    # The groups are those of a rank, repeated ones included.
+    groups = heads.size // tp // states.heads_together(tp)
     width = groups * states.width
     attributes = {
         "num_heads": heads.size // tp,
         "intermediate_size": inner.size // tp,
         "n_groups": groups,
         "conv_dim": inner.size // tp + 2 * width,
-        "groups_time_state_size": width,  # of Falcon-H1
+        # Falcon-H1 has this attribute.
+        "groups_time_state_size": width,
     }
     rows = {
         "in_proj": projected,
@@ -208,7 +208,7 @@ def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _short_convolution_parts(mixer: Any, tp: int) -> MixerParts:
-    """Divide a gated short convolution (LFM2), whose channels do not meet; three projections are fused."""
+    """The channels of a gated short convolution (LFM2) do not meet; three projections are fused."""
     channels = EvenRows(mixer.conv.in_channels)
     rows = {"in_proj": FusedRows((channels,) * 3), "conv": channels}
     return MixerParts({"channels": channels.size}, rows, attributes={})

@@ -26,9 +26,11 @@ from longspan.plan.shape.families import (
     find_family,
 )
 
-QKV = "qkv"  # of one linear that makes queries, keys and values, in an encoder
+# An encoder's linear of this style makes queries, keys and values.
+QKV = "qkv"
 GATHERED = ("colwise_gather_output", "colwise_rep")
-SPLIT_INPUT = "rowwise_split_input"  # of a linear whose input is whole on every rank
+# The input of a linear of this style is whole on every rank.
+SPLIT_INPUT = "rowwise_split_input"
 MIXER = "mixer"  # ours: a state-space layer, whose heads or channels are split
 
 _HEAD = {"lm_head": GATHERED[0]}
@@ -52,7 +54,8 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     inside_layers = {
         name_in_layer: style for name, style in base.items() if (name_in_layer := name.partition(".*.")[2])
     }
-    return (  # of two styles of a name the later one counts
+    # Of two styles of a name the later one counts.
+    return (
         {f"{prefix}.{name}": style for name, style in base.items()}
         | {f"{MTP}.layers.*.mtp_block.{name_in_layer}": style for name_in_layer, style in inside_layers.items()}
         # a block of several layers numbers them
@@ -106,7 +109,6 @@ def modules_named_experts(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
-    """Yield mixers, and the modules and parameters that the plan names; nothing inside of mixers and experts."""
     mixers = find_mixers(model)
     mixer_prefixes = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
@@ -125,7 +127,6 @@ def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], 
 
 
 def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
-    """Return the style of the first pattern that a qualified name fits; None without one, or if it does nothing."""
     style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
     return None if style in _WITHOUT_EFFECT else style
 
@@ -171,10 +172,7 @@ def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModul
 
 
 def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of query and key/value heads, of the model and of layers with numbers of their own.
-
-    Without a number of key/value heads, each query head has its own.
-    """
+    """Without a number of key/value heads, each query head has its own."""
     values: dict[str, Any] = config.to_dict()
     layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
     names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]

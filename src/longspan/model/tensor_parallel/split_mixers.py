@@ -40,7 +40,8 @@ def split_norm(norm: Any, world: World) -> None:
     tp = world.home.tp
     total = norm.weight.numel()
     means: Means = partial(_local_means, groups=groups // tp)
-    if groups % tp:  # some groups lie on several ranks
+    # Some groups lie on several ranks.
+    if groups % tp:
         size = total // groups
         features = total // tp
         first = world.coordinates.tp * features
@@ -56,10 +57,8 @@ def split_norm(norm: Any, world: World) -> None:
 
 
 def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
-    """Return weight * x / sqrt(mean square + epsilon), times silu(gate) before or after, as `norm` says.
-
-    x, gate (…, features here), weight (features here); computed in float32 or wider.
-    """
+    """weight * x / sqrt(mean square + epsilon), times silu(gate) before or after; x, gate (…, features here), weight
+    (features here); computed in float32 or wider."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide_dtype)
     gates = None if gate is None else F.silu(gate.to(wide_dtype))
@@ -73,18 +72,15 @@ def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means
 
 
 def _local_means(y: Tensor, groups: int) -> Tensor:
-    """Return the mean squares of y (…, features) in `groups` equal groups, repeated for each feature."""
+    """y (…, features) has `groups` equal groups."""
     means = y.unflatten(-1, (groups, -1)).square().mean(-1)
     return means.repeat_interleave(y.shape[-1] // groups, -1)
 
 
 def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
-    """Return the mean squares of the groups of y's features, over all ranks, for each feature here.
-
-    y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`; `key` is the
-    world's. Sums of squares are padded with zeros to all groups and summed over tp; a group has (size of y) · tp /
-    `count` features. Each rank uses the means for its own features: their gradients are summed over tp too.
-    """
+    """y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`; `key` is
+    the world's. Sums of squares are padded with zeros to all groups and summed over tp; a group has (size of y) ·
+    tp / `count` features. Each rank uses the means for its own features: their gradients are summed over tp too."""
     sums_of_groups = [group_features.square().sum(-1) for group_features in y.split(sizes, -1)]
     sums = torch.stack(sums_of_groups, -1)  # (…, groups here)
     sums = F.pad(sums, (groups.start, count - groups.stop))  # (…, count)
@@ -141,7 +137,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
 
 
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
-    """Find a mixer's norm over features that are split; None if it has none, or one inside of heads (`parts.whole`)."""
+    """None also for a norm inside of heads (`parts.whole`)."""
     norm: Any = getattr(mixer, "norm", None)
     if "norm" in parts.rows and getattr(norm, "weight", None) is not None:
         return norm
@@ -151,10 +147,7 @@ def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
 def _shard_and_view_parts(
     mixer: nn.Module, parts: MixerParts, world: World
 ) -> Iterator[tuple[nn.Module, str, View]]:
-    """Shard a mixer's parameters, and yield (owner, attribute, view): what the forward sees in place of each.
-
-    Of numbers, such as of heads, the view is the number on a rank.
-    """
+    """A view is what the forward sees in place of (owner, attribute); of a number, as of heads, that on a rank."""
     whole_view: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")

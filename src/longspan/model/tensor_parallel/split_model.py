@@ -102,7 +102,8 @@ class TensorParallelFeature(Feature):
             for child, module in layer.named_children()
             if modules_named_experts(module)
         )
-        head = model.get_output_embeddings()  # which is split already, or stays whole
+        # The head is split already, or stays whole.
+        head = model.get_output_embeddings()
         for name, module, style, parameter in styled_modules:
             splits_rows = sequence_parallel and not name.startswith(expert_blocks)
             adapted = is_adapted(module) and module is not head
@@ -116,7 +117,8 @@ class TensorParallelFeature(Feature):
                 wrap_forward(module, views={parameter: local_tensor})
             elif style in LINEAR_STYLES and (adapted or is_linear):
                 split_linear(module, style, world, sequence_parallel=splits_rows)
-        for name, first_name in tied.items():  # all that share a parameter take the first one's slice
+        # All names of a parameter take the first one's slice.
+        for name, first_name in tied.items():
             path, _, attribute = name.rpartition(".")
             model.get_submodule(path).register_parameter(attribute, model.get_parameter(first_name))
         # Split blocks sum over tp the gradients of their inputs, which are partial. Under sequence parallelism those
@@ -124,10 +126,12 @@ class TensorParallelFeature(Feature):
         copy_input: Transform = partial(tp_copy, world_key=world.key)
         gather_input: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
         for name in sorted(split_block_names(styled_modules)):
-            whole = not sequence_parallel or name.startswith(expert_blocks)  # its input has all rows
+            # The input of a whole block has all rows.
+            whole = not sequence_parallel or name.startswith(expert_blocks)
             wrap_forward(model.get_submodule(name), enter=copy_input if whole else gather_input)
         for layer in layers_and_mtp_blocks(model).values():
-            for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
+            # Other experts, as Llama 4's, are whole on every rank.
+            for experts in expert_modules(layer).values():
                 # Without FSDP2 nobody else sums gradients of experts over tp.
                 split_expert_rows(experts, world.key, sum_gradients=not self.options.shard_parameters)
                 vars(experts)[ADAPTER_VIEW] = partial(tp_copy_parameter, world_key=world.key)
@@ -138,11 +142,9 @@ class TensorParallelFeature(Feature):
 def _split_head_and_embedding(
     model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
-    """Split the head and the embedding over the vocabulary, by their styles, where tp divides it.
-
-    A tied embedding is split with the head; where an adapter changes either, neither is split. With `sequence_parallel`
-    the embedding hands on this rank's rows alone: of its sum over tp if it is split, else cut from its output.
-    """
+    """A tied embedding is split with the head; where an adapter changes either, neither is split. With
+    `sequence_parallel` the embedding hands on this rank's rows alone: of its sum over tp if it is split, else cut
+    from its output."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     styles = {id(module): style for _, module, style, _ in styled_modules}

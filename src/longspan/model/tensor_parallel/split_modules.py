@@ -110,10 +110,7 @@ def wrap_forward(
 def _call_with_views(
     owner: nn.Module, views: Mapping[str, View], inner: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a forward while parameters of `owner` are replaced by their views.
-
-    A plain linear's product is computed directly, which takes the host less time than replacing attributes.
-    """
+    """A plain linear's product is computed directly, which takes the host less time than replacing attributes."""
     replaced: dict[str, Tensor | None] = {}  # torch 2.11 cannot trace the call `dict[str, Tensor | None]()`
     for name, view in views.items():
         parameter = getattr(owner, name)
@@ -232,9 +229,7 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 
 
 def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
-    """Return this rank's part of a tensor (rows, …), padded to a multiple of tp; anything else as it is. `key` is the
-    world's.
-    """
+    """The part is of a tensor (rows, …), padded to a multiple of tp. `key` is the world's."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
     index, degree = tp_index_and_degree(key)
@@ -306,13 +301,15 @@ def split_linear(
     first = layer.lora_A.values() if base is not module else ()
     second = layer.lora_B.values() if base is not module else ()
     if style in (ROWWISE, SPLIT_INPUT):
-        for linear in (base, *first):  # their outputs are a part of a sum over tp
+        # The outputs of these linears are a part of a sum over tp.
+        for linear in (base, *first):
             slice_parameter(linear, "weight", 1, world)
             without_bias: dict[str, View] = {} if linear.bias is None else {"bias": return_none}
             wrap_forward(linear, views={"weight": local_tensor, **without_bias})
         for linear in second:
             sum_partial_gradients(linear, key)
-        whole_inputs = style == SPLIT_INPUT  # in a block that gets, and returns, all rows
+        # The linear is in a block that gets, and returns, all rows.
+        whole_inputs = style == SPLIT_INPUT
         leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not whole_inputs)
         wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if whole_inputs else None, leave=leave)
         return
@@ -322,7 +319,8 @@ def split_linear(
         return
     for linear in (base, *second):
         rows = EvenRows(linear.out_features)
-        if style == PACKED:  # each half, such as a gate and its values
+        # Each half is split, such as a gate and its values.
+        if style == PACKED:
             rows = FusedRows((EvenRows(linear.out_features // 2),) * 2)
         elif style == QKV:
             rows = FusedRows(tuple(map(EvenRows, widths)))

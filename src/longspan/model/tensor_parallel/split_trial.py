@@ -26,7 +26,8 @@ from longspan.model.weights.local_tensors import local_tensor
 # How far a right split may be from the unsplit block, relative to the norm of what is compared: rounding, with room.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _LOW_PRECISION = 0.1
-_FLOOR = 0.03  # of the largest gradient: below, a gradient may be rounding alone, as that of a key's bias is
+# Below this share of the largest gradient a gradient may be rounding alone, as that of a key's bias is.
+_FLOOR = 0.03
 
 
 class SplitTrial:
@@ -50,7 +51,8 @@ class SplitTrial:
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             """Compare this call with the twin's, once, and then run the block as before."""
-            if not torch.is_inference_mode_enabled():  # which allows no gradients: the call after is compared
+            # Inference mode allows no gradients: the call after is compared.
+            if not torch.is_inference_mode_enabled():
                 unit.forward = inner
                 self._check_call(inner, args, kwargs)
             return inner(*args, **kwargs)
@@ -58,10 +60,8 @@ class SplitTrial:
         unit.forward = forward
 
     def _check_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Raise ModelError, on all ranks if any sees a difference, if the split block's call is not its twin's.
-
-        All tensor-parallel ranks enter it. Gradients of sharded parameters are compared by slice.
-        """
+        """All tensor-parallel ranks enter it, and raise if any sees a difference. Gradients of sharded parameters
+        are compared by slice."""
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
         detached = {name: p.detach() for name, p in self.unit.named_parameters()}
@@ -99,7 +99,6 @@ class SplitTrial:
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
     def _split_error(self, reason: str) -> ModelError:
-        """Return the error for a split that is wrong, with what a user can do about it."""
         tp = world_of(self._key).home.tp
         return ModelError(
             f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "
@@ -109,7 +108,7 @@ class SplitTrial:
 
 
 def _copy_without_values(unit: nn.Module) -> nn.Module:
-    """Copy a module with its parameters on the meta device; buffers and configurations are shared with it."""
+    """Buffers and configurations are shared with the copy."""
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -122,11 +121,8 @@ def _copy_without_values(unit: nn.Module) -> nn.Module:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Return a call's outputs, and gradients of inputs and parameters, by their names in messages.
-
-    Backward begins with cosines, all different, as gradients of the outputs. Inputs that need gradients, and the first,
-    are replaced by copies, so that it does not enter the caller's graph.
-    """
+    """Backward begins with cosines, all different, as gradients of the outputs. Inputs that need gradients, and the
+    first, are replaced by copies, so that it does not enter the caller's graph."""
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
     copies = {id(x): x.detach().clone().requires_grad_() for x in inputs if id(x) in differentiable}
@@ -142,7 +138,6 @@ def _call_results(
 
 
 def _part_of_this_rank(expected: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
-    """Return the slice of the unsplit result that this rank's `result`, if a DTensor, stands for; else the whole."""
     if expected is None or not isinstance(result, DTensor):
         return expected
     (placement,) = result.placements
@@ -150,7 +145,8 @@ def _part_of_this_rank(expected: Tensor | None, result: Tensor | None, key: int)
     return expected.chunk(world.home.tp, placement.dim)[world.coordinates.tp]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_FEATURES = 64  # of a trial: an even number, large enough for some to pass a threshold of the largest twentieth
+# A trial has an even number of features, large enough for some to pass a threshold of the largest twentieth.
+_FEATURES = 64
 
 
 def refuse_mixed_features(model: nn.Module, styled_modules: Sequence[StyledModule]) -> None:
@@ -177,7 +173,8 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
         for style in (COLWISE, ROWWISE)
     )
     numbers = torch.randn(1, 2, _FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(column_names))]  # other numbers from each linear
+    # Each linear returns other numbers.
+    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(column_names))]
     parts = [outputs, *zip(*(output.chunk(2, -1) for output in outputs), strict=True)]
     try:
         at_once, *halves = (
@@ -189,10 +186,7 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[str, Tensor], row_names: Sequence[str]) -> Tensor:
-    """Return what the block's first row-wise linear gets, where its column-wise linears, by name, return `outputs`.
-
-    All other weights and buffers are 1. IndexError if no row-wise linear is reached.
-    """
+    """All other weights and buffers are 1. IndexError if no row-wise linear is reached."""
     twin = _copy_without_values(block)
     row_linear = _StandIn()
     for name in row_names:
@@ -201,7 +195,8 @@ def _row_wise_input(block: nn.Module, outputs: Mapping[str, Tensor], row_names: 
         twin.set_submodule(name, _StandIn(out))
     tensors = (*twin.named_parameters(), *twin.named_buffers())
     ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in tensors}
-    with suppress(Exception):  # what comes after the first row-wise linear does not count
+    # What comes after the first row-wise linear does not count.
+    with suppress(Exception):
         functional_call(twin, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))
     return row_linear.inputs[0]
 

@@ -112,7 +112,8 @@ def split_off_image_encoder(model: PreTrainedModel) -> ImageEncoder:
 
 IMPLEMENTATION = "longspan_packed_flash"
 _NO_WORLD = -1  # no world's key: a group of one slot does not communicate
-_shards = WeakIdKeyDictionary()  # by the tensor of cu_seqlens, which all layers of a call share
+# The key is the tensor of cu_seqlens, which all layers of a call share.
+_shards = WeakIdKeyDictionary()
 
 
 def pack_attention(encoder: nn.Module) -> None:
@@ -142,10 +143,7 @@ def _packed_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend among the rows of each segment, as transformers calls an attention: q, k, v (1, N, n, H) to (1, n, N, H).
-
-    ModelError for anything else: a mask, dropout, causal rows or no cu_seqlens.
-    """
+    """As transformers calls an attention: q, k, v (1, N, n, H) to (1, n, N, H)."""
     if cu_seq_lens_q is None or attention_mask is not None or dropout or is_causal or len(query) != 1:
         raise ModelError(
             f"{type(module).__name__} asked {IMPLEMENTATION} for other attention than among the rows of each segment: "
@@ -157,10 +155,7 @@ def _packed_attention(
 
 
 def _shard_of_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
-    """Return the shard of one slot whose documents are these segments.
-
-    Made once for all layers of a call of the tower, when lengths are read from the device.
-    """
+    """Made once for all layers of a call of the tower, when lengths are read from the device."""
     if cu_seqlens not in _shards:
         lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)
         group = Group((0,), tuple(range(len(lengths))), lengths, partition="contiguous")

@@ -15,7 +15,8 @@ from longspan.errors import DataError, ModelError, plural
 PIXELS = "pixel_values"
 GRIDS = "image_grid_thw"
 SIZES = "image_sizes"
-MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that one tensor holds
+# One tensor holds the mask of images of several sizes, or of patches.
+MASK = "pixel_attention_mask"
 IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; a single one is cut into tiles
 _HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}  # fields of ImageInput, by argument
 Grid = tuple[int, int, int]  # patches (t, h, w)
@@ -53,7 +54,6 @@ def method_parameters(model: Any, method: str) -> Mapping[str, Parameter]:
 
 
 def _class_name(model: Any) -> str:
-    """Return the name of a class, or of a model's class."""
     return getattr(model, "__name__", type(model).__name__)
 
 
@@ -120,10 +120,6 @@ def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
 
 
 def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
-    """Join the argument `name` of several images along the first dim; with `pads` other dims are padded to the largest.
-
-    DataError where shapes differ.
-    """
     if name == IN_DOCUMENT:
         # `parts` has for each image how many its document has. Images alone are documents; all others form one of at
         # least two, since a single one would be cut into tiles.
@@ -133,7 +129,8 @@ def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
         if further_images:
             counts.append(max(2, further_images))
         return torch.tensor(counts)
-    if pads and len({x.ndim for x in parts}) == 1:  # with zeros behind, as processors pad images of a call
+    # The padding is zeros behind, as processors pad images of a call.
+    if pads and len({x.ndim for x in parts}) == 1:
         largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
         padding = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
         parts = [

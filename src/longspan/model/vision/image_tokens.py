@@ -25,7 +25,8 @@ from longspan.model.vision.image_inputs import (
     method_parameters,
 )
 
-IMAGE = 1  # of mm_token_type_ids, where text is 0 and videos are 2
+# In mm_token_type_ids text is 0 and videos are 2.
+IMAGE = 1
 
 
 def compute_rope_positions(
@@ -159,10 +160,6 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
 
 
 def _count_fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
-    """Return how many rows every image has in a model without grids, by its own code on the meta device.
-
-    ModelError where the configuration has no size of images, or that code raises.
-    """
     size: Any = getattr(vision, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     name = type(config).__name__

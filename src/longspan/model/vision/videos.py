@@ -18,7 +18,8 @@ from longspan.errors import DataError, ModelError, plural
 from longspan.model.vision.image_inputs import GRIDS, Grid, ImageInput, headless_model_class, method_parameters
 from longspan.model.vision.image_tokens import ImageTokens, compute_rope_positions, image_tokens, mark_placeholders
 
-VIDEO = 2  # of mm_token_type_ids, where text is 0 and images are 1
+# In mm_token_type_ids text is 0 and images are 1.
+VIDEO = 2
 
 _PIXELS = "pixel_values_videos"
 _GRIDS = "video_grid_thw"
@@ -110,7 +111,8 @@ class VideoTokens:
         media = {_GRIDS: torch.tensor([video.grid for video in videos])}
         if len(grids):
             media[GRIDS] = torch.from_numpy(grids)
-        if _SECONDS in method_parameters(model, "get_rope_index"):  # of float32, as processors give them
+        # Processors give seconds in float32.
+        if _SECONDS in method_parameters(model, "get_rope_index"):
             media[_SECONDS] = torch.tensor([video.seconds for video in videos], dtype=torch.float32)
         return compute_rope_positions(
             model, config, ids, self.images.kinds(ids, grids) + VIDEO * video_marks, **media
@@ -118,14 +120,13 @@ class VideoTokens:
 
 
 def _expects_text_between_groups(config: PreTrainedConfig, placeholder: int, side: int) -> bool:
-    """Return whether a model wants text between the groups of frames of a video, by its own `get_rope_index`.
-
-    It is tried with a video of two groups of two rows, of `side`² patches each, whose placeholders are one run.
-    """
+    """The model's own `get_rope_index` is tried with a video of two groups of two rows, of `side`² patches each,
+    whose placeholders are one run."""
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
     model = headless_model_class(config)
     try:
         compute_rope_positions(model, config, np.array([placeholder] * 4), np.array([VIDEO] * 4), **grids)
-    except RuntimeError:  # it made positions of the first group only, which do not fill four tokens
+    # The model made positions of the first group only, which do not fill four tokens.
+    except RuntimeError:
         return True
     return False

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 from longspan.model.weights.hf_folder import no_progress_bars, read_configuration
 
-Values = dict[str, Any]  # by dotted name, as in text_config.rope_parameters.rope_theta
+# The keys are dotted names, as text_config.rope_parameters.rope_theta.
+Values = dict[str, Any]
 
 # Names of files, versions and classes, and the dtype of files: parameters have that of a run.
 _NOT_OF_A_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}

@@ -53,11 +53,8 @@ class RandomWeights(DrawnWeights):
 
 
 def _units_to_draw(model: PreTrainedModel) -> Iterator[Unit]:
-    """Yield what is drawn whole: decoder layers, towers, and each remaining module that has parameters of its own.
-
-    A layer's modules may scale each other's weights, and a tower has an initialisation of its own. The remaining
-    modules are copied without their children.
-    """
+    """A layer's modules may scale each other's weights, and a tower has an initialisation of its own. The remaining
+    modules are copied without their children."""
     layers = decoder_layers(model)
     towers = {module for module in towers_beside_text_model(model) if isinstance(module, PreTrainedModel)}
     yield from ((path, layer, model._init_weights) for path, layer in layers.items())
@@ -101,17 +98,14 @@ def draw_copy(
 
 
 def _unset_parameters(module: nn.Module, *, recurse: bool = True) -> list[str]:
-    """Return the names of parameters with a NaN, as `draw_copy` fills them before it initialises."""
+    """`draw_copy` fills parameters with NaN before it initialises."""
     parameters = dict(module.named_parameters(recurse=recurse))
     flags = torch.stack([p.isnan().any() for p in parameters.values()]).tolist() if parameters else []
     return [name for name, is_unset in zip(parameters, flags, strict=True) if is_unset]
 
 
 def _fill_class_defaults(module: nn.Module) -> None:
-    """Give unset parameters of this module alone the values of a new module, if its class needs no arguments.
-
-    Apertus' activations are such. A class that takes a dtype gets float32.
-    """
+    """Apertus' activations are such. A class that takes a dtype gets float32."""
     unset = _unset_parameters(module, recurse=False)
     if not unset:
         return

@@ -25,7 +25,8 @@ def empty_model(
     """Make a model of this configuration with parameters on the meta device, and buffers with values on the CPU."""
     with _register_on_meta():
         model = new_model(config, dtype, architecture)
-    other_dtypes = dict[str, torch.dtype]()  # of parameters that the class keeps in another one than `dtype`
+    # The class keeps these parameters in another type than `dtype`.
+    other_dtypes = dict[str, torch.dtype]()
     if plan := model._get_dtype_plan(dtype):
         # The plan's keys are globs of names. Each is a named group of the pattern, and `globs` has the glob of a group.
         pattern, globs, _ = build_glob_alternation(list(plan))
@@ -81,10 +82,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _register_on_meta() -> Iterator[None]:
-    """Have modules that are made inside put their parameters on the meta device.
-
-    torch.device("meta") is not used: buffers would be there too, without values.
-    """
+    """torch.device("meta") is not used: buffers would be there too, without values."""
     register = nn.Module.register_parameter
 
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

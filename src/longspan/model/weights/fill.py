@@ -74,10 +74,7 @@ class DeferredWeights:
 
     @torch.no_grad()
     def _fill_models(self, models: Sequence[nn.Module], device: torch.device) -> None:
-        """Allocate the models' parameters, and copy this rank's part of each from the source, one at a time.
-
-        A parameter that several stages hold is read once.
-        """
+        """A parameter that several stages hold is read once."""
         tensors = defaultdict[str, list[Tensor]](list)
         packed = dict[str, Any]()  # PackedWeights of frozen parameters in 4 or 8 bits, whose tensors are bytes
         for model in models:
@@ -105,12 +102,13 @@ class DeferredWeights:
                 values = record.pack_part(values.to(device), parts[name])
             for copy in tensors[name]:
                 local_tensor(copy).copy_(values)
-            del values  # before the next is read
+            # The values are freed before the next are read.
+            del values
             missing.discard(name)
         assert not missing, f"the source of weights lacks {', '.join(sorted(missing)[:4])}, and was not checked"
 
     def _stock_name(self, adapted_name: str) -> str:
-        """Return the name under which the source has a parameter: without its adapter, and the first of a tied one."""
+        """The source has a parameter without its adapter, and the first of a tied one."""
         name = name_without_adapter(adapted_name)
         return self._first_name.get(name, name)
 

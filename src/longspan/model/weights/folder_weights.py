@@ -31,12 +31,15 @@ from longspan.model.weights.hf_folder import DEQUANTIZE, OWN_MODEL, folder_error
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.tied_names import tied_names
 
-_Slices = Mapping[str, Any]  # by file tensor: what is read, a part of it, when it is indexed
-_Join = Callable[[_Slices], dict[str, Any]]  # of tensors that make one weight in 4 or 8 bits, as a StoredWeight
+# A file tensor is read, or a part of it, when the value of its name is indexed.
+_Slices = Mapping[str, Any]
+# It joins tensors that make one weight in 4 or 8 bits to a StoredWeight.
+_Join = Callable[[_Slices], dict[str, Any]]
 _REAL_NUMBERS = frozenset(
     {"F64", "F32", "F16", "BF16", *map(str, (torch.float64, torch.float32, torch.float16, torch.bfloat16))}
 )
-_ROWS = 4096  # of two matrices that are compared at once
+# So many rows of two matrices are compared at once.
+_ROWS = 4096
 
 
 class _ParameterRecipe:
@@ -115,7 +118,8 @@ class FolderWeights:
             self._recipes = self._make_recipes(slices)
             for name, recipe in self._recipes.items():
                 if recipe.converter is None:
-                    tensor = slices[self._single_key(name)]  # of safetensors, or a Tensor
+                    # The tensor is a slice of safetensors, or a Tensor.
+                    tensor = slices[self._single_key(name)]
                     self._check_shape(name, tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
             formats = {name: self._find_format(name, slices) for name in self._recipes if join is not None}
             self._formats = {name: packed for name, packed in formats.items() if packed is not None}
@@ -150,7 +154,7 @@ class FolderWeights:
         return self._formats
 
     def _find_format(self, name: str, slices: _Slices) -> Any:
-        """Return the format of a parameter whose tensors are packed all alike, and keep their rows; else None."""
+        """None unless all tensors are packed alike, and keep their rows."""
         recipe = self._recipes[name]
         tensors = [slices[key] for keys in recipe.sources.values() for key in keys]
         formats = {getattr(x, "format", None) for x in tensors}
@@ -178,18 +182,12 @@ class FolderWeights:
                         )
 
     def _single_key(self, name: str) -> str:
-        """Return the file tensor of a parameter that is not converted; ModelError if two stand for it."""
         keys = [key for keys in self._recipes[name].sources.values() for key in keys]
         if len(keys) > 1:
             raise ModelError(f"{self._folder} holds {' and '.join(keys)}, which are both {name}; keep one of them")
         return keys[0]
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
-        """Open the files until `stack` closes; return their tensors by the names of `rename`, joined where a join was
-        given.
-
-        Raises ModelError, naming the folder, for tensors that cannot be joined.
-        """
         tensors = open_tensors(self._files, stack)
         if self._join is not None:
             try:
@@ -199,12 +197,10 @@ class FolderWeights:
         return {self._rename(name): tensor for name, tensor in tensors.items()}
 
     def _make_recipes(self, slices: _Slices) -> dict[str, _ParameterRecipe]:
-        """Return what each parameter is made of, by its name; fill `unread` with the file tensors that the model lacks.
-
-        `slices` are keyed by the file tensors' names after `rename`, and are taken in natural order, so that experts
-        stay in order. A conversion that makes several parameters has one recipe, under the name of the first. A tied
-        parameter that the files have under its second name is under its first. Raises ModelError for quantized tensors.
-        """
+        """`slices` are keyed by the file tensors' names after `rename`, and are taken in natural order, so that
+        experts stay in order. A conversion that makes several parameters has one recipe, under the name of the
+        first. A tied parameter that the files have under its second name is under its first. Fills `unread` with
+        the tensors that the model lacks."""
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -227,11 +223,8 @@ class FolderWeights:
     def _converted_parts(
         self, name: str, recipe: _ParameterRecipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parts of the parameters that one conversion makes; `name` is the first of them.
-
-        `recipe` has a converter. One that makes several parameters runs even if `parts` lacks the first of them: in
-        float32, and each parameter is cast to the type of its part.
-        """
+        """A conversion that makes several parameters runs even if `parts` lacks the first of them (`name`): in
+        float32, and each parameter is cast to the type of its part."""
         converter = deepcopy(recipe.converter)  # a copy, as it collects the tensors that it will convert
         part = parts.get(name)
         if part is None and len(converter.target_patterns) == 1:
@@ -250,10 +243,7 @@ class FolderWeights:
                 yield parameter_name, tensor[local_part.block].to(local_part.dtype)
 
     def _stack_experts(self, name: str, recipe: _ParameterRecipe, slices: _Slices, part: LocalPart) -> Tensor:
-        """Return this rank's part of stacked experts, of which one is whole at a time.
-
-        An expert is converted in the files' dtype, and cast as it is stacked.
-        """
+        """One expert is whole at a time. It is converted in the files' dtype, and cast as it is stacked."""
         converter = deepcopy(recipe.converter)
         experts, *block = part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
@@ -266,11 +256,11 @@ class FolderWeights:
             if part.dtype.is_floating_point:  # packed rows have shapes of their own
                 self._check_shape(name, (self._shapes[name][0], *expert.shape[1:]))
             stacked[index - experts.start] = expert[(0, *block)]
-            del expert  # before the next is read
+            # The expert is freed before the next is read.
+            del expert
         return stacked
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raise ModelError if a parameter has another shape in the files than in the model."""
         if tuple(shape) != self._shapes[name]:
             raise ModelError(
                 f"the weights in {self._folder} do not fit its config.json: {name} is {tuple(shape)} in the files, "
@@ -313,10 +303,9 @@ def open_tensors(files: Sequence[Path], stack: ExitStack) -> dict[str, Any]:
 
 
 def _is_packed(tensor: Any, part: LocalPart) -> bool:
-    """Return whether a part is of the bytes of a weight that the files have in 4 or 8 bits."""
+    """Such a part is of the bytes of a weight that the files have in 4 or 8 bits."""
     return part.dtype == torch.uint8 and hasattr(tensor, "read")
 
 
 def _make_reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
-    """Return a function that reads a whole tensor, in this dtype or its own."""
     return lambda: tensor[...].to(dtype=dtype)

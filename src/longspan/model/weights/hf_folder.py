@@ -19,7 +19,8 @@ from longspan.files import read_json
 from longspan.model.presets import PRESETS
 from longspan.model.weights.tokenizer_files import GENERATION
 
-FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}  # for every from_pretrained of a folder
+# Every from_pretrained of a folder gets these options.
+FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}
 OWN_MODEL = (
     "use a folder in transformers' own format, or make the model in a program of your own and give it to "
     "longspan.prepare"

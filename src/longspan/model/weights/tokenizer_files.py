@@ -12,7 +12,8 @@ from longspan.files import read_json
 from longspan.plain_text import short_text
 
 FAST_TOKENIZER = "tokenizer.json"
-VOCABULARIES = (  # of tokenizers of any kind
+# These files belong to tokenizers of any kind.
+VOCABULARIES = (
     FAST_TOKENIZER,
     "tokenizer.model",
     "tokenizer.model.v3",
@@ -127,7 +128,8 @@ def read_stop_token_ids(folder: Path) -> set[int]:
 def replace_with_copy(source: Path, target: Path) -> None:
     """Put a copy of a file or folder in place of the target; remove the target if there is no source."""
     if source.exists() and target.exists() and source.samefile(target):
-        return  # to remove the target would remove the source
+        # To remove the target would remove the source.
+        return
     if target.is_dir():
         shutil.rmtree(target)
     target.unlink(missing_ok=True)

@@ -28,7 +28,8 @@ from longspan.model.weights.tokenizer_files import TOKENIZER_FILES
 OF_ADAPTER = r"adapter_config\.json|adapter_model.*\.(safetensors|bin|json)"
 OF_MODEL = rf"config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|{OF_ADAPTER}"
 _OF_TOKENIZER = "|".join(map(re.escape, TOKENIZER_FILES))
-_CONFIGURATIONS = ("config.json", "adapter_config.json")  # without one of these a folder holds no model
+# A folder without one of these holds no model.
+_CONFIGURATIONS = ("config.json", "adapter_config.json")
 
 
 # Other tools download into NAME.partial; what has this name is of an interrupted save, and is removed.
@@ -78,7 +79,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
-FILE_BYTES = 5 * 10**9  # of one file at most, as on the Hugging Face hub
+# One file has at most so many bytes, as on the Hugging Face hub.
+FILE_BYTES = 5 * 10**9
 
 
 class WeightTotals(NamedTuple):
@@ -123,7 +125,8 @@ class WeightWriter:
         self._left_out = tied_names(empty).keys() | set(empty._keys_to_ignore_on_save or ())
         self._to_come = self._expected.keys() - self._left_out
         self._file: dict[str, Tensor] = {}
-        self._files: list[dict[str, int]] = []  # for each file that is written, the elements of its tensors
+        # Each written file has the number of elements of its tensors.
+        self._files: list[dict[str, int]] = []
         self._bytes = 0
 
     def write_unit(self, unit: Mapping[str, Tensor]) -> None:
@@ -174,7 +177,6 @@ class WeightWriter:
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
     def _write_file(self) -> None:
-        """Write the tensors that wait as the next part, and drop them; nothing if none waits."""
         if not self._file:
             return
         save_tensors(self._file, self._partial_path(len(self._files)))

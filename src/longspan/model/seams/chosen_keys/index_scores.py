@@ -13,11 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from longspan.attention.kernels import find_kernel
 
-_SCORE_BYTES = 256 << 20  # of the scores of a run of rows
+# The limit holds for the scores of a run of rows.
+_SCORE_BYTES = 256 << 20
 # of a program of `score_keys`
 _ROWS = 64
 _KEYS = 128
-_KEYS_OF_ROW = 2048  # that a program of `write_best_keys` reads at a time
+# A program of `write_best_keys` reads so many keys at a time.
+_KEYS_OF_ROW = 2048
 # What an indexer does to scores up to its `topk`.
 _SCORING = ["matmul", "relu", "matmul", "squeeze", "__invert__", "masked_fill", "topk"]
 
@@ -33,7 +35,8 @@ class ScoreOperands(TorchFunctionMode):
         """Begin with nothing noted."""
         super().__init__()
         self._steps = list[str]()  # names of the functions that were called on empty scores
-        self._left_operands = list[Tensor]()  # of the products, in order
+        # The operands are those of the products, in order.
+        self._left_operands = list[Tensor]()
         # result and argument of the last cast to float32 before a product
         self._widened = (torch.empty(0), torch.empty(0))
 
@@ -94,14 +97,12 @@ def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: i
 
 
 def _choose_for_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor) -> None:
-    """Write the keys of one run of rows, whose scores are held at once, into `chosen` (R, k).
-
-    A row's `least` score is its k-th best one; of the keys with that score the first `ties` are chosen: k in all.
-    """
+    """A row's `least` score is its k-th best one; of the keys with that score the first `ties` are chosen: k in all."""
     kernels = import_module("longspan.model.seams.chosen_keys.index_score_kernels")
     rows, heads, size = q.shape
     k = chosen.shape[1]
-    count = min(len(keys), first_position + rows)  # of keys that any of the rows may choose
+    # Any of the rows may choose among so many keys.
+    count = min(len(keys), first_position + rows)
     scores = q.new_empty((rows, count), dtype=torch.float32)
     constants = {"SIZE": size, "WIDTH": max(16, 1 << (size - 1).bit_length()), "ROWS": _ROWS, "KEYS": _KEYS}
     kernels.score_keys[-(-rows // _ROWS), -(-count // _KEYS)](

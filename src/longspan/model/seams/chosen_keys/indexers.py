@@ -30,8 +30,10 @@ from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.trial_shards import Probe, SeparateRows
 
-_CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
-_ROWS_AT_ONCE = 4096  # of whose queries the indexer's heads are made at a time
+# The second name is that before transformers 5.20.
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
+# The indexer's heads are made of the queries of so many rows at a time.
+_ROWS_AT_ONCE = 4096
 # of the scores of all heads that are held at a time; what is made of them takes as much again
 _SCORE_BYTES = 256 << 20
 
@@ -65,7 +67,6 @@ def order_equal_scores(model: nn.Module) -> None:
 
 
 def _topk_ties_to_lowest(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """Run an indexer's class's forward so that among equal scores it takes the lowest positions."""
     with LowestFirst(none=False):
         return type(indexer).forward(indexer, *args, **kwargs)
 
@@ -99,10 +100,7 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
 
 
 def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """Give a layer that got no mask one without columns, as its class may cut the indexer's mask out of it.
-
-    A forward pre-hook; `sharded_attention` takes such a mask for none.
-    """
+    """A layer's class may cut the indexer's mask out of it; `sharded_attention` takes one without columns for none."""
     if kwargs.get("attention_mask") is not None:
         return args, kwargs
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -111,12 +109,9 @@ def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str
 
 @break_graphs_around
 def _expand_or_keep_latents(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Stand in for `expand_kv`: return keys and values of all heads (1, N, T, …), as it does, or latents instead.
-
-    Where `takes_latents` says so, the rotated part (1, 1, T, rope) is returned as keys and the latents (1, 1, T,
-    latent) as values, for one head: `sharded_attention` knows them by the keys' size, and folds the weight that expands
-    them.
-    """
+    """Where `takes_latents` says so, the rotated part (1, 1, T, rope) is returned as keys and the latents (1, 1, T,
+    latent) as values, for one head: `sharded_attention` knows them by the keys' size, and folds the weight that
+    expands them."""
     running = running_layer()
     if takes_latents(module, running.shard, running.attention_kernel, latents):
         return rotated, latents
@@ -124,21 +119,18 @@ def _expand_or_keep_latents(module: Any, latents: Tensor, rotated: Tensor) -> tu
 
 
 def _choose_nothing(indexer: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return indices without columns (1, T, 0), which stand for every key."""
+    """Indices without columns (1, T, 0) stand for every key."""
     return hidden_states.new_empty((1, hidden_states.shape[1], 0), dtype=torch.int32)
 
 
 @break_graphs_around
 @torch.no_grad()
 def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """Choose the keys of the local rows: positions in each row's document (1, T, k), int32, −1 for none.
-
-    This is an indexer's forward, entered by every rank of a group. Where no document of the micro-batch is longer than
-    k, every row sees every key, and there are no columns. Else the class's forward runs twice over all rows, some at a
-    time. The first pass gives their index keys (rows, head size), which are gathered over each group; the second, with
-    the keys of a row's document, its chosen keys. On GPUs it gives queries and weights alone, if `choose_best_keys` can
-    score them. No tensor of all rows × all keys is formed.
-    """
+    """Returns positions in each row's document (1, T, k), int32, −1 for none; entered by every rank of a group.
+    Where no document of the micro-batch is longer than k, there are no columns. Else the class's forward runs
+    twice over all rows, some at a time: the first pass gives their index keys (rows, head size), gathered over
+    each group; the second their chosen keys, or on GPUs queries and weights alone, if `choose_best_keys` can
+    score them. No tensor of all rows × all keys is formed."""
     signature = inspect.signature(inspect.unwrap(type(indexer).forward))
     arguments = dict(signature.bind(indexer, *args, **kwargs).arguments)
     del arguments["self"]
@@ -162,14 +154,15 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         stand_in = SimpleNamespace(update_indexer=hand_out)
         return type(indexer).forward(indexer, **row_arguments | changes | {cache_name: stand_in})
 
-    local_keys = list[Tensor]()  # of each run of rows (1, rows, head size)
+    local_keys = list[Tensor]()  # (1, rows, head size) each
 
     def keep_keys(keys: Tensor, _: int) -> Tensor:
         """Keep the index keys of a run of rows, and hand out none to be scored."""
         local_keys.append(keys)
         return keys[:, :0]
 
-    operands = ScoreOperands()  # for the type checker: the loop runs at least once
+    # The type checker needs operands here: the loop runs at least once.
+    operands = ScoreOperands()
     for first in range(0, max(1, hidden.shape[1]), _ROWS_AT_ONCE):
         with (operands := ScoreOperands()):
             rows = slice(first, first + _ROWS_AT_ONCE)
@@ -182,7 +175,8 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         members = cached_members(part, shard, Mask())
         group_keys = _gather_keys(all_keys[part.start : part.stop], members)
         for part_rows, positions, document_rows in _row_runs(members, 0 if by_kernel else heads):
-            rows = slice(part.start + part_rows.start, part.start + part_rows.stop)  # among all local ones
+            # The rows count among all local ones.
+            rows = slice(part.start + part_rows.start, part.start + part_rows.stop)
             keys = group_keys[document_rows][: positions.stop]
             if by_kernel:
                 with ScoreOperands() as operands:
@@ -200,10 +194,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _gather_keys(keys: Tensor, members: Members) -> Tensor:
-    """Gather the index keys of all rows of a group (S, head size), document after document; all its members enter.
-
-    `keys` are this member's.
-    """
+    """`keys` (s, head size) are this member's, the result (S, head size) document after document; all members enter."""
     if members.degree == 1:
         return keys[members.document_order((0,))]
     gathered = members.channel.all_gather_rows(keys.contiguous(), members.counts, "index keys").wait()
@@ -211,12 +202,9 @@ def _gather_keys(keys: Tensor, members: Members) -> Tensor:
 
 
 def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield (rows, positions, document rows) of runs of this member's rows, each of one document and without padding.
-
-    `rows` count within the member's part, `positions` within the document; `document rows` are where the whole document
-    lies among the group's rows. A run is short enough that the scores of `heads` heads fit _SCORE_BYTES; with 0 heads
-    _ROWS_AT_ONCE alone bounds it.
-    """
+    """`rows` count within the member's part, `positions` within the document; `document rows` are where the whole
+    document lies among the group's rows. The scores of `heads` heads of a run fit _SCORE_BYTES (0: _ROWS_AT_ONCE
+    alone bounds it)."""
     laid_out = members.part.group.laid_out
     first_keys = list(accumulate(laid_out, initial=0))
     for document, start, stop, offset in members.real_segments(members.member):
@@ -228,10 +216,7 @@ def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slic
 
 
 def _argument_rows(value: Any, count: int, rows: slice) -> Any:
-    """Return the part of an indexer's argument that belongs to some of its `count` rows.
-
-    Tensors (1, count, …) and tuples of them are cut; anything else is given to every run of rows.
-    """
+    """Tensors (1, count, …) and tuples of them are cut; anything else is given to every run of rows."""
     if isinstance(value, tuple | list):
         return tuple(_argument_rows(x, count, rows) for x in value)
     is_by_row = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count

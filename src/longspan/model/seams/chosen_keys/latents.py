@@ -16,7 +16,8 @@ from longspan.attention import AttendCall, choose_kernel
 from longspan.attention.kernels import find_kernel
 from longspan.comm import SequenceShard
 
-GATHERED_COST = 1.0  # of a product, beside a masked kernel's (bench/records/indexed-attention-2xH200.md)
+# The cost of a product, beside a masked kernel's, is from bench/records/indexed-attention-2xH200.md.
+GATHERED_COST = 1.0
 # all names that the known `expand_kv` uses (`co_names`); code with others may expand latents in another way
 _EXPANDING = {
     *("kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -33,7 +34,8 @@ def reason_to_expand(module: Any, kernel: str | None, dtype: torch.dtype, device
     if kernel is not None and "latents" not in find_kernel(kernel).features:
         return f"attention_kernel {kernel} takes no latents"
     sizes = module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
-    call = AttendCall(1, 1, *sizes, dtype, device, indexed=True, latents=True)  # with any number of heads, as one
+    # A kernel takes any number of heads as it takes one.
+    call = AttendCall(1, 1, *sizes, dtype, device, indexed=True, latents=True)
     if device.type == "cuda" and choose_kernel(call, kernel).name == "reference":
         return (
             "no kernel gathers them here (other types than bfloat16 and float16, deterministic mode, wide latents)"
@@ -104,7 +106,7 @@ def unfold_values(module: Any, out: Tensor) -> Tensor:
 
 
 def _head_weights(module: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what expands latents to keys (N, nope, latent) and to values (N, value, latent), in the type of `like`."""
+    """Latents expand by these to keys (N, nope, latent) and to values (N, value, latent)."""
     sizes = [module.qk_nope_head_dim, module.v_head_dim]
     keys, values = module.kv_b_proj.weight.to(like.dtype).view(-1, sum(sizes), module.kv_lora_rank).split(sizes, 1)
     return keys, values
