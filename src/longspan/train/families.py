@@ -100,5 +100,5 @@ def cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, *
 
 @cache
 def _log_once(reasons: str) -> None:
-    """Warn that documents are computed whole; the cache drops a second warning of the same reasons."""
+    """The log's cache drops a second warning of the same reasons."""
     _log.warning("documents that begin alike are computed whole, as %s (docs/shared-prefixes.md)", reasons)

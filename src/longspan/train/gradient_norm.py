@@ -101,7 +101,8 @@ def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: float) ->
 
     `norm` is that of all ranks' gradients. No collective is entered.
     """
-    factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
+    # The factor is that of torch's clip_grad_norm_.
+    factor = max_norm / (norm + 1e-6)
     if factor < 1:
         for dtype, gradients in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
@@ -142,7 +143,6 @@ class _FirstCopies:
 
 
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """Return tensors by their dtype, in order, as torch's foreach functions take them."""
     by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
         by_dtype[x.dtype].append(x)

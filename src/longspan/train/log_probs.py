@@ -13,7 +13,8 @@ from longspan.plain_text import short_text
 _KERNELS = "longspan.train.softmax_kernels"
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 4096  # columns of logits that a program of a kernel has at a time
-_ROW_PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
+# Of a chunk's rows longspan copies the logits of one part at a time.
+_ROW_PARTS = 8
 # It takes derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits. It is called once only, for
 # it may write the gradient into memory that it keeps.
 GradientOf = Callable[[Tensor], Tensor]
@@ -48,10 +49,7 @@ def uses_softmax_kernels(dtype: torch.dtype, device: str) -> bool:
 
 
 def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Return what `target_log_probs_and_gradient` does, by kernels that keep no exponentials.
-
-    Each row of `logits` is contiguous.
-    """
+    """The kernels keep no exponentials. Each row of `logits` is contiguous."""
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
@@ -106,7 +104,8 @@ def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
 
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
-_DISTRIBUTION_COLUMNS = 2048  # as _COLUMNS; fewer, as each lane keeps several sums
+# There are fewer than _COLUMNS, as each lane keeps several sums.
+_DISTRIBUTION_COLUMNS = 2048
 
 
 def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -155,10 +154,7 @@ def distribution_values_by_kernel(logits: Tensor, ids: Tensor) -> Tensor | None:
 
 
 def _one_distribution_value(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """Return one number (t,) of each row's distribution, by its name, in `dtype`; see `distribution_values`.
-
-    Wide logits are freed on return: the next number makes its own.
-    """
+    """Wide logits are freed on return: the next number makes its own."""
     if name == "top1":
         return (logits.argmax(-1) == ids).to(dtype)
     if name == "mean_logits":

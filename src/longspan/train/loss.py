@@ -27,7 +27,8 @@ from longspan.train.log_probs import (
 )
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
 
-CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
+# Logits, and what is computed from them, take so many bytes at a time.
+CHUNK_BYTES = {"cuda": 2 << 30}
 CHUNK_BYTES_ELSEWHERE = 64 << 20
 
 # It takes log-probabilities (t,) of some targets, the slice of all targets that these are, and their logits (t, V). It
@@ -69,7 +70,8 @@ class TemperedHead(NamedTuple):
 
     head: Head
     temperature: float
-    makes_scores: bool = False  # which have no temperature
+    # Scores have no temperature.
+    makes_scores: bool = False
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -160,7 +162,6 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
 
 
 def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a loss of 0 with derivatives 0, for a padding target; a LossOfRows."""
     return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
 
 
@@ -236,10 +237,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Add a chunk's gradients to `sums` (empty at first), in place, in float32 at least; return the sums.
-
-    The gradients of an only chunk, the first and `last`, are returned in their own dtype.
-    """
+    """Sums are in float32 at least; the gradients of an only chunk, the first and `last`, stay in their own dtype."""
     if not sums:
         if last:
             return gradients

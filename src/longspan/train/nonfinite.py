@@ -60,16 +60,14 @@ def check_finite(
 
 
 def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
-    """Return the names of tensors with a number that is not finite; waits for the device."""
+    """Waits for the device."""
     return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
-    """Return what is wrong and what to do, by the reports of all ranks (by rank) and the loss (None: not known).
-
-    The text names the first cause that applies: weights that were not finite before the step, items that were read,
-    a forward pass (its loss), the sum of squares of finite gradients, a backward pass (its gradients).
-    """
+    """The text names the first cause that applies: weights that were not finite before the step, items that were
+    read, a forward pass (its loss), the sum of squares of finite gradients, a backward pass (its gradients). Loss
+    None: not known."""
     if weights := _parameters_text({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
@@ -100,10 +98,7 @@ def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
 
 
 def _parameters_text(names: dict[int, tuple[str, ...]]) -> str:
-    """Return words for the ranks of which parameters are named (`names` by rank), "" if none are.
-
-    Of the last such rank they give the last parameter, which is the first that a backward pass reaches.
-    """
+    """The last such rank's last parameter is the first that a backward pass reaches."""
     ranks = [rank for rank, rank_names in names.items() if rank_names]
     if not ranks:
         return ""

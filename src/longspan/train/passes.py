@@ -216,7 +216,8 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
             stack.enter_context(keep_float8_weights(model))
         stack.enter_context(preserve_modes(model))
         stack.enter_context(torch.set_grad_enabled(backward))
-        if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
+        # In a model that is in training mode, frozen modules keep their mode.
+        if not (backward and model.training):
             model.train(backward)
         if backward:
             with sum_gradients_over_slots(model, world):
@@ -233,13 +234,11 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run a model without stages over this rank's micro-batches; return the sum of their loss on the device.
-
-    In free mode slots run different numbers of micro-batches, so no collective of all slots may be inside: parameters
-    are gathered before all passes, and a last pass over padding sums gradients. In lockstep slots enter each pass
-    together. Where loads of experts count for a whole step, every micro-batch runs forward once more before the first
-    backward pass; in lockstep the first micro-batch does not, as its own forward pass comes before that.
-    """
+    """In free mode slots run different numbers of micro-batches, so no collective of all slots may be inside:
+    parameters are gathered before all passes, and a last pass over padding sums gradients. In lockstep slots
+    enter each pass together. Where loads of experts count for a whole step, every micro-batch runs forward once
+    more before the first backward pass; in lockstep the first micro-batch does not, as its own forward pass comes
+    before that."""
     model = passes.model
     free = passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
@@ -268,11 +267,8 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
-    """Run one micro-batch forward and return the sum of its loss, a float64 scalar.
-
-    A prepared model applies the loss to its last hidden states itself. Any other returns logits of all rows, which take
-    the place of hidden states, with a head that returns them unchanged.
-    """
+    """A float64 scalar. A model that is not prepared returns logits of all rows, which take the place of hidden
+    states, with a head that returns them unchanged."""
     inputs = _model_inputs(batch) | passes.arguments_of_next_call()
     if passes.depths:
         inputs |= _future_ids(batch)
@@ -284,29 +280,25 @@ def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
 
 
 def _model_inputs(batch: LocalBatch) -> dict[str, Any]:
-    """Return a micro-batch's ids and positions (1, T), or the documents' own positions (n, 1, T), and its shard."""
+    """Ids (1, T), and positions (1, T) or the documents' own (n, 1, T)."""
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
     return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _own_position_ids(batch)
 
 
 def _own_position_ids(batch: LocalBatch) -> dict[str, Tensor]:
-    """Return the documents' own positions (n, 1, T) on the device, as a keyword of the model; {} if they are plain."""
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
 def _future_ids(batch: LocalBatch) -> dict[str, Tensor]:
-    """Return the ids (depths, T) of the tokens 1, 2, … after each row, which depths of multi-token prediction read."""
+    """Ids (depths, T) of the tokens 1, 2, … after each row."""
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}
 
 
 def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run this rank's stages over its micro-batches, by torch's schedules; return the last stage's sum of the loss.
-
-    Micro-batches of padding are added where the schedule needs more of them. Other stages return 0.
-    """
+    """The schedule may need more micro-batches: padding is added. Stages but the last return 0."""
     model: Any = passes.model
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     if passes.needs_loads_first:
@@ -322,11 +314,7 @@ def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> "StageInput":
-    """Return what the stages of a pipeline get for one micro-batch, and how the last one makes its output.
-
-    The last stage adds its loss to `total`, in place, and returns its share of the step's; with None only loads are
-    counted.
-    """
+    """The last stage adds its loss to `total` and returns its share of the step's; None: only loads are counted."""
     from longspan.model.pipeline.stages import StageInput
 
     ids = to_device(batch.ids, passes.world.device)[None]

@@ -75,7 +75,8 @@ class StepEnd:
         if self.world.coordinates.tp:
             slot_sums = [torch.zeros(len(x), dtype=torch.float64) for x in slot_sums]
         squares = torch.zeros(1, dtype=torch.float64)
-        if passes.backward:  # of the whole model, encoders included
+        # The squares are those of the whole model, encoders included.
+        if passes.backward:
             squares = model_gradient_square_sum(self.model, self.world, as_reduced=True).flatten()
         # What this rank adds to the sums: squares of gradients, loss, targets, and numbers of each term, each (n,) in
         # float64, on the host or the device.
@@ -102,13 +103,11 @@ class StepEnd:
         return sums
 
     def _sum_and_update_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor]) -> StepSums:
-        """Sum over ranks on the device and launch AdamW's update there, before the host has read and checked the sums.
-
-        Gradients are scaled by at most 1, and by NaN where the step must not be taken: the norm or the loss is not
-        finite, or targets are missing. An update that goes on behind the next forward pass cannot be taken back: it
-        begins once the host has checked the sums. `pieces` are this rank's squares of gradients, loss, targets, and
-        numbers of each term.
-        """
+        """AdamW's update is launched before the host has read and checked the sums. Gradients are scaled by at most
+        1, and by NaN where the step must not be taken: the norm or the loss is not finite, or targets are
+        missing. An update that goes on behind the next forward pass cannot be taken back: it begins once the host
+        has checked the sums. `pieces` are this rank's squares of gradients, loss, targets, and numbers of each
+        term."""
         assert self.optimizer is not None
         device = self.world.device
         on_device = [x if x.device == device else to_device(x.numpy(), device) for x in pieces]
@@ -131,22 +130,20 @@ class StepEnd:
         try:
             return self._split_and_check_sums(copy.wait(), pieces)
         except BaseException:
-            one_pass.take_back_counts(self.optimizer.state)  # its scale was no number: nothing else has changed
+            # The scale was no number: nothing but the counts has changed.
+            one_pass.take_back_counts(self.optimizer.state)
             raise
 
     def _split_and_check_sums(self, values: Sequence[float], pieces: Sequence[Tensor]) -> StepSums:
-        """Split the sums over all ranks, in the order of `pieces`, into a StepSums, and check them; the same on every
-        rank.
-
-        Raises PlanError where targets are missing, and, if there is an optimizer, NonFiniteError.
-        """
+        """The sums are in the order of `pieces`, and the same on every rank."""
         squares, loss_sum, targets, *term_numbers = values
         if targets != self.passes.plan.targets:
             raise PlanError(
                 f"the slots counted {targets:.0f} targets, the plan has {self.passes.plan.targets}; is a document left "
                 "out?"
             )
-        numbers = iter(term_numbers)  # those of the pieces after squares, loss and targets
+        # The numbers are those of the pieces after squares, loss and targets.
+        numbers = iter(term_numbers)
         sums = StepSums(loss_sum, math.sqrt(squares), [list(islice(numbers, len(piece))) for piece in pieces[3:]])
         if self.optimizer is not None:
             check_finite(
@@ -161,7 +158,6 @@ class StepEnd:
 
 @contextmanager
 def _scaled_gradients(optimizer: OnePassAdamW, scale: Tensor | None) -> Iterator[None]:
-    """Have updates inside multiply gradients by a scale on the device (None: 1); afterwards there is none."""
     optimizer.gradient_scale = scale
     try:
         yield
@@ -185,7 +181,7 @@ def sum_over_home_on_device(values: Tensor, world: World) -> Tensor:
 
 
 def _sum_over_channel(channel: Channel, values: Tensor) -> Tensor:
-    """Gather the values (n,) of a channel's ranks and add them in the order of ranks: the same bits on every rank."""
+    """Values (n,) are added in the order of ranks: the same bits on every rank."""
     return torch.stack(channel.all_gather(values[None], [1] * channel.degree, SUMS_NAME).wait()).sum(0)[0]
 
 

@@ -20,7 +20,8 @@ from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
 from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops
 
-if TYPE_CHECKING:  # of models with images
+# Models with images alone need these types.
+if TYPE_CHECKING:
     from longspan.plan.items.encoder_shape import EncoderShape, Trained
     from longspan.train.terms.encoding import EncoderTimes
 

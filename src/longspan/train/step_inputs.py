@@ -40,7 +40,8 @@ class StepDocuments:
         self.documents: Any = documents
         self._makes_scores = score_columns(getattr(model, "language_model", model)) > 0
         self.lengths: tuple[int, ...] = tuple(lengths)
-        self._parents: dict[int, int] = {}  # of documents that continue another, once they are counted
+        # Documents that continue another are here once they are counted.
+        self._parents: dict[int, int] = {}
         given_items = getattr(documents, "items", None)
         if callable(given_items):  # a dict of documents has a method of this name
             given_items = None

@@ -136,7 +136,8 @@ class Training:
             self.world,
             optimizer=self.optimizer,
             max_grad_norm=self.config.optimizer.max_grad_norm or None,
-            step=step + 1,  # for errors, which count from 1
+            # Errors count steps from 1.
+            step=step + 1,
             router=self.router,
             mtp=self.mtp_loss,
             loss=loss_of_documents(getattr(documents, "whole", documents), config),

@@ -33,12 +33,14 @@ def numbers_per_chunk(device: torch.device) -> int:
 
 _KERNELS = "longspan.train.optim.adamw_kernels"
 BLOCK = 1024  # numbers that a program updates at a time
-WARPS = 4  # of a program
-PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
+WARPS = 4
+# The largest tensor has sixteen programs on each of an H200's multiprocessors.
+PROGRAMS = 2112
 ALIGNMENT = 16  # bytes that one load of a thread takes
 COLUMNS = 20  # columns of the table, of eight bytes each: adamw_kernels.py says what is in them
 _ROW = Struct("=16q8f")
-_NEAREST = (0,) * 8  # in place of a key (2) and places (6), where numbers are rounded to the nearest
+# Where numbers are rounded to the nearest, zeros stand for a key (2) and places (6).
+_NEAREST = (0,) * 8
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.uint8: "uint8"}
 
 
@@ -52,7 +54,8 @@ class Factors(NamedTuple):
     root_scale: float  # 1 / √(1 − β₂ᵗ)
     eps: float
     rate: float  # lr / (1 − β₁ᵗ)
-    sign: float  # of gradients: −1 to maximize
+    # Gradients are multiplied by it: −1 to maximize.
+    sign: float
 
     @classmethod
     def from_parameter_group(cls, group: Mapping[str, Any], step: float) -> "Factors":
@@ -210,16 +213,14 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
             results = results[:1]
         for output, result in zip(outputs, results, strict=True):
             output.copy_(result)
-    for tensor, result in zip(tensors, flat_tensors, strict=True):  # of others `contiguous` made copies
+    # `contiguous` made copies of the other tensors.
+    for tensor, result in zip(tensors, flat_tensors, strict=True):
         if tensor is not update.gradient and not tensor.is_contiguous():
             tensor.copy_(result.view(tensor.shape))
 
 
 def _compute_update(tensors: Sequence[Tensor], factors: Factors, scale: Tensor | None) -> list[Tensor]:
-    """Return a parameter and both moments after an update, of four tensors (with the gradient); nothing is changed.
-
-    Every operation rounds once, as the kernel's do.
-    """
+    """Every operation rounds once, as the kernel's do."""
     parameter, gradient, mean, square = tensors
     if scale is not None:
         gradient = gradient * scale

@@ -62,10 +62,6 @@ class EightBitAdamW(OnePassAdamW):
                 self.state[parameter] |= _pack_moments(states[key], parameter)
 
     def _make_states_and_count_step(self, parameter: nn.Parameter) -> float:
-        """Count a step of a parameter, as OnePassAdamW does; before its first, make moments of zero in eight bits.
-
-        Raises ModelError for another type of parameter.
-        """
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
                 f"moments in eight bits were given a parameter {tuple(parameter.shape)} in {parameter.dtype}; use "
@@ -78,7 +74,6 @@ class EightBitAdamW(OnePassAdamW):
         return super()._make_states_and_count_step(parameter)
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
-        """Return the parameter's update, with the key and first place by which its moments are rounded."""
         count = self.state[parameter]["step"].item()
         key = RandomKey.from_source("moments", count)
         if parameter not in self._first_places:
@@ -89,7 +84,6 @@ class EightBitAdamW(OnePassAdamW):
 
 
 def _allocate_moments(local: Tensor) -> dict[str, Tensor]:
-    """Return both moments of zero, packed, for a rank's local numbers of a parameter."""
     return {
         name: torch.zeros(packed_bytes(local.numel(), size), dtype=torch.uint8, device=local.device)
         for name, size in _SCALE_BYTES.items()
@@ -97,9 +91,7 @@ def _allocate_moments(local: Tensor) -> dict[str, Tensor]:
 
 
 def _pack_moments(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return a state's moments, of any type and device, packed on the parameter's device, rounded to the
-    nearest code.
-    """
+    """Moments of any type and device are rounded to the nearest code."""
     local = local_tensor(parameter.detach())
     moments = [local_tensor(state[name]).reshape(-1) for name in (MEAN, SQUARE)]
     codes = _allocate_moments(local)
@@ -112,7 +104,7 @@ def _pack_moments(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, T
 
 
 def _unpack_moments(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return a state's packed moments as bfloat16 tensors of the host, sharded as the parameter is."""
+    """The bfloat16 tensors are on the host, sharded as the parameter is."""
     local = local_tensor(parameter.detach())
     packed = PackedMoments(state[MEAN], state[SQUARE], local.numel())
     moments = {name: torch.empty(local.shape, dtype=torch.bfloat16) for name in (MEAN, SQUARE)}
@@ -123,9 +115,7 @@ def _unpack_moments(state: dict[str, Any], parameter: nn.Parameter) -> dict[str,
 
 
 def _chunks(local: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the bounds (start, stop) of runs of a tensor's numbers that are packed at a time; each
-    begins with a block.
-    """
+    """Each run (start, stop) begins with a block."""
     size = numbers_per_chunk(local.device)
     for start in range(0, local.numel(), size):
         yield start, min(start + size, local.numel())

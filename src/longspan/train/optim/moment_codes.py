@@ -29,7 +29,6 @@ def packed_bytes(numel: int, scale_bytes: int) -> int:
 
 
 def _scales_offset(numel: int) -> int:
-    """Return where scales begin behind so many codes: bytes, rounded up to the alignment."""
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
@@ -114,5 +113,5 @@ def encode_square(square: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Return numbers (n,) as blocks (blocks, 256), the last one filled with zeros."""
+    """Numbers (n,) become (blocks, 256), the last block filled with zeros."""
     return F.pad(x, (0, -len(x) % SIZE)).view(-1, SIZE)

@@ -92,7 +92,8 @@ class Muon(OnePassAdamW):
         scale = self.gradient_scale
         if scale is not None and bool(scale.isnan()):
             return
-        begun = list[Iterator[None]]()  # all ranks have the same bundles in one order
+        # All ranks have the same bundles in one order.
+        begun = list[Iterator[None]]()
         # Matrices of a mesh so far, by which its ranks take turns in having one more than others. Each mesh has a count
         # of its own: its ranks may have different matrices on other meshes, as pipeline stages that share encoders do.
         turns = Counter[Any]()
@@ -105,10 +106,8 @@ class Muon(OnePassAdamW):
             begun = _advance_bundles(begun)
 
     def _update_bundle(self, bundle: Sequence[Tensor], group: dict[str, Any], turn: int) -> Iterator[None]:
-        """Update the matrices of one bundle, in place; the generator pauses at each exchange with other ranks.
-
-        `turn` counts the matrices of this mesh before it, by which ranks take turns in having one more than others.
-        """
+        """The generator pauses at each exchange with other ranks. `turn` counts the matrices of this mesh before it,
+        by which ranks take turns in having one more than others."""
         first = local_tensor(bundle[0].detach())
         dtype = torch.float64 if first.dtype == torch.float64 else torch.bfloat16
         updates = first.new_empty((len(bundle), *first.shape), dtype=dtype)
@@ -134,21 +133,14 @@ class Muon(OnePassAdamW):
 
 
 def _advance_bundles(begun: Sequence[Iterator[None]]) -> list[Iterator[None]]:
-    """Advance each begun bundle to its next exchange, the newest first, so that rows travel while others are
-    multiplied.
-
-    Returns those that are not finished.
-    """
+    """The newest bundle is first, so that rows travel while others are multiplied. Returns the unfinished ones."""
     finished = object()  # a bundle yields None at each exchange
     return [bundle for bundle in begun if next(bundle, finished) is not finished]
 
 
 def _cut_bundles(group: dict[str, Any]) -> Iterator[list[Tensor]]:
-    """Yield a group's matrices that have gradients, in bundles of one shape, dtype and sharding.
-
-    A bundle has as many matrices as BUNDLE_NUMBERS per rank allow, and at least one for each rank that shares them,
-    except a last one.
-    """
+    """A bundle has as many matrices as BUNDLE_NUMBERS per rank allow, and at least one for each rank that shares
+    them, except a last one."""
     alike = defaultdict[Any, list[Tensor]](list)
     for parameter in group["params"] if group["is_matrix"] else ():
         if parameter.grad is not None:
@@ -173,11 +165,8 @@ class _MeshAxis(NamedTuple):
 
 
 def _list_axes(parameter: Tensor) -> list[_MeshAxis]:
-    """Return the axes of the mesh along which a matrix is cut or copied, in the order of the mesh.
-
-    The last axis cuts the whole matrix, and each axis before it what is left; see `local_block`. Axes that divide
-    experts are left out: each rank has whole matrices of its own.
-    """
+    """The last axis cuts the whole matrix, and each axis before it what is left; see `local_block`. Axes that divide
+    experts are left out: each rank has whole matrices of its own."""
     axes = list[_MeshAxis]()
     shape = [*parameter.shape]
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -199,11 +188,9 @@ def _list_axes(parameter: Tensor) -> list[_MeshAxis]:
 def _orthogonalize_bundle(
     bundle: Tensor, axes: Sequence[_MeshAxis], group: dict[str, Any], turn: int
 ) -> Generator[None, None, Tensor]:
-    """Orthogonalize matrices of which this rank has a part (matrices, …), and return this part of the results.
-
-    The ranks along the first of `axes` share the matrices out: each gathers its share, so that the share is cut along
-    the other axes only, orthogonalizes it along these, and sends rows back. The generator pauses while rows travel.
-    """
+    """Ranks along the first of `axes` share the matrices (matrices, …) out: each gathers its share, so that the
+    share is cut along the other axes only, orthogonalizes it along these, and sends rows back. The generator
+    pauses while rows travel."""
     if not axes:
         numbers = max(1, bundle.shape[-2] * bundle.shape[-1])
         parts = bundle.reshape(-1, *bundle.shape[-2:]).split(max(1, BUNDLE_NUMBERS // numbers))
@@ -243,17 +230,16 @@ def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: in
 def _symmetric_product(
     x: Tensor, y: Tensor, onto: Tensor | None = None, beta: float = 0, alpha: float = 1
 ) -> Tensor:
-    """Compute alpha · x y + beta · onto, which is symmetric, of stacks of matrices: results are (n, rows, rows).
-
-    Of large ones a quarter is copied from its mirror.
-    """
+    """alpha · x y + beta · onto, symmetric, (n, rows, rows). Of large ones a quarter is copied from its mirror."""
     product = x.new_empty((*x.shape[:-1], x.shape[-2]))
-    onto = product if onto is None else onto  # which torch does not read where beta is 0
+    # torch does not read `onto` where beta is 0.
+    onto = product if onto is None else onto
     rows = x.shape[-2]
     half = rows // 2 if rows >= HALVED else rows
     blocks = [(slice(None), slice(half))]  # (rows, columns) of the results: the left half
     if half < rows:
-        blocks.append((slice(half, None), slice(half, None)))  # and the lower right quarter
+        # The lower right quarter is computed too.
+        blocks.append((slice(half, None), slice(half, None)))
     for at_rows, at_columns in blocks:
         place = (slice(None), at_rows, at_columns)
         torch.baddbmm(onto[place], x[:, at_rows], y[..., at_columns], beta=beta, alpha=alpha, out=product[place])

@@ -130,7 +130,7 @@ class OffloadedStates(Optimizer):
             self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
 
     def _read_state(self) -> defaultdict[Tensor, Any]:
-        """Return the states, once the update that was begun has ended."""
+        """An update that was begun has ended."""
         self.finish_step()
         return self.host_states
 
@@ -240,7 +240,6 @@ class OffloadedStates(Optimizer):
     # ---- the host's memory
 
     def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a parameter's state with its moments in the host's memory; other values stay as they are."""
         values = dict(state)
         for name, value in state.items():
             if _is_moment(value):
@@ -290,7 +289,8 @@ class _OffloadedUpdate:
         self._launched = 0
         self._updated = deque[tuple[StateBucket, torch.cuda.Event | None]]()  # launched, and not waited for
         self._last_bucket = {part.parameter: index for index, bucket in enumerate(buckets) for part in bucket.parts}
-        self._event: torch.cuda.Event | None = None  # after the last bucket that was waited for
+        # The event follows the last bucket that was waited for.
+        self._event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None  # None: that of the caller
         self._replaced = dict[Any, str]()  # readers of parameters, and which of their methods is replaced
         self.failure = ""
@@ -335,22 +335,20 @@ class _OffloadedUpdate:
 
     @property
     def _ahead(self) -> int:
-        """How many buckets to launch beyond those that are asked for: AHEAD if the update is hidden, else none."""
         return AHEAD if self._stream is not None else 0
 
     def _restore_methods(self) -> None:
-        """Give readers of parameters their own methods back."""
         for waiter, method in self._replaced.items():
             vars(waiter).pop(method, None)
 
     def _fetch_shards(self, store: Any, parameters: Iterable[Any]) -> None:
-        """Copy parameters from a store of the host once their updates have ended; stands in for its `fetch`."""
+        """Stands in for the `fetch` of a store of the host, and runs it once the parameters' updates have ended."""
         parameters = [*parameters]
         self._wait_for_updates_of(parameters)
         type(store).fetch(store, parameters)
 
     def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
-        """Gather a group's parameters once their updates have ended; stands in for its `unshard`, once."""
+        """Stands in for a group's `unshard`, once."""
         del group.unshard
         self._wait_for_updates_of(group.fsdp_params)
         if self._event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
@@ -358,10 +356,7 @@ class _OffloadedUpdate:
         return group.unshard(*args, **keywords)
 
     def _wait_for_updates_of(self, parameters: Iterable[Any]) -> None:
-        """Let the current stream wait for the updates of these parameters, launching them first if need be.
-
-        The gradients of updates that it waited for are free from then on.
-        """
+        """Launches the updates first if need be. Gradients of updates that it waited for are free from then on."""
         last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
         count = last + 1
         self._launch_buckets(count + self._ahead)
@@ -370,10 +365,7 @@ class _OffloadedUpdate:
         self._copies.wait_for_event(self._event)
 
     def _launch_buckets(self, count: int) -> None:
-        """Launch updates until `count` buckets are launched, in whatever mode of autograd the caller runs.
-
-        An error is raised; one that leaves some buckets updated, or methods replaced, is also noted in `failure`.
-        """
+        """An error that leaves some buckets updated, or methods replaced, is also noted in `failure`."""
         missing = max(0, min(count, self._total) - self._launched)
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
@@ -392,9 +384,10 @@ class _OffloadedUpdate:
             raise
 
     def _run_buckets(self) -> Generator[None]:
-        """Update the buckets one by one, each at a `next`, while the next one comes and the one before goes."""
+        """One bucket is updated at each `next`, while the next one comes and the one before goes."""
         fetched = self._fetch_bucket(self._waiting[0]) if self._waiting else None
-        device_tensors = list[Tensor]()  # of the bucket before, until they are on the host
+        # The tensors of the bucket before stay until they are on the host.
+        device_tensors = list[Tensor]()
         try:
             while self._waiting:
                 bucket = self._waiting.popleft()
@@ -417,12 +410,9 @@ class _OffloadedUpdate:
     # ---- what an update of a bucket is
 
     def _fetch_bucket(self, bucket: StateBucket) -> _Fetched:
-        """Launch the copies of a bucket's states, and of parameters that wait on the host, to the device.
-
-        Each part but the last of a parameter counts its step in a copy: the parameter's own count moves on once.
-        """
+        """Each part but the last of a parameter counts its step in a copy: the parameter's own count moves on once."""
         states = list[dict[str, Any]]()
-        pairs = list[tuple[Tensor, Tensor]]()  # what is copied: on the device, on the host
+        pairs = list[tuple[Tensor, Tensor]]()  # (on the device, on the host)
 
         def place(host: Tensor) -> Tensor:
             """Return an empty tensor on the device, and note that `host` is to be copied into it."""
@@ -441,11 +431,8 @@ class _OffloadedUpdate:
         return _Fetched(stand_ins, states, self._copies.fetch(pairs))
 
     def _update_bucket(self, bucket: StateBucket, fetched: _Fetched) -> list[dict[str, Any]]:
-        """Let the optimizer update a bucket, whose stand-ins are its only group meanwhile; return their new states.
-
-        Where DTensors are in the group torch would not choose its foreach kernels, but for plain stand-ins it would:
-        an open choice becomes False.
-        """
+        """Where DTensors are in the group torch would not choose its foreach kernels, but for plain stand-ins it
+        would: an open choice becomes False."""
         inner = self._optimizer.inner
         settings = inner.param_groups
         pairs = [*zip(fetched.stand_ins, bucket.parts, strict=True)]
@@ -474,10 +461,7 @@ class _OffloadedUpdate:
     def _store_bucket(
         self, bucket: StateBucket, stand_ins: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]
     ) -> list[Tensor]:
-        """Launch the copies of new states, and of parameters that wait on the host, back to the host.
-
-        Returns the tensors that stay on the device until all are copied.
-        """
+        """Returns the tensors that stay on the device until all are copied."""
         pairs = [
             (part.numbers, stand_in.detach())
             for part, stand_in in zip(bucket.parts, stand_ins, strict=True)
@@ -512,7 +496,8 @@ class _StateCopies:
     def begin_updates(self) -> torch.cuda.Stream | None:
         """Return the stream of updates that are hidden, behind what the current one was given; None on a CPU."""
         if self._to_host is not None:
-            if self._updates is None:  # before the products of layers, which fill the device
+            # Updates have priority over the products of layers, which fill the device.
+            if self._updates is None:
                 self._updates = torch.cuda.Stream(self.device, priority=-1)
             self._updates.wait_stream(torch.cuda.current_stream(self.device))
         return self._updates
@@ -538,9 +523,7 @@ class _StateCopies:
     def _copy_pairs(
         self, pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None
     ) -> torch.cuda.Event | None:
-        """Copy the second tensor of each pair into the first; return the event after which all are
-        copied (None: now).
-        """
+        """Copies the second tensor of each pair into the first. All are copied after the event (None: now)."""
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -569,11 +552,9 @@ class _StateCopies:
             self._to_host.synchronize()
 
     def _wait_for_stream(self, stream: torch.cuda.Stream | None) -> None:
-        """Let the current stream wait for what another was given (None: nothing)."""
         if stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
 def _is_moment(value: Any) -> bool:
-    """Return whether a value of a state is a moment, and no single number such as a count of steps."""
     return isinstance(value, Tensor) and value.ndim > 0

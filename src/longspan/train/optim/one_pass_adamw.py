@@ -58,7 +58,8 @@ class OnePassAdamW(AdamW):
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=False
         )
         self._rounding = rounding
-        self._parts = dict[nn.Parameter, ParameterPart]()  # by stand-in, while `use_stand_ins` is entered
+        # The key is a stand-in, while `use_stand_ins` is entered.
+        self._parts = dict[nn.Parameter, ParameterPart]()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -128,11 +129,7 @@ class OnePassAdamW(AdamW):
                         self._rounding.draws[parameter] -= 1
 
     def _make_states_and_count_step(self, parameter: nn.Parameter) -> float:
-        """Count a step of a parameter, whose states are made before its first; return the count, which is on the host.
-
-        States that torch's fused AdamW saved have counts on the GPU, which are brought here: no step waits for a GPU.
-        Raises ModelError for a sparse gradient or a complex parameter.
-        """
+        """torch's fused AdamW saves counts on the GPU, which are brought to the host: no step waits for a GPU."""
         assert parameter.grad is not None
         if parameter.grad.is_sparse or not parameter.is_floating_point():
             raise ModelError(
@@ -151,10 +148,7 @@ class OnePassAdamW(AdamW):
         return state["step"].item()
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
-        """Return the update of a parameter, or of a part that a stand-in is for; draws the key of a whole one.
-
-        A part takes the whole parameter's key, and places from its start.
-        """
+        """A part, which a stand-in is for, takes the whole parameter's key, and places from its start."""
         assert parameter.grad is not None
         state = self.state[parameter]
         mean = local_tensor(state["exp_avg"])

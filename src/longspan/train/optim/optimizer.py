@@ -35,7 +35,8 @@ class OptimizerChoice:
     name: str
     lr: float = 1e-3
     weight_decay: float = 0.0
-    arguments: tuple[tuple[str, Any], ...] = ()  # other than lr and weight_decay
+    # These are arguments other than lr and weight_decay.
+    arguments: tuple[tuple[str, Any], ...] = ()
     moments: str = ""  # adamw's: in the dtype of parameters, or "8bit"
 
     @classmethod
@@ -134,7 +135,8 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         if isinstance(optimizer, OnePassAdamW):
-            optimizer.take_back_counts()  # for its random bits: counts of steps become 0 below
+            # Random bits come from counts of steps, which become 0 below.
+            optimizer.take_back_counts()
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -95,7 +95,6 @@ def find_named_group(groups: Sequence[NamedGroup], names: Iterable[str]) -> Name
 
 
 def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
-    """Return the name of the innermost of these modules that holds a parameter. Raises ConfigError if none does."""
     around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
     if not around:
         raise ConfigError(
@@ -168,7 +167,6 @@ def check_named_groups(model: nn.Module, texts: Sequence[str], *, stages: int) -
 
 
 def _check_patterns_meet(key: str, patterns: Sequence[str], names: Iterable[Sequence[str]]) -> None:
-    """Raise ConfigError for a pattern of this key that meets none of the parameters' names, and list kinds of names."""
     all_names = [*chain.from_iterable(names)]
     for pattern in patterns:
         if not any(meets_any([pattern], name) for name in all_names):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 
-WSD_DECAY = 10  # one in so many steps, where the steps of the decay are not given
+# One in so many steps decays where the steps of the decay are not given.
+WSD_DECAY = 10
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,10 +45,7 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
 
 
 def _make_whole_and_sharded(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield a small sharded parameter and the same one whole, for each way in which the model's parameters are sharded.
-
-    Sharded dims have 4 numbers on each rank, others 4 in all. All ranks draw the same numbers.
-    """
+    """Sharded dims have 4 numbers on each rank, others 4 in all. All ranks draw the same numbers."""
     kinds = dict[Any, nn.Parameter]()  # the first parameter of each way
     for parameter in model.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):
@@ -66,7 +63,6 @@ def _make_whole_and_sharded(model: nn.Module, device: torch.device) -> Iterator[
 
 
 def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of a small tensor, sharded as `like` is."""
     mesh = like.device_mesh
     placements = like.placements
     local = whole[local_block(whole.shape, mesh, placements)].clone()
@@ -74,10 +70,7 @@ def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def _update_and_compare(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
-    """Update both of each pair by optimizers of the choice; return how they differ, "" if they do not.
-
-    Both take STEPS steps along the same gradients; states must be shards too, or plain numbers.
-    """
+    """Both of a pair take STEPS steps along the same gradients; states must be shards too, or plain numbers."""
     initial_values = [whole.detach().clone() for _, whole in pairs]
     optimizers = [choice.build([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]
     for step in range(1, STEPS + 1):

@@ -120,10 +120,8 @@ def cut_buckets(
 
 
 def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
-    """Yield the parts of a parameter on this rank, of at most `most` numbers; one part if its memory cannot be cut.
-
-    A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
-    """
+    """A parameter whose memory cannot be cut is one part. A rank that holds none of its numbers gets one empty part,
+    whose update counts the step."""
     local = local_tensor(parameter.detach())
     gradient = None if parameter.grad is None else local_tensor(parameter.grad)
     flat = local.is_contiguous() and (gradient is None or gradient.is_contiguous())

@@ -21,7 +21,7 @@ FAR = 0x85EBCA6B
 # of hash-prospector's hash of least bias, with shifts of 16, 15 and 15
 FIRST = 0x21F0AAAD
 SECOND = 0xD35A2D97
-THIRD = 0xB5297A4D  # of the third stream
+THIRD = 0xB5297A4D
 WORD = (1 << 32) - 1  # mask of 32 bits
 NOISE_BITS = 16  # random bits that round one number
 STREAMS = 3  # numbers at one place: of a parameter and of both moments

@@ -66,8 +66,10 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
     names: tuple[str, ...]
     _ends: Integers  # where each rank's rows end, among the rows of all documents (ranks,)
     _facts: Facts
-    _brought_rows: Rows  # of the documents that this rank read
-    _rows_here: Rows  # that can be read on this rank: those it brought, or those that it computes under a plan
+    # This rank read the documents of these rows.
+    _brought_rows: Rows
+    # This rank can read these rows: those that it brought, or those that it computes under a plan.
+    _rows_here: Rows
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -112,11 +114,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return replace(self, _rows_here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
     def _rank_runs(self, plan: Plan, depths: int) -> list[Integers]:
-        """Return the ascending runs of rows (n, 2) that each rank needs under a plan, in the order of ranks, on every
-        rank alike.
-
-        Raises PlanError for a plan of other documents.
-        """
+        """Ascending runs of rows (n, 2), in the order of ranks, alike on every rank."""
         if plan.lengths != self.lengths:
             raise PlanError(
                 f"the plan has {plural(len(plan.lengths), 'document')} of {excerpt(plan.lengths)} tokens, {len(self)} "
@@ -212,12 +210,11 @@ def number_column(name: str) -> str:
 
 
 def _one_run(start: int, stop: int) -> Integers:
-    """Return one run (1, 2) of rows, (0, 2) if it is empty."""
     return np.array([[start, stop]], dtype=np.int64)[: int(stop > start)]
 
 
 def _merge_runs(runs: Integers) -> Integers:
-    """Merge runs of rows (n, 2), (first row, end), that may overlap, to ascending runs that do not."""
+    """Runs (n, 2) are (first row, end) and may overlap; the result is ascending and does not."""
     if not len(runs):
         return runs
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
@@ -297,9 +294,11 @@ class _Share(NamedTuple):
     """What a rank tells the others of the documents that it read."""
 
     facts: Integers  # (D, 5) the first fields of Facts
-    names: tuple[str, ...]  # of numbers
+    # The names are those of values of tokens.
+    names: tuple[str, ...]
     labelled: bool  # whether a label is another than its token
-    digest: bytes  # of all that the documents hold; empty for fewer than two different ones
+    # The digest is of all that the documents hold; it is empty for fewer than two different ones.
+    digest: bytes
 
 
 class _ReadDocuments:
@@ -348,7 +347,8 @@ class _ReadDocuments:
         # No row predicts the token at position 0; where rows have scores, the first row may have a label.
         targets = int((labels[0 if scored else 1 :] != NO_TARGET).sum())
         prefix_rows = count_prefix_rows(document, number, len(ids))
-        self._facts.append((len(ids), targets, prefix_rows, scored, int(WEIGHTS in values)))  # as in `_Share.facts`
+        # The order is that of `_Share.facts`.
+        self._facts.append((len(ids), targets, prefix_rows, scored, int(WEIGHTS in values)))
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
         bits = {
@@ -389,15 +389,13 @@ class _ReadDocuments:
 
 
 def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
-    """Exchange shares with all ranks and return the documents of all, numbered in the order of ranks; all enter.
-
-    Raises DataError on every rank for shares that do not go together.
-    """
+    """All ranks enter; documents are numbered in the order of ranks."""
     shares = world.control.gather_objects(local.make_share(), "lengths of documents")
     _check_shares(dict(zip(world.home.ranks, shares, strict=True)))
     shared_facts = np.concatenate([share.facts for share in shares])  # columns: length, 4 more
     lengths = shared_facts[:, 0]
-    facts = np.column_stack([shared_facts, np.cumsum(lengths) - lengths])  # and where a document starts
+    # The last column says where a document starts.
+    facts = np.column_stack([shared_facts, np.cumsum(lengths) - lengths])
     ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
     index = world.home.ranks.index(world.rank)
     first = sum(len(share.facts) for share in shares[:index])
@@ -412,10 +410,7 @@ def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
 
 
 def _check_shares(shares: Mapping[int, _Share]) -> None:
-    """Raise DataError, on every rank, for names of values that not all ranks have, and for documents that two bring.
-
-    `shares` are those of all ranks, by rank. Ranks without documents have no names.
-    """
+    """Raises on every rank. Ranks without documents have no names."""
     having = [(rank, share) for rank, share in shares.items() if len(share.facts)]
     all_names = {name for _, share in having for name in share.names} - {number_column(WEIGHTS)}
     for name in sorted(all_names):

@@ -134,7 +134,8 @@ class _Reader:
     vocabulary: int | None
     items: "ItemTable | None"
     names: NamesOfValues
-    at_depth: Sequence[LocalBatch]  # whose rows are filled
+    # The rows of these batches are filled too.
+    at_depth: Sequence[LocalBatch]
 
     def read_run(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
         """Read tokens `start` to `stop` of a document of `length`, and write them into rows from `row` on, at every
@@ -164,9 +165,11 @@ class _Reader:
         if isinstance(source, Labelled):
             labels = np.asarray(source.labels(next_positions))
             check_integers(document, labels, next_positions, "its labels are token ids, or −100")
-        if is_placeholder is not None:  # it begins one position before labels
+        # The mask begins one position before labels.
+        if is_placeholder is not None:
             labels = np.where(is_placeholder[1:], NO_TARGET, labels.astype(np.int64))
-        if labels is not next_tokens:  # which have been checked with the tokens
+        # Labels that are the next tokens have been checked with the tokens.
+        if labels is not next_tokens:
             ids_or_0 = np.where(labels == NO_TARGET, 0, labels)
             self._check_vocabulary(document, ids_or_0, next_positions, "the label")
         values = source.token_values(next_positions) if isinstance(source, Valued) else {}
@@ -184,7 +187,6 @@ class _Reader:
                 batch.values.setdefault(name, no_values)[predicted] = numbers[ahead]
 
     def _check_vocabulary(self, document: int, ids: Integers, positions: Integers, noun: str) -> None:
-        """Raise DataError for an id outside the vocabulary; `noun` says in the error what it is."""
         size = self.vocabulary
         outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
         if outside.any():
@@ -226,7 +228,8 @@ def read_micro_batches(
     positions_of = getattr(documents, "positions", None)
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
-            continue  # in lockstep a slot runs all of them, empty ones too
+            # In lockstep a slot runs all of them, empty ones too.
+            continue
         shard = bind(micro_batch, world).with_padding(multiple=plan.row_multiple)
         if rules.prefix or rules.in_spans:
             shard = bind_spans(shard, rules, documents, items)
@@ -244,7 +247,7 @@ def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
 
 
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
-    """Return a batch of the shard's rows with id 0 and no label: padding, and what a reader fills."""
+    """Rows have id 0 and no label: padding, and what a reader fills."""
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64), {})
 
@@ -264,7 +267,8 @@ def read_own_positions(positions_of: Callable[[int], Any], shard: SequenceShard)
         for document, length in zip(group.documents, group.lengths, strict=True)
     }
     document_of_row, position_of_row = documents_and_positions(shard)
-    by_document = dict[int, Integers]()  # without documents of plain positions
+    # Documents of plain positions are left out.
+    by_document = dict[int, Integers]()
     for document in np.unique(document_of_row).tolist():
         if document < 0 or (given_positions := positions_of(document)) is None:  # −1: padding
             continue

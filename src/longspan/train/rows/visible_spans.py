@@ -52,7 +52,8 @@ def count_prefix_rows(document: Any, number: int, length: int, items: "ItemTable
         return known_rows
     for start in range(0, length, _RUN):
         positions = np.arange(start, min(start + _RUN, length))
-        is_target = positions > 0  # without labels every token but the first is one
+        # Without labels every token but the first is a target.
+        is_target = positions > 0
         if isinstance(document, Labelled):
             is_target = np.asarray(document.labels(positions)) != NO_TARGET
         if items is not None:

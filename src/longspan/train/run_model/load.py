@@ -54,7 +54,8 @@ def load_run_model(config: RunConfig, configuration: PreTrainedConfig, *, images
     """
     model = config.model
     seed = config.train.seed
-    is_tiny = model.preset_name and not PRESETS[model.preset_name].embedding_rows  # it has no vocabulary of its own
+    # A tiny preset has no vocabulary of its own.
+    is_tiny = model.preset_name and not PRESETS[model.preset_name].embedding_rows
     options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not is_tiny, "images": images}
     options["quantized"] = config.lora.rank > 0  # full training would move weights that were rounded to a few bits
     if model.num_labels and model.path:

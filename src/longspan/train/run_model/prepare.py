@@ -64,7 +64,8 @@ def check_run_model(
     errors = list[LongspanError]()
     for images in possible_images:
         try:
-            with warnings.catch_warnings(action="ignore"):  # they come once more when the run loads the model
+            # The warnings come once more when the run loads the model.
+            with warnings.catch_warnings(action="ignore"):
                 model = load_run_model(config, configuration, images=images)
                 adapted_model = _add_adapter_and_freeze(config, model, images=images)
             lines = [*adapter_notes(model)] if config.lora.rank else []
@@ -97,16 +98,15 @@ def read_run_rules(config: RunConfig, world: World, configuration: PreTrainedCon
     The folder of a model that is trained whole is not read: a checkpoint has its weights.
     """
     load = load_run_model if config.lora.rank else make_model_without_weights
-    with warnings.catch_warnings(action="ignore"):  # they come once more when the run loads the model
+    # The warnings come once more when the run loads the model.
+    with warnings.catch_warnings(action="ignore"):
         model = load(config, configuration)
         adapted_model = _add_adapter_and_freeze(config, model, images=False)
     return _sharing_rules(adapted_model, world, _prepare_options(config, world, model, None, training=True))
 
 
 def _sharing_rules(model: Any, world: World, options: PrepareOptions) -> SharingRules:
-    """Return what a model without weights would say of shared prefixes once prepared; it is tried on the meta device,
-    and to be dropped then.
-    """
+    """The model without weights is tried on the meta device, and to be dropped then."""
     rules = read_call_rules(model, world, options)
     return SharingRules(rules.separate_features(training=True), rules.length_limits)
 
@@ -126,14 +126,16 @@ def prepare_run_model(
     model. Raises ConfigError, on every rank, where a GPU has no room, ModelError for adapters that it cannot have.
     """
     _check_comm_types_fit_layers(config, model)
-    with silence_warnings_of_other_ranks(world):  # about the adapter
+    # The warnings are about the adapter.
+    with silence_warnings_of_other_ranks(world):
         adapted_model = _add_adapter_and_freeze(config, model, images=images, training=training)
     frozen, saved = _frozen_form_and_saving(config, model) if config.lora.rank else ("whole", 0)
     options = replace(_prepare_options(config, world, model, memory, training=training), frozen=frozen)
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, training=training, saved=saved)
     encoder: Any = None
-    if images:  # on the world's ranks, with the tensor parallelism of [encoder]
+    # Encoders are on the world's ranks, with the tensor parallelism of [encoder].
+    if images:
         from longspan.model import EncoderHome
 
         encoder = EncoderHome(
@@ -148,11 +150,7 @@ def prepare_run_model(
 def _add_adapter_and_freeze(
     config: RunConfig, model: PreTrainedModel, *, images: bool, training: bool = True
 ) -> Any:
-    """Add the adapter of [lora], if any, and freeze what the configuration does not train, in place.
-
-    Returns the model to prepare: the PeftModel with an adapter. Without `training` names of parameters are not looked
-    at. Raises ConfigError for patterns that meet nothing.
-    """
+    """Returns the PeftModel with an adapter. Without `training` names of parameters are not looked at."""
     adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     if images:
         from longspan.model.multimodal.image_modules import freeze_image_modules
@@ -169,10 +167,7 @@ def _add_adapter_and_freeze(
 def _prepare_options(
     config: RunConfig, world: World, model: PreTrainedModel, memory: "MemoryPlan | None", *, training: bool
 ) -> PrepareOptions:
-    """Return the options of `prepare` by a run's configuration, or by `memory` where a plan of memory chose them.
-
-    Whether a device can multiply in float8 is asked of all ranks, which enter together.
-    """
+    """All ranks enter it: whether a device can multiply in float8 is asked of all."""
     dtypes = {model.dtype}
     computed_dtype = compute_dtype(config.model, world.device.type)
     if config.lora.rank:  # parameters of an adapter may be in another dtype than the model's
@@ -195,7 +190,7 @@ def _prepare_options(
 def _frozen_form_and_saving(
     config: RunConfig, model: PreTrainedModel
 ) -> tuple[Literal["whole", "nf4", "stored"], int]:
-    """Return how frozen weights lie, and how many bytes that saves on all ranks together, 0 for whole ones."""
+    """Bytes saved are those of all ranks together, 0 for whole weights."""
     frozen = config.model.frozen
     if frozen == AUTO:
         frozen = "stored" if stored_formats(model) else "whole"
@@ -234,7 +229,6 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
 
 
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
-    """Raise ConfigError for a list of communication types, of training or of a set, that has not one for each layer."""
     layers = model.config.get_text_config().num_hidden_layers
     for section in (config.context, held_out_set(config), *config.evaluation.sets):
         choice = PlannerConfig.unpriced(section, config)

@@ -90,11 +90,8 @@ def _check_positions(
     origin: str,
     cut_by: str,
 ) -> None:
-    """Raise ConfigError where a document of `tokens` has more than the `scaled` configuration has positions.
-
-    `configuration` is that before scaling, by which the error names a factor that would do. It quotes `origin`,
-    where the document is from, and `cut_by`, the key that would cut it.
-    """
+    """By `configuration`, before scaling, the error names a factor that would do. It quotes `origin`, where the
+    document is from, and `cut_by`, the key that would cut it."""
     limit = position_limit(scaled)
     if limit is not None and tokens > limit:
         scaling = f"{model.rope[0] or 'yarn'}:{smallest_scaling_factor(configuration, tokens):g}"

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 HOPPER = (9, 0)
 CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-_ROWS = 2048  # of each document: more than a block of the kernels has
+# Each document has more rows than a block of the kernels.
+_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,7 @@ def compile_kernels_ahead(
 
 
 def _kernel_notes_digest(model: ModelConfig) -> str:
-    """Return a digest of the configuration and the versions of the kernel packages, by which notes are named; ""
-    without FlashAttention-4 or a file of the model.
-    """
+    """ "" without FlashAttention-4 or a file of the model."""
     file = None
     if model.source:
         source = Path(model.source)

@@ -53,7 +53,7 @@ class TokenLogProbs:
         return self._document_values(self.also[name], document)
 
     def _document_values(self, values: Floats, document: int) -> Floats:
-        """Return the part of a document in values end to end, after zeros for its shared prefix."""
+        """Zeros stand for a document's shared prefix."""
         start = self._starts[document]
         own_values = values[start : start + self.lengths[document]]
         if self.bases:

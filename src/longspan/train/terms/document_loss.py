@@ -171,13 +171,16 @@ class DocumentPasses:
         self._plan = plan
         self._world = world
         self._chunk_rows = chunk_rows
-        self._scores = scores  # of a row; 0: log-probabilities
+        # The number is that of a row's scores; 0: log-probabilities.
+        self._scores = scores
         self._also = check_value_names(loss.also)
         self._width = scores or len(loss.columns)  # numbers of a document that the function gets
-        self._coefficients: Floats = np.zeros((len(plan.lengths), self._width))  # of sets not in one micro-batch
+        # These are coefficients of sets that are not in one micro-batch.
+        self._coefficients: Floats = np.zeros((len(plan.lengths), self._width))
         # this rank's part of the sums of documents
         self.sums: Floats = np.zeros((len(plan.lengths), self._width + len(self._also)))
-        self._micro_batch_indices = {  # by document
+        # The key is a document.
+        self._micro_batch_indices = {
             document: index
             for index, micro_batch in enumerate(plan.micro_batches)
             for group in micro_batch.groups
@@ -259,19 +262,17 @@ class DocumentPasses:
             loss, coefficients_inside = self._compute_set_losses(sets, document_sums, inside=True)
             coefficients = coefficients + coefficients_inside
         slopes = targets.weighted_rows(coefficients[targets.documents].T, self.loss.columns, self._width).T
-        if self._scores <= 1:  # each weighted copy of a log-probability, or the only score, adds to its derivative
+        # Each weighted copy of a log-probability, or the only score, adds to its derivative.
+        if self._scores <= 1:
             slopes = slopes.sum(-1)
         return loss_with_slopes(loss, [slopes], self._world, hidden, targets, head, self._chunk_rows)
 
     def _compute_set_losses(
         self, sets: Sequence[tuple[int, ...]], sums: Floats, *, inside: bool
     ) -> tuple[float, Floats]:
-        """Return the loss of sets by the caller's function, and its coefficients (D, width); an error is kept in
-        `error`, and loss and coefficients are 0 from then on.
-
-        `sums` (D, …) are those of all ranks, of which the first `width` columns are the function's. Loss and
-        coefficients are noted for the comparison of ranks; `inside`: each of the sets is in one micro-batch.
-        """
+        """(loss, coefficients (D, width)). An error is kept in `error`: both are 0 from then on. `sums` (D, …) are
+        those of all ranks, of which the first `width` columns are the function's. Both are noted for the
+        comparison of ranks; `inside`: each of the sets is in one micro-batch."""
         numbers = sums[:, : self._width]
         if self.error is None:
             try:
@@ -279,6 +280,7 @@ class DocumentPasses:
                 loss, coefficients = sum_set_losses(self.loss.function, sets, loss_sums)
                 self.check.add_sums(loss, coefficients, inside=inside)
                 return loss, coefficients.reshape(numbers.shape)
-            except Exception as error:  # of the caller's function
+            # The caller's function may raise anything.
+            except Exception as error:
                 self.error = error
         return 0.0, np.zeros_like(numbers)

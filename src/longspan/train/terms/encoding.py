@@ -66,13 +66,15 @@ class _LocalWave:
             pairs = (pair for group in groups for pair in zip(group.lengths, group.documents, strict=True))
             rows, item = min(pairs)
             self.micro_batch = MicroBatch((Group((slot,), (item,), (rows,), partition="contiguous"),))
-        self.shard: SequenceShard | None = None  # for an encoder whose slots share items; bound in the step
+        # An encoder whose slots share items gets a shard, bound in the step.
+        self.shard: SequenceShard | None = None
         groups = [group for _, group in self.micro_batch.groups_of(slot)]
         self.items = tuple(int(plan.rows.items[item]) for group in groups for item in group.documents)
         self.rows = sum(group.shares.counts[group.slots.index(slot)] for group in groups)
         self.inputs: list[Any] = []
         self.output: Tensor | None = None
-        self.random_states: list[Tensor] = []  # of the host's generator, and of the GPU's
+        # The states are those of the host's generator, and of the GPU's.
+        self.random_states: list[Tensor] = []
         self.deliveries: list[tuple[Tensor, Tensor | None]] = []  # leaves, and which of their rows are of this wave
 
 
@@ -179,21 +181,15 @@ class ModalityPass:
         return error
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
-        """Run the encoder over one wave and return its rows (n, width); an error names items and rank.
-
-        Only an encoder whose slots share items takes a shard.
-        """
+        """Only an encoder whose slots share items takes a shard. Rows are (n, width)."""
         with _add_note_to_errors(lambda: f"encoding {self._items_text(wave)} on rank {self.world.rank}"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _items_text(self, wave: _LocalWave) -> str:
-        """Return words for the wave's items here, of which errors name three."""
         return ", ".join(map(self.items.item_text, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
-        """Return the error of an encoder's output that has not the rows that the wave's items take, or another width;
-        None if it is right.
-        """
+        """None for the rows that the wave's items take, of the right width."""
         names = self._items_text(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
             returned = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
@@ -224,7 +220,8 @@ class ModalityPass:
                 arrived.append(wave.bridge(wave.output.detach()))
             if self.encoder.recompute or not self.trains:  # backward needs no graph of this output
                 wave.output = None
-        starts = np.zeros(len(self.waves), dtype=np.int64)  # by wave: its first row that is not delivered yet
+        # A wave's start is its first row that is not delivered yet.
+        starts = np.zeros(len(self.waves), dtype=np.int64)
         shards = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
             # for this rank's own tokens, and for those further on, depth by depth
@@ -242,11 +239,9 @@ class ModalityPass:
     def _rows_at_places(
         self, leaf: Tensor, needed_rows: Sequence[ItemRows], device: torch.device
     ) -> tuple[dict[int, RowsAt], dict[int, RowsAt]]:
-        """Return the parts of a leaf with their local rows: those in place of embeddings, by depth of prediction (0:
-        the model itself), and those that decoder layers add to their outputs, by layer.
-
-        The first `width` columns of a row are an embedding, each further `width` columns are added in one layer.
-        """
+        """The first are in place of embeddings, by depth of prediction (0: the model itself), the second are added
+        to outputs, by layer. A row's first `width` columns are an embedding, each further `width` columns are
+        added in one layer."""
         spliced = dict[int, RowsAt]()
         added = dict[int, RowsAt]()
         with torch.set_grad_enabled(self.trains):
@@ -261,11 +256,8 @@ class ModalityPass:
         return spliced, added
 
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: Integers) -> Tensor:
-        """Return the rows of one micro-batch as a leaf of autograd, from what waves brought (`arrived`, by wave).
-
-        `wave_of_row` (n,) says which wave has each row; in wave i they begin at `starts[i]`. Each wave keeps the leaf
-        and the indices of its rows in it (None: all), to read their gradients from.
-        """
+        """`wave_of_row` (n,) says which wave has each row; in wave i they begin at `starts[i]`. Each wave keeps the
+        leaf and the indices of its rows in it (None: all), to read their gradients from."""
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
             (index,) = waves
@@ -306,10 +298,7 @@ class ModalityPass:
 
 
 def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
-    """Return the gradient (n, width) of a wave's rows, in the order of delivery, from the leaves that took them.
-
-    Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0.
-    """
+    """(n, width), in the order of delivery; None: all rows of a leaf. A leaf that no loss reached has gradient 0."""
     parts = [output.new_zeros((0, *output.shape[1:]))]
     for leaf, places in wave.deliveries:
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -319,7 +308,6 @@ def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
 
 @contextmanager
 def _add_note_to_errors(text: Callable[[], str]) -> Iterator[None]:
-    """Add a note to errors raised inside; `text` is asked for it only then."""
     try:
         yield
     except Exception as error:
@@ -368,7 +356,8 @@ class Encoding:
             micro_batches=tuple(micro_batches),
             home=world.home,
             row_multiple=plan.row_multiple,
-            split_over_tp=multiple > 1,  # under sequence parallelism the tp ranks of a slot have different rows
+            # Under sequence parallelism the tp ranks of a slot have different rows.
+            split_over_tp=multiple > 1,
             depths=depths,
             # the stage whose ranks run the depths
             depths_at=language_model.pipeline_settings.pp - 1 if isinstance(language_model, PipelineModel) else 0,
@@ -437,5 +426,4 @@ class Encoding:
         return EncoderTimes(seconds / len(self._world.home.ranks), predicted)
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
-        """Return a context in which errors and reports of waiting ranks name this part of the step."""
         return self._world.watch.name_collectives(part, self._world.home.ranks)

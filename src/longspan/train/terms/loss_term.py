@@ -101,11 +101,7 @@ _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of 
 def _check_loss_and_divisor(
     loss: GivenLoss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
 ) -> tuple[StepLoss, float, str]:
-    """Check a step's loss and divisor; return the loss of its passes, the divisor and a text that is the same on all
-    ranks.
-
-    Raises LossError for a loss, sets or a divisor that cannot be used.
-    """
+    """The text is the same on all ranks."""
     if loss is not None and not isinstance(loss, DocumentLoss | MicroBatchLoss) and not callable(loss):
         kinds = "a function of (log_probs, at), a DocumentLoss, a MicroBatchLoss, or None"
         raise LossError(f"loss is {short_text(loss)}; give {kinds}")
@@ -128,7 +124,6 @@ def _check_loss_and_divisor(
 
 
 def _check_divisor(divisor: Any) -> float:
-    """Return a divisor, a number or a tensor or array of one, as a float. Raises LossError for any other."""
     is_one = isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1
     number = divisor.item() if is_one else divisor
     if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
@@ -140,7 +135,7 @@ def _check_divisor(divisor: Any) -> float:
 
 
 def _to_loss_error(error: Exception, world: World) -> LongspanError:
-    """Return the error by which all ranks learn of a failure of this rank's loss; a LongspanError stays itself."""
+    """A LongspanError stays itself."""
     if isinstance(error, LongspanError):
         return error
     loss_error = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")

@@ -110,7 +110,6 @@ class LossTokens:
         return self._distribution_value("log_sum_sq_probs")
 
     def _distribution_value(self, name: str) -> Tensor:
-        """Return a number (n,) of the rows' distributions by name. Raises LossError for tokens made without logits."""
         if self.distributions is None:
             raise LossError(
                 f"at.{name} is not known, for these LossTokens were made without logits; pass distributions="
@@ -132,7 +131,8 @@ class BatchTargets:
         documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.documents: Integers = documents
         self.weights: Floats = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
-        self.positions = positions  # among the document's own rows
+        # The positions count among the document's own rows.
+        self.positions = positions
         self.path_positions: Integers = positions
         groups = batch.shard.micro_batch.groups
         if any(group.parents is not None for group in groups):
@@ -177,9 +177,11 @@ class BatchTargets:
                 chunk_values = compute_numbers(logits, ids[chunk])[0].movedim(0, -1).reshape(-1, len(rows[chunk]))
                 if also:
                     chunk_values = torch.cat([chunk_values, distribution_values(logits, ids[chunk], also)])
-                del logits  # before those of the next chunk are made
+                # The logits are freed before those of the next chunk are made.
+                del logits
                 values.append(chunk_values)
-        return torch.cat(values, -1)[:, : len(self.targets.rows)]  # without a padding target
+        # The result is without a padding target.
+        return torch.cat(values, -1)[:, : len(self.targets.rows)]
 
     def loss_tokens(
         self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None
@@ -217,10 +219,7 @@ class TokenLoss:
     def _losses_and_slopes(
         self, targets: BatchTargets, log_probs: Tensor, part: slice, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the caller's losses of one chunk of targets, and their derivatives (t,); a LossOfRows.
-
-        After an error in this or an earlier chunk both are 0: the step raises it at its end.
-        """
+        """After an error in this or an earlier chunk loss and derivatives (t,) are 0: the step raises it at its end."""
         zeros = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
         if self.error is not None:
             return zeros
@@ -240,7 +239,8 @@ class TokenLoss:
                 return total, zeros[1]
             (slopes,) = torch.autograd.grad(total, leaf, allow_unused=True)
             return total.detach(), zeros[1] if slopes is None else slopes
-        except Exception as error:  # of the caller's function
+        # The caller's function may raise anything.
+        except Exception as error:
             self.error = error
             return zeros
         finally:

@@ -91,7 +91,8 @@ class MicroBatchPasses:
         self._ahead = 0 if scores else 1  # a log-probability is of the token after a row
         self._function = loss.function
         self._path_lengths = plan.path_lengths
-        self._prefixes = set(plan.parents or ())  # of several documents: they predict nothing
+        # The prefixes of several documents predict nothing.
+        self._prefixes = set(plan.parents or ())
         self._world = world
         self._chunk_rows = chunk_rows
 
@@ -101,9 +102,11 @@ class MicroBatchPasses:
         groups = batch.shard.micro_batch.groups
         documents = tuple(d for group in groups for d in group.documents if d not in self._prefixes)
         lengths = tuple(self._path_lengths[d] for d in documents)
-        starts = dict(zip(documents, np.cumsum((0, *lengths)), strict=False))  # without the end of the last one
+        # The end of the last document is left out.
+        starts = dict(zip(documents, np.cumsum((0, *lengths)), strict=False))
         starts_of_rows = np.array([starts[d] for d in targets.documents.tolist()], dtype=np.int64)
-        places = starts_of_rows + targets.path_positions + self._ahead  # of this rank's targets in the table
+        # The places are those of this rank's targets in the table.
+        places = starts_of_rows + targets.path_positions + self._ahead
         local = np.zeros((len(self._names), sum(lengths)))
         local[:, places] = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
         over_slots = self._world.control.sum_over_slots(local.ravel().tolist(), "values of tokens")
@@ -114,12 +117,9 @@ class MicroBatchPasses:
     def _differentiate(
         self, documents: tuple[int, ...], lengths: tuple[int, ...], table: Floats
     ) -> tuple[float, dict[str, Floats]]:
-        """Return the loss and its derivatives (tokens,) by name: by the first value, and by entropies where any is
-        not 0.
-
-        `table` (values, tokens) has the values of the micro-batch's documents end to end. An error is kept in `error`:
-        loss and derivatives are 0 from then on.
-        """
+        """Derivatives (tokens,) are by the first value, and by entropies where any is not 0. `table` (values,
+        tokens) has the micro-batch's documents end to end. An error is kept in `error`: loss and derivatives are
+        0 from then on."""
         slopes = {self._names[0]: np.zeros(table.shape[1])}
         if not documents or self.error is not None:
             return 0.0, slopes
@@ -136,7 +136,8 @@ class MicroBatchPasses:
                 raise LossError(f"the loss has a derivative by {others[0]}, which is not computed; detach it")
             self.check.add_sums(loss.item(), np.concatenate([*slopes.values()]), inside=True)
             return loss.item(), slopes
-        except Exception as error:  # of the caller's function
+        # The caller's function may raise anything.
+        except Exception as error:
             self.error = error
             return 0.0, {self._names[0]: np.zeros(table.shape[1])}
 

@@ -68,7 +68,8 @@ class DepthsTerm(Term):
                 )
         if not isinstance(mtp, MtpLoss):
             raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
-        name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name
+        # FSDP2 puts this before the class's name.
+        name = type(model).__name__.removeprefix("FSDP")
         if not depths:
             raise ModelError(
                 f"mtp= was given and {name} has 0 depths of multi-token prediction; call longspan.add_mtp(model, "
@@ -119,11 +120,8 @@ class DepthsTerm(Term):
     def _add_depth_losses(
         self, main: LossFn, shares: Sequence[float], batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
-        """Return the loss of `main`; its gradient also has that of each depth's loss times its share, its value not.
-
-        `deeper` are the hidden states (T, D) of each depth, `shares` what their losses are multiplied by. The losses
-        are also added to the term's sums, for the step's result.
-        """
+        """The value is that of `main` alone; the gradient also has that of each depth's loss times its share.
+        `deeper` are the hidden states (T, D) of each depth."""
         total = main(batch, hidden, head)
         for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):
             loss = self._cross_entropy(rows, states, head)

@@ -16,7 +16,8 @@ from longspan.train.loss import Head
 from longspan.train.passes import LossFn, Passes, Term
 from longspan.train.rows.read_rows import LocalBatch
 
-LEAST_LOGITS = 1 << 27  # of a micro-batch that is timed: with fewer, most of the time is that of launching kernels
+# longspan times a micro-batch of so many logits: with fewer, most of the time is that of launching kernels.
+LEAST_LOGITS = 1 << 27
 
 
 class DeviceClock:
@@ -63,7 +64,6 @@ class SlotPaceTerm(Term):
         return replace(passes, loss_fn=partial(self._time_loss, passes.loss_fn))
 
     def _time_loss(self, loss_fn: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
-        """Return the loss of `loss_fn`; where the micro-batch has LEAST_LOGITS, add its rows and its time."""
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
             return loss_fn(batch, hidden, head, *deeper)

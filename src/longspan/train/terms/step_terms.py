@@ -71,7 +71,8 @@ def step_terms(
         from longspan.train.terms.loss_term import LossTerm
 
         terms.append(LossTerm(loss, divisor, inputs, chunk_rows, scores))
-    terms += depth_terms  # behind the loss: to its function they add the losses of depths
+    # They stand behind the loss: to its function they add the losses of depths.
+    terms += depth_terms
     if has_routers:
         from longspan.model.experts.router import make_router_statistics
 

@@ -59,11 +59,7 @@ def take_planned_encoding(
 
 
 def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
-    """Plan the waves of a coming step by `make` and begin to read their items; run by the thread of
-    `plan_waves_ahead`.
-
-    `stream` is that of the caller, on which tensors of the plan are made (None: no GPU).
-    """
+    """Run by the thread of `plan_waves_ahead`. Tensors of the plan are made on the caller's `stream` (None: no GPU)."""
     if stream is not None:
         torch.cuda.set_stream(stream)
     encoding = make()
@@ -75,9 +71,6 @@ def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encodin
 def _encoding_key(
     model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int
 ) -> tuple[object, ...]:
-    """Return the key by which a step finds the waves that were planned ahead for it.
-
-    It holds all that waves depend on, and which encoders are frozen: a caller may freeze one in between.
-    """
+    """The key holds all that waves depend on, and which encoders are frozen: a caller may freeze one in between."""
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), backward, depths, frozen
