@@ -4,7 +4,8 @@ from pathlib import Path
 
 from longspan.files import read_json
 
-ADAPTER_CONFIGURATION = "adapter_config.json"  # of peft
+# peft writes this file.
+ADAPTER_CONFIGURATION = "adapter_config.json"
 
 
 def adapter_folder_advice(folder: Path) -> str:

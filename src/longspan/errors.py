@@ -77,7 +77,8 @@ class ConfigError(LongspanError, ValueError):
 class NonFiniteError(LongspanError, ArithmeticError):
     """A loss or gradients that are not finite, found before they reached a weight."""
 
-    weights_are_finite: bool = True  # on all ranks, before the step
+    # The weights were finite on all ranks before the step.
+    weights_are_finite: bool = True
 
 
 class LossError(LongspanError, ValueError):

@@ -8,7 +8,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-_ROOT = Path("/")  # of /proc and /sys
+# /proc and /sys are below this folder.
+_ROOT = Path("/")
 
 
 def usable_cores() -> int:

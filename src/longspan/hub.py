@@ -11,8 +11,10 @@ from typing import Any, Literal
 from longspan.errors import ConfigError
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<inside>(/[\w.-]+)*)")
-_SETTINGS = ("*.json", "*.jinja", "*.model", "*.model.v3", "*.txt", "*.tiktoken")  # with tokenizers
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # of which the first are downloaded
+# These are settings and tokenizers.
+_SETTINGS = ("*.json", "*.jinja", "*.model", "*.model.v3", "*.txt", "*.tiktoken")
+# Only files of the first pattern are downloaded; the cache may have others.
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def find_local_path(
@@ -37,7 +39,8 @@ def find_local_path(
     name = _NAME.fullmatch(path)
     if name is None or (kind == "model" and name["inside"]) or Path(path).expanduser().exists():
         return path
-    from huggingface_hub import constants, snapshot_download  # which takes a second to import
+    # The import takes a second.
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import WeakFileLock
 
     repo = name["repo"]
@@ -86,11 +89,8 @@ def hub_name(folder: Path) -> str:
 def _cached_folder(
     snapshot: Callable[..., str], repo: str, options: dict[str, Any], *, weights: bool
 ) -> str | None:
-    """Return the local cache's folder of a repository; None where it lacks files that `options` name, or weights.
-
-    `snapshot` is huggingface_hub's `snapshot_download`, which finds a folder without weights too, where only the
-    configuration was downloaded before.
-    """
+    """`snapshot` is huggingface_hub's `snapshot_download`, which finds a folder without weights too. None where the
+    cache lacks files that `options` name, or weights."""
     try:
         folder = snapshot(repo, local_files_only=True, **options)
     except OSError:

@@ -34,7 +34,8 @@ class LongspanLM(TemplateLM):
     EvaluationError for tasks that generate, and what `evaluate` raises.
     """
 
-    eot_token_id: int | None = None  # in place of properties of TemplateLM
+    # These stand in place of properties of TemplateLM.
+    eot_token_id: int | None = None
     prefix_token_id: int | None = None
 
     def __init__(
@@ -105,10 +106,8 @@ class LongspanLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Any, list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return, for each request, the log-likelihood of its continuation and whether greedy decoding would give it.
-
-        A request is lm-eval's: its texts, which are not read here, ids of the context and ids of the continuation.
-        """
+        """A request is lm-eval's: its texts, which are not read here, ids of the context and ids of the
+        continuation."""
         documents = [
             Document(context + continuation, loss_mask=[False] * len(context) + [True] * len(continuation))
             for _, context, continuation in requests

@@ -129,7 +129,8 @@ def short_text(value: object) -> str:
     return " ".join(_SHORT.repr(value).split())
 
 
-_NEAR = 0.6  # of two words, from which one may be meant by the other: 2 x letters in common / all letters
+# One of two words may be meant by the other from this share on: 2 x letters in common / all letters.
+_NEAR = 0.6
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 80
 

@@ -164,6 +164,7 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
     """The call's type wins over the group's; a group of one member is ("p2p", 1), after the same checks of the type."""
     group = shard.micro_batch.groups[index]
     where = f" of group {index}"
+    # Messages say whose types they are.
     owner = ""
     types = arguments.cp_comm_type
     if types is None:

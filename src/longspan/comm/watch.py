@@ -120,6 +120,7 @@ class Watch:
     open_watches: "Callable[[], Sequence[Watch]]" = lambda: ()
     # Others start collectives inside this operation.
     named_operation: Operation | None = None
+    # This says what a thread of this rank is doing meanwhile, "" for nothing.
     background: Callable[[], str] = str
     # The last collective that was waited for, and how to ask whether the device is past it.
     last_waited: tuple[Operation, Callable[[], bool]] | None = None

@@ -81,7 +81,6 @@ class OneProcess:
             self._close()
 
     def _close(self) -> None:
-        """Patches are taken back in reverse."""
         for owner, name, value in reversed(self._patched):
             setattr(owner, name, value)
         PartialState._shared_state.clear()

@@ -43,7 +43,7 @@ def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
-    """Templates write last its last argument if that is a text, else all, else its name."""
+    """Templates write last of a call: its last argument if that is a text, else all, else its name."""
     path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
         path = (*path, "function")
