@@ -262,8 +262,8 @@ class _Zigzag(_LengthPartition):
 
     @cached_property
     def _document_shares(self) -> _DocumentShares:
-        """Every member has `base` rows of a document, and `extra` members from `first` on one more. Of those with an odd
-        number of rows, one chunk gets a row more: from one of them to the next, early and late in turn."""
+        """Every member has `base` rows of a document, and `extra` members from `first` on one more. Of those with an
+        odd number of rows, one chunk gets a row more: from one of them to the next, early and late in turn."""
         length = np.array(self.lengths, dtype=np.int64)
         base = length // self.degree
         extra = length % self.degree
