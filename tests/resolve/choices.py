@@ -1,6 +1,6 @@
 """Runs whose choices are pinned in choices.json: recipes on 4 and 8 GPUs, measured steps, and steps of 1M tokens.
 
-    python -m tests.resolve.planner_configs [NAME ...]
+    python -m tests.resolve.choices [NAME ...]
 
 prints what is chosen today for the cases whose names begin so, and writes it to the file. Nothing is downloaded.
 """

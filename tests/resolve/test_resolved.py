@@ -17,7 +17,7 @@ from longspan.config.keys import key_value
 from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.resolved import resolve
 from longspan.resolve.ways import set_usual_mode
-from tests.resolve.planner_configs import FILE, Case, cases, choose, facts_of
+from tests.resolve.choices import FILE, Case, cases, choose, facts_of
 
 PINNED: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
 QUICK = (
