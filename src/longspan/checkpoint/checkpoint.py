@@ -234,8 +234,8 @@ def load_checkpoint(
             dcp.load(tensors, storage_reader=reader, process_group=world.control.group)
     except CommError:
         raise
-    # Other shapes and unreadable files raise alike.
     except (Exception, CheckpointException) as error:
+        # Other shapes and unreadable files raise alike.
         raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure_text(error)}") from error
     options = BY_NAME if adapter_of_prepared_model(model) is None else SOME_BY_NAME
     if weights:

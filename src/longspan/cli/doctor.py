@@ -128,7 +128,8 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
         if least_version is None:
             yield Check("version", name, text, None)
             continue
-        number = tuple(int(part) for part in text.split("+")[0].split(".")[:2])  # behind "+" is the build
+        # The build stands behind "+".
+        number = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
         needed_text = f"{'.'.join(map(str, least_version))} or later" + (
             f", below {'.'.join(map(str, first_unsupported))}" if first_unsupported else ""
         )

@@ -38,7 +38,8 @@ LOCAL_RANKS = 4
 Backend = Literal["auto", "gloo", "nccl"]
 VOCABULARY = 97
 DEGREES = (1, 2, 4)
-SHOWN_IN_FILES = 5  # of so many cases one has a line of progress where no terminal shows it
+# One of so many cases has a line of progress where no terminal shows it.
+SHOWN_IN_FILES = 5
 # By backend: the dtype of which results agree almost exactly, and one whose rounding shows in them.
 _EXACT: dict[str, DTypeName] = {"gloo": "float64", "nccl": "float32"}
 _ROUNDED: dict[str, DTypeName] = {"gloo": "float32", "nccl": "bfloat16"}
@@ -65,9 +66,11 @@ def prove_model(
     if prints_results():
         print(f"comparing a small copy of {name} with the stock one: a minute or more", file=sys.stderr, flush=True)
     proofs = list[Proof]()
-    models = list[dict[str, Any]]()  # one for each choice of processes
+    # Each choice of processes has one record.
+    models = list[dict[str, Any]]()
     for processes in _list_proof_processes(world, backend):
-        true_heads = processes.backend == "nccl"  # on whose sizes kernels of GPUs depend
+        # Kernels of GPUs depend on the sizes of heads.
+        true_heads = processes.backend == "nccl"
         small_config = shrink_configuration(config, true_heads=true_heads, images=reads_images(config))
         cases = _choose_cases(case_set, processes, config)
         if frozen:
@@ -113,11 +116,7 @@ def compare_preset(world: int, backend: Backend, timeout: float) -> Proof:
 
 
 def _list_proof_processes(world: int, backend: Backend) -> Iterator[Processes]:
-    """Yield the processes that a proof runs on, one after another: CPUs, GPUs, or first CPUs and then a single GPU.
-
-    One GPU has no degrees to compare, so that CPUs are asked too where nobody says on what. Raises ConfigError for
-    GPUs that are asked for and not there.
-    """
+    """One GPU has no degrees to compare, so that CPUs are asked too where nobody says on what."""
     gpus = usable_gpus()
     cpus_too = gpus == 1 and backend == "auto" and not world and not has_torchrun()
     if gpus == 0 or cpus_too or backend == "gloo":
@@ -129,11 +128,8 @@ def _list_proof_processes(world: int, backend: Backend) -> Iterator[Processes]:
 
 
 def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedConfig) -> list[Case]:
-    """Choose the cases of a model: the named set in one dtype, and the basic set in the other.
-
-    The first dtype is the exact one on CPUs, and on GPUs bfloat16, in which models are trained there. Of a model whose
-    only class takes images, texts alone are compared by the basic set.
-    """
+    """The first dtype is the exact one on CPUs, and on GPUs bfloat16, in which models are trained there. Of a model
+    whose only class takes images, texts alone are compared by the basic set."""
     first = _EXACT[processes.backend]
     second = _ROUNDED[processes.backend]
     if processes.backend == "nccl":  # bfloat16 first
@@ -151,9 +147,8 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 def _prove_cases(
     config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float, frozen: str = ""
 ) -> Proof:
-    """Run the cases on these processes: torchrun's, or local ones that are started for each home. The first rank prints
-    a line for each case, or for one in SHOWN_IN_FILES where stderr is no terminal.
-    """
+    """Processes are torchrun's, or local ones that are started for each home. The first rank prints a line for each
+    case, or for one in SHOWN_IN_FILES where stderr is no terminal."""
     show = 1 if sys.stderr.isatty() else SHOWN_IN_FILES
     if not prints_results():
         show = 0
@@ -166,7 +161,6 @@ def _prove_cases(
 
 
 def _proof_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
-    """Return what the record of a proof says of a small copy, of its ranks, and whether documents have videos."""
     text = small.get_text_config()
     videos = ""
     if reads_images(small) and isinstance(getattr(small, "video_token_id", None), int):

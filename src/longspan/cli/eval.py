@@ -74,7 +74,8 @@ from longspan.train.start.start_times import Starts
 
 PROG = "longspan eval"
 TARGET = "a run's folder, a checkpoint or a Hugging Face folder"
-BASE = "base"  # as what --compare compares with
+# --compare takes this word.
+BASE = "base"
 PLAN_KEYS = [key.name for key in section_keys(PlanSection)]
 
 
@@ -214,7 +215,6 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
 
 
 def _config_with_layout(config: RunConfig, layout: EvalFlags | RunConfig) -> RunConfig:
-    """Return a configuration with the layout, the plans of evaluation and the machine of `layout`."""
     return replace(
         config,
         parallel=layout.parallel,
@@ -228,12 +228,8 @@ def _config_with_layout(config: RunConfig, layout: EvalFlags | RunConfig) -> Run
 def _configure_subject(
     argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str], ranks: int
 ) -> Subject:
-    """Return weights with the configuration that they are evaluated under: their run's, or for a folder the defaults,
-    in which keys that flags give (`flag_keys`) have the values of the flags.
-
-    For a run `argv` is parsed again over its configuration, so that keys of the layout that no flag gives are the
-    run's.
-    """
+    """For a folder flags (`flag_keys`) replace defaults. For a run `argv` is parsed again over its configuration, so
+    that keys of the layout that no flag gives are the run's."""
     if weights.run_dir is None:
         defaults = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
         return Subject(weights, resolve_defaults(_config_with_flags(defaults, flags, weights)))
@@ -250,9 +246,6 @@ def _configure_subject(
 
 
 def _config_with_flags(config: RunConfig, flags: EvalFlags, weights: SavedWeights) -> RunConfig:
-    """Return a configuration with the layout of `flags` and the keys of [model] that they give, and without evaluation
-    sets. Raises ConfigError for base weights of what trains no adapter.
-    """
     if weights.base and not config.lora.rank:
         raise ConfigError(
             f"--compare {BASE} is given, and {weights.path} trains no adapter (lora.rank is 0); leave it out, or name "
@@ -292,7 +285,8 @@ def main(argv: Sequence[str]) -> int:
     starts = Starts()
     flags = parse_eval(argv)
     processes, request = prepare_request(argv, flags, flags.world, flags.device)
-    if not has_torchrun():  # whose ranks run already: they find a missing path themselves
+    # torchrun's ranks run already: they find a missing path themselves.
+    if not has_torchrun():
         for _, path in request.paths:
             find_root(path, key="--data")
     if flags.out and prints_results():
@@ -332,7 +326,8 @@ def eval_rank(
     config = request.subjects[0].config
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compile != "none")
-    with block_signals():  # some imports catch every exception, and that of a signal with them
+    # Some imports catch every exception, and that of a signal with them.
+    with block_signals():
         from longspan.comm import World
         from longspan.evaluation.evaluate_saved import evaluate_saved
 

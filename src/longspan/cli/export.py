@@ -86,9 +86,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _next_command(flags: ExportFlags, run_dir: Path) -> str:
-    """Return a command that evaluates what was exported: the folder of a whole language model. An adapter alone, and a
-    model that scores, are evaluated as weights of their run, which has the base model and the kind of rows.
-    """
+    """An adapter alone, and a model that scores, are evaluated as weights of their run, which has the base model and
+    the kind of rows."""
     is_adapter = Path(flags.folder, ADAPTER_CONFIGURATION).is_file()
     if is_adapter or load_config(run_dir / "config.toml").model.num_labels:
         return shlex.join(["longspan", "eval", flags.checkpoint, "--data", "ROWS"])

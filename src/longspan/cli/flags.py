@@ -84,7 +84,8 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
     for title, flags in groups.items():
         lines += ["", f"{title}:"]
         for flag in flags:
-            name = "--data" if flag == "--data.path" else flag_text(flag)  # as in verbs without that section
+            # Verbs without that section have the flag under this name.
+            name = "--data" if flag == "--data.path" else flag_text(flag)
             text = texts[flag[2:]] + _default_text(kind, flag, texts[flag[2:]])
             lines += _flag_lines(f"{name} {_accepted_values_text(types[flag])}", text, width)
     if shown and not whole:
@@ -93,7 +94,7 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
 
 
 def _flag_lines(name: str, text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a flag in help, at most `width` wide: its name, a line of its own if it is long, and text."""
+    """Lines are at most `width` wide; a long name has a line of its own."""
     if len(name) > _NAMES - 4:
         yield f"  {name}"
         name = ""
@@ -101,25 +102,25 @@ def _flag_lines(name: str, text: str, width: int) -> Iterator[str]:
 
 
 def _accepted_values_text(kind: Any) -> str:
-    """Write what a flag of this type takes, as in "auto|cpu|cuda", "N" for a number or "N …" for several."""
+    """Such as "auto|cpu|cuda", "N" for a number or "N …" for several."""
     if get_origin(kind) is Literal:
         return "|".join(str(choice) for choice in get_args(kind) if choice)
     if get_origin(kind) is tuple:
         return f"{_accepted_values_text(get_args(kind)[0])} …"
     if kind in _VALUES:
         return _VALUES[kind]
-    return "|".join(map(_accepted_values_text, get_args(kind)))  # of several types
+    # The type is one of several.
+    return "|".join(map(_accepted_values_text, get_args(kind)))
 
 
 def _default_text(kind: Any, flag: str, text: str) -> str:
-    """Write the default of a flag as it stands behind its `text` in help; "" where it is empty or false, where a run
-    decides it, and where the text says it.
-    """
+    """No text where the default is empty or false, where a run decides it, and where the `text` says it."""
     name, _, key = flag[2:].partition(".")
     field = next(field for field in fields(kind) if field.name == name)
     value = field.default if field.default_factory is MISSING else field.default_factory()
     value = key_value(value, key) if key else value
-    of_run = bool(key) and "config" not in word_fields(kind)  # without a file, keys have the values of a run
+    # Without a file, keys have the values of a run.
+    of_run = bool(key) and "config" not in word_fields(kind)
     if of_run or "Default" in text or value is False or value in ("", (), NOT_GIVEN):
         return ""
     if isinstance(value, tuple):
@@ -291,12 +292,8 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
 
 
 def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> tuple[Any, Sequence[str]]:
-    """Read a flag's value of this type from the words behind it, the first of them `joined` to it by "=".
-
-    Returns it, and the words that are left. A list takes all words up to the next flag, but behind "=" only one, unless
-    it begins with "["; 2,2 and [2, 2] are "2 2", but for lists of WHOLE_WORDS. Raises ConfigError for words that are no
-    such value.
-    """
+    """Returns the value, and the words that are left. A list takes all words up to the next flag, but behind "="
+    (`joined`) only one, unless it begins with "["; 2,2 and [2, 2] are "2 2", but for lists of WHOLE_WORDS."""
     if kind is bool and not joined and (not words or words[0].lower() not in ("true", "false")):
         return True, words
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
@@ -330,9 +327,8 @@ def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -
 
 
 def _flag_hint(flag: str, values: Sequence[str], types: Mapping[str, Any], prog: str) -> str:
-    """Say what to write in place of a flag that a verb does not have, with these `values` behind it."""
-
-    def flags_of_keys(keys: Iterable[str]) -> list[str]:  # in this verb: a key itself, or its flag of plans
+    def flags_of_keys(keys: Iterable[str]) -> list[str]:
+        # A flag of this verb is the key itself, or its flag of plans.
         return [flag_text(name) for key in keys for name in (key, _PLAN_FLAG_OF_KEY.get(key, key)) if name in types]
 
     if hint := renamed_hint(flag[2:], " ".join(values), flag=True):

@@ -100,11 +100,10 @@ def main(argv: Sequence[str]) -> int:
 def _generate_on_rank(
     rank: int, request: EvalRequest, flags: GenerateFlags, ranks: int, backend: str
 ) -> "Completions":
-    """Complete the prompts that flags name on one rank, with the weights of the request; every rank returns all
-    completions. torch is imported here.
-    """
+    """Every rank returns all completions. torch is imported here."""
     keep_prints_from_failing(None, ["stderr"])
-    with block_signals():  # some of these imports catch every exception, and that of a signal with them
+    # Some imports catch every exception, and that of a signal with them.
+    with block_signals():
         from longspan.comm import World
         from longspan.comm.all_ranks import run_on_every_rank
         from longspan.comm.received_signals import StopSignal

@@ -55,7 +55,7 @@ def find_gpus() -> LocalGpus:
 
 @cache
 def _count_gpus_by_driver() -> LocalGpus:
-    """Count the GPUs by CUDA's driver, which needs no torch; its functions return 0 where they succeed."""
+    """CUDA's driver needs no torch; its functions return 0 where they succeed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver is installed
@@ -76,9 +76,7 @@ def _count_gpus_by_driver() -> LocalGpus:
 
 @cache
 def _torch_is_built_for(toolkit: Literal["cuda", "hip"]) -> bool:
-    """Return whether this machine's torch is built for a toolkit, by its version.py alone: a launcher may not import
-    torch, which takes seconds, to learn this.
-    """
+    """By version.py alone: a launcher may not import torch, which takes seconds, to learn this."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False

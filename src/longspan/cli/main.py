@@ -32,7 +32,8 @@ VERBS = {
 }
 _RANK_VERBS = ("train", "eval", "generate")  # verbs that start ranks, unless they show help or a plan
 _WITHOUT_RANKS = {"-h", "--help", "--help-all", "--help_all", "--dry_run", "--dry-run", "--show"}
-_MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
+# These verbs are not in this folder.
+_MODULES = {"bench": "longspan.bench.benches"}
 _VERB_LINES = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
 USAGE = f"""longspan {__version__}
 
@@ -45,7 +46,8 @@ usage: longspan VERB [flags]
 longspan VERB --help shows a verb's usual flags and examples, --help-all all of its flags.
 --debug shows the traceback of an error."""
 EXIT_ERROR = 2
-EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
+# By this status a scheduler learns that starting the command again may help.
+EXIT_RANK_LOST = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,23 +89,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _print_error(earlier_error, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
-            with suppress(OSError):  # of a terminal that closed
+            # A terminal may have closed.
+            with suppress(OSError):
                 print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)
         return interrupted.status
     except BrokenPipeError:  # the reader of a pipe, `| head`, has left; Python would flush to it as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # of a file or a folder that cannot be read or written
+    except OSError as error:
+        # A file or a folder may not be readable or writable.
         from longspan.files import os_error_text
 
         return _print_error(LongspanError(os_error_text(error)).with_traceback(error.__traceback__), debug=debug)
 
 
 def _import_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
-    """Return a context in which another process imports what ranks need, if the words of a command start ranks here.
-
-    Under torchrun (RANK is set) this process is a rank itself, and starts none.
-    """
+    """Under torchrun (RANK is set) this process is a rank itself, and starts none."""
     starts_ranks = bool(words) and words[0] in _RANK_VERBS and not _WITHOUT_RANKS.intersection(words)
     if not starts_ranks or "RANK" in os.environ:
         return nullcontext()
@@ -114,9 +115,7 @@ def _import_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
 
 
 def _print_error(error: LongspanError, *, debug: bool) -> int:
-    """Print an error and its notes that do not repeat it, a line each, with `debug` the traceback too; returns the exit
-    code of the command. Under torchrun the first line begins with the rank.
-    """
+    """Returns the exit code. Under torchrun the first line begins with the rank."""
     if debug:
         traceback.print_exception(error)
     rank = os.environ.get("RANK")

@@ -87,9 +87,7 @@ tokenizer = AutoTokenizer.from_pretrained("{title}")
 
 
 def _card_figures(run_dir: Path, step: int, steps: int, card: Path, log: LogLine) -> Iterator[tuple[str, str]]:
-    """Yield figures of a run, by name, up to this `step` of its `steps`; a file that the `card` does without, as it
-    cannot be read or lacks something, is logged.
-    """
+    """A file that the `card` does without, as it cannot be read or lacks something, is logged."""
     readers = {
         "metrics.jsonl": partial(_measured_figures, step=step, steps=steps),
         "summary.json": _end_figures,
@@ -104,7 +102,6 @@ def _card_figures(run_dir: Path, step: int, steps: int, card: Path, log: LogLine
 
 
 def _measured_figures(file: Path, *, step: int, steps: int) -> Iterator[tuple[str, str]]:
-    """Yield how far a run had trained at a step, its loss, and those of evaluations."""
     rows = [row for row in read_metrics(file) if row["step"] <= step]
     trained = [row for row in rows if "loss" in row]
     # A divergence is estimated over prompts with other rows' answers, which steps compute too (train.loss kto).
@@ -121,7 +118,6 @@ def _measured_figures(file: Path, *, step: int, steps: int) -> Iterator[tuple[st
 
 
 def _end_figures(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield why a run ended before its last step."""
     summary = read_json(file)
     if reason := summary.get("end_reason"):
         yield "ended", f"after step {summary['step']:,} of {summary['steps']:,}: {reason}"

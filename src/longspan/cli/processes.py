@@ -79,7 +79,7 @@ def choose_processes(
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
-    """Say how many of this host's GPUs its `ranks` use, and which flag would use all; "" for torchrun using all."""
+    """No text where torchrun uses all."""
     if has_torchrun():
         advice = f"torchrun --nproc-per-node {gpus} uses all"
         if ranks < gpus:

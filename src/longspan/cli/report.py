@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
-    """Serve the page of a run until the run has ended, or Ctrl-C; another signal is raised. Returns the exit code."""
+    """Ctrl-C ends it; another signal is raised. Returns the exit code."""
     if run_dir.is_file() or flags.out:
         raise ConfigError(
             f"--follow takes the folder of a run, and no --out; {run_dir} as a plan: leave --follow out"

@@ -29,7 +29,8 @@ from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plain_text import escape_controls
 
-_SHOWN_TOKENS = 2000  # of a row; of a longer one the beginning and the end
+# A longer row is shown at its beginning and its end.
+_SHOWN_TOKENS = 2000
 _MARKS = "⟦", "⟧"
 _COLOURS = "\x1b[30;42m", "\x1b[0m"
 
@@ -52,7 +53,8 @@ def show_rows(config: RunConfig, count: int) -> None:
     marks = _COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else _MARKS
     legend = f"· between tokens, ⏎ a line break, targets {marks[0]}so{marks[1]}"
     print("\n".join([*map(escape_controls, row_lines(recipe)), legend]))
-    shown = list[tuple[str, Document]]()  # with the place of each one's row
+    # Each document stands with the place of its row.
+    shown = list[tuple[str, Document]]()
     shares = data.share_prefixes == AUTO and not config.model.num_labels
     depths = config.mtp.num_layers if shares else None
     for source, encoding in enumerate(recipe.encodings):
@@ -72,11 +74,9 @@ def _show_source(
     shown: list[tuple[str, Document]],
     depths: int | None,
 ) -> None:
-    """Print the rows of a source, and which of their keys are read, and add their documents to those `shown`.
-
-    A beginning that a row shares with one shown before is printed there alone (`depths` None: no rows share any).
-    """
-    keys = dict[str, None]()  # with a value, in their order
+    """A beginning that a row shares with one shown before is printed there alone (`depths` None: no rows share any)."""
+    # These keys have a value; they are in their order.
+    keys = dict[str, None]()
     unread = Counter[str]()
     count = 0
     for row in rows:
@@ -105,9 +105,10 @@ def _show_source(
 
 
 def _find_repeated(document: Document, shown: Sequence[tuple[str, Document]], depths: int) -> tuple[int, str]:
-    """Return how many first tokens of a document were shown before, and the place of the first that has them."""
+    """(tokens that were shown before, place of the first row that has them)."""
     families = find_families([*(other for _, other in shown), document], depths=depths)
-    repeated = len(document) - families.lengths[len(shown)]  # what is its own is one part
+    # What is the document's own is one part.
+    repeated = len(document) - families.lengths[len(shown)]
     beginning = document.ids[:repeated]
     return repeated, next(where for where, other in (*shown, ("", document)) if _begins_with(other, beginning))
 
@@ -117,7 +118,6 @@ def _begins_with(document: Document, ids: Integers) -> bool:
 
 
 def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
-    """Draw the families of documents, numbered as they are shown, as trees: prefixes, and what continues each."""
     families = find_families(documents, depths=depths)
     branches = dict[int, list[int]]()
     for number, parent in enumerate(families.parents):
@@ -138,9 +138,6 @@ def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
 def _text_with_marked_targets(
     sample: Sample, engine: Tokenizer, marks: Sequence[str], repeated: int, name: str
 ) -> str:
-    """Write how many tokens and targets a row has, or its label or margin, and then its tokens; `marks` stand around
-    each run of targets.
-    """
     targets = np.ones(len(sample.ids), dtype=bool) if sample.labels is None else sample.labels != NO_TARGET
     is_scored = sample.labels is None and len(sample.stops) > 0
     # nothing predicts the first token, and no token of a document that is scored is a target
@@ -158,10 +155,8 @@ def _text_with_marked_targets(
 def _token_texts(
     ids: Sequence[int], targets: Sequence[bool], engine: Tokenizer, repeated: int, name: str
 ) -> Iterator[tuple[bool, str]]:
-    """Yield whether it is a target, and text, for each token; tokens that are parts of one character are one text.
-
-    Of a row of more than _SHOWN_TOKENS the middle is one text that says how many are left out.
-    """
+    """(is a target, text) for each token; tokens that are parts of one character are one text. Of a row of more than
+    _SHOWN_TOKENS the middle is one text that says how many are left out."""
     half = _SHOWN_TOKENS // 2
     stream = DecodeStream(skip_special_tokens=False)
     if repeated:

@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
     flags, config = parse_train(argv)
     save_on = [number for number in NOTICES if number.name in config.checkpoint.save_signals]
     if save_on:
-        ignore_signals(save_on)  # until there is a step to save
+        # The signals are ignored until there is a step to save.
+        ignore_signals(save_on)
     if flags.dry_run:
         from longspan.cli.plans.answer import show_dry_run
 
@@ -61,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     keep_prints_from_failing(Path(config.run.dir))
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
-    if not has_torchrun():  # whose ranks run already: they find a missing path themselves
+    # torchrun's ranks run already: they find a missing path themselves.
+    if not has_torchrun():
         check_data(config)
         check_paths_exist(config)
     with processes.add_note_to_errors():
@@ -74,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         with compile_attention_ahead(config, processes, backward=True):
             result: TrainResult = run_on_ranks(train_rank, args, ranks, ignored=save_on)
-    except Interrupted as interrupted:  # by a signal before the run heeds signals, or by a second one
+    except Interrupted as interrupted:
+        # A signal came before the run heeds signals, or a second one.
         interrupted.status = config.checkpoint.preempted_exit_code or interrupted.status
         raise
     if prints_results():
@@ -97,7 +100,8 @@ def train_rank(
     # the time
     gc.disable()
     try:
-        with block_signals():  # some of these imports catch every exception, and that of a signal with them
+        # Some imports catch every exception, and that of a signal with them.
+        with block_signals():
             import torch
 
             from longspan.comm import World
@@ -127,7 +131,7 @@ def train_rank(
 
 
 def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -> None:
-    """Write the page of a run, and print its result and where everything is; JSON is alone on standard output."""
+    """JSON is alone on standard output."""
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout
@@ -138,6 +142,7 @@ def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -
     print(json.dumps(result.summary()) if as_json else result.text())
     compared = " --compare base" if config.lora.rank else ""
     command = "longspan" if shutil.which("longspan") else Path(sys.executable).with_name("longspan")
-    rows = "" if result.final else " --data ROWS"  # of a run that holds out no documents
+    # A run without final losses holds out no documents.
+    rows = "" if result.final else " --data ROWS"
     following = "" if result.stopped else f"; next: {command} eval {result.dir}{rows}{compared}"
     print(f"{result.degrees_text()}Open {report}{following}", file=out)

@@ -66,10 +66,7 @@ class TrainFlags(RunConfig):
 
 
 def _file_sections(flag_names: Collection[str], words: Sequence[str]) -> Mapping[str, Any]:
-    """Return the sections of the file that `words` name, {} for none, as defaults of flags.
-
-    `flag_names` are those that are given: --train.steps alone also ends the epochs of the file.
-    """
+    """`flag_names` are those that are given: --train.steps alone also ends the epochs of the file."""
     if not words:
         return {}
     file = read_file(words[0])

@@ -48,8 +48,10 @@ _OWN_MODEL: dict[str, Any] = {
     "train.tokens_per_step": 65536,
 }
 STEPS = 300  # where neither steps nor epochs follow from other keys
-LORA_LR = 2e-4  # of adapters, about ten times what all weights take
-PREFERENCE_LORA_LR = 5e-6  # of adapters under train.loss: TRL's losses of preferences have 1e-6 for all weights
+# Adapters take about ten times what all weights take.
+LORA_LR = 2e-4
+# TRL's losses of preferences have 1e-6 for all weights.
+PREFERENCE_LORA_LR = 5e-6
 MOST_WARMUP = 100  # steps; a twentieth of all where that is less
 
 
@@ -145,9 +147,7 @@ def source_dtype(model: ModelConfig) -> str:
 
 
 def _default_dtype(config: RunConfig) -> str:
-    """Return model.dtype where it is not given. An encoder that is trained beside an adapter has it too, and would lose
-    small updates in bfloat16.
-    """
+    """An encoder that is trained beside an adapter has model.dtype too, and would lose small updates in bfloat16."""
     if not config.lora.rank or config.encoder.trainable != "none":
         return "float32"
     dtype = _dtype_of_begun_run(config) or source_dtype(config.model)
@@ -156,10 +156,8 @@ def _default_dtype(config: RunConfig) -> str:
 
 
 def _dtype_of_begun_run(config: RunConfig) -> str:
-    """Return the model.dtype of the LoRA run that has begun in run.dir over this model; "" if there is none.
-
-    A file that cannot be read is none here: a run that goes on refuses it, or is compared with its checkpoint, later.
-    """
+    """The dtype is "" without such a run. A file that cannot be read is none here: a run that goes on refuses it, or
+    is compared with its checkpoint, later."""
     model = config.model
     try:
         tables = tomllib.loads(Path(config.run.dir, "config.toml").read_text(encoding="utf-8"))
@@ -181,11 +179,8 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _with_partitions(config: RunConfig) -> RunConfig:
-    """Return the configuration with a partition, and for a hybrid model with communication types, which depend on it.
-
-    For a model without state-space layers a partition "auto" is zigzag. For a hybrid it is "auto" by default, and with
-    it the type: both are chosen together later. Under zigzag that is given, a hybrid's default type is p2p.
-    """
+    """For a model without state-space layers a partition "auto" is zigzag. For a hybrid it is "auto" by default, and
+    with it the type: both are chosen together later. Under zigzag that is given, a hybrid's default type is p2p."""
     if not is_hybrid(config.model):
         partition = "zigzag" if config.context.partition == AUTO else config.context.partition
         return config.with_keys("context", partition=partition)
@@ -205,7 +200,6 @@ def with_steps(config: RunConfig, steps: int) -> RunConfig:
 
 
 def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with these values ("section.key") for the keys that are not given."""
     for name, value in defaults.items():
         section, _, key = name.partition(".")
         values = getattr(config, section)

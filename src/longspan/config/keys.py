@@ -92,7 +92,8 @@ class Key:
 class Section:
     """A section or table of the configuration. The values of its keys are checked one by one where it is made."""
 
-    SECTION: ClassVar[str] = ""  # as files name it
+    # Files name the section so.
+    SECTION: ClassVar[str] = ""
     INHERITED: ClassVar[tuple[str, ...]] = ()  # fields that are no keys: they have the values of another section
 
     @property
@@ -133,7 +134,7 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
 
 
 def _attribute(key: str) -> str:
-    """Return the field of a key: a word of Python has a "_" behind it (optimizer.class is `class_`)."""
+    """A word of Python has a "_" behind it (optimizer.class is `class_`)."""
     return f"{key}_" if iskeyword(key) else key
 
 

@@ -9,7 +9,8 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RANDOM, RunConfig
 from longspan.hub import find_local_path
 
-STDLIB = "stdlib"  # as data.path
+# data.path may be this word.
+STDLIB = "stdlib"
 
 
 def with_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:

@@ -14,8 +14,10 @@ from longspan.errors import ConfigError
 from longspan.plan.micro_batch import fit_level_sizes
 
 ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
-FAMILY_PLANNERS = AUTO, "fixed", "dynamic"  # which keep documents that share prefixes in one group
-PLANNERS = (*ONE_DEGREE, "dynamic")  # another name is that of a function of the user's
+# These planners keep documents that share prefixes in one group.
+FAMILY_PLANNERS = AUTO, "fixed", "dynamic"
+# Another name is that of a function of the user's.
+PLANNERS = (*ONE_DEGREE, "dynamic")
 AnyPlan = TypeVar("AnyPlan", bound="PlanSection")
 NumberOrAuto = Annotated[int | str, AtLeast(0)]
 Types = str | tuple[str, ...]
@@ -240,9 +242,7 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
 
 
 def _inherited_level_sizes(section: PlanSection, parent: PlanSection) -> Sizes:
-    """Return the parent's sizes of levels, fitted to the section's degree, unless its plan is the parent's, or its
-    degree is chosen later (0 or "auto").
-    """
+    """They fit the degree, unless the plan is the parent's, or the degree is chosen later (0 or "auto")."""
     sizes = parent.hierarchical_context_parallel_sizes
     degree = section.context_parallel_size
     if isinstance(parent, ContextConfig) and isinstance(degree, str):  # evaluation's "auto"

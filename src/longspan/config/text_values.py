@@ -84,7 +84,8 @@ class NamedGroup:
         pattern, *settings = text.split() or [""]
         pairs = [setting.partition("=")[::2] for setting in settings]
         values = dict[str, float]()
-        with suppress(ValueError):  # of a value that is no number
+        # A value may be no number.
+        with suppress(ValueError):
             values = {name: float(value) for name, value in pairs}
         names = values.keys()  # fewer than the pairs where a name stands twice; none where a value is no number
         are_allowed = all(map(math.isfinite, values.values())) and values.get("lr", 1) > 0
@@ -131,7 +132,8 @@ def read_word_and_number(name: str, text: str, words: Mapping[str, AtLeast | Non
     word, colon, rest = text.partition(":")
     bound = words.get(word)
     number = 0.0
-    with suppress(ValueError):  # of what is no number: 0 is outside every bound
+    # What is no number is 0, which is outside every bound.
+    with suppress(ValueError):
         number = float(rest or 0)
     if word in words and (not colon or (bound is not None and bound.allows(number))):
         return word, number

@@ -61,7 +61,7 @@ def read_words(words: Sequence[str], kind: Any) -> object | None:
 
 
 def _word_values(word: str, kind: Any) -> Iterator[object]:
-    """Yield what a word of a flag can be read as: a number, true or false (None for another), a choice, or the word."""
+    """A word "true" or "false" is a bool; None for another word."""
     for read in (int, float):
         with suppress(ValueError):
             yield read(word)
@@ -70,14 +70,15 @@ def _word_values(word: str, kind: Any) -> Iterator[object]:
 
 
 def _value_if_it_fits(value: object, option: Any) -> object | None:
-    """Return a value as one type that a key may have (an int becomes a float); None if it is of another."""
+    """An int becomes a float; None for a value of another type."""
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:
         items = value if isinstance(value, list | tuple) else ()
         inner = [_value_if_it_fits(item, get_args(option)[0]) for item in items]
         return tuple(inner) if inner and None not in inner else None
-    if isinstance(value, bool) is not (option is bool):  # to Python a bool is an int, too
+    # To Python a bool is an int, too.
+    if isinstance(value, bool) is not (option is bool):
         return None
     if option is float and isinstance(value, int):
         return float(value)

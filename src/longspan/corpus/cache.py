@@ -63,8 +63,8 @@ class Cache:
                     build(partial)
                     try:
                         partial.rename(folder)
-                    # Without locks another run may have made the folder first.
                     except OSError:
+                        # Without locks another run may have made the folder first.
                         if not folder.is_dir():
                             raise
             finally:

@@ -119,8 +119,8 @@ class DocumentEncoder:
                         else:
                             rows.append(rename_columns(row, encoding.settings.columns))
                             places.append((file_chunk.file, position))
-                # The file of a text has no other rows.
                 except UnicodeDecodeError:
+                    # The file of a text has no other rows.
                     batch.notes.skipped.append(file_chunk.chunk.name)
             good_rows = set[int]()  # a conversation that is split gives several samples
             for sample in encoding.encode(rows):

@@ -34,8 +34,8 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
             counts[i] = 1
         elif i in added:
             counts[i] = 0 if added[i].special else len(token.encode())
-        # Each character of GPT-2's alphabet is a byte.
         else:
+            # Each character of GPT-2's alphabet is a byte.
             counts[i] = len(token) if byte_level else len(token.replace(_SPACE, " ").encode())
     return counts
 

@@ -326,8 +326,8 @@ def compute_expected_answers(
             answers[name, with_routers, with_images] = _compute_expected_answer(
                 config, answer_of, getattr(torch, name), every_expert
             )
-        # The model's own code may raise anything.
         except Exception as error:
+            # The model's own code may raise anything.
             answers[name, with_routers, with_images] = exception_text(error)
     return answers
 
@@ -347,8 +347,8 @@ def _compute_expected_answer(
         with compute_in_float64():  # scans and norms in float64 too
             exact = answer_of(config, weights=dtype, compute=torch.float64)
             nudged = [answer_of(config, weights=dtype, compute=torch.float64, nudge=seed) for seed in (1, 2)]
-    # For instance, a product of two dtypes raises.
     except (RuntimeError, TypeError):
+        # For instance, a product of two dtypes raises.
         return ExpectedAnswer(answer or answer_of(config, weights=dtype, attention="sdpa"), EXACT[dtype])
     # The conditioning: how far rounding to the dtype can move the answer, from what one unit of float64 does.
     change = max(_worst_error(moved, exact) for moved in nudged)
@@ -374,8 +374,8 @@ def _expect_half_precision(
     try:
         exact = answer_of(run_config, weights=dtype, compute=torch.float32)
         rounded = answer_of(run_config, weights=dtype, compute=dtype)
-    # The model's own code may raise anything.
     except Exception:
+        # The model's own code may raise anything.
         if run_config is config or every_expert:
             raise
         return _expect_half_precision(config, answer_of, dtype, False)

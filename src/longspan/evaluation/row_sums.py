@@ -135,8 +135,8 @@ class RowSums:
                 column.copy_(check_columns(name, metric(rows), count))
         except EvaluationError as error:
             self.error = error
-        # The user's function may raise anything.
         except Exception as error:
+            # The user's function may raise anything.
             self.error = EvaluationError(
                 f"the metric {name!r} failed on rank {self._world.rank}: {type(error).__name__}: {error}"
             )

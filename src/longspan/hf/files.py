@@ -300,8 +300,8 @@ class FilesPart(StockTrainer):
     def _load_random_states(self, folder: Path) -> None:
         try:
             super()._load_rng_state(str(folder))
-        # An OSError is of the disk, and not of the file's content: `run_on_every_rank` reports it.
         except OSError:
+            # An OSError is of the disk, and not of the file's content: `run_on_every_rank` reports it.
             raise
         except Exception as error:  # a damaged file, or one of something else, may raise anything
             raise CheckpointError(unreadable_data_text(folder, error)) from error

@@ -71,8 +71,8 @@ def refuse_full_output() -> Iterator[None]:
     sys.stdout = sys.__stdout__ = _wrapped(sys.stdout, _RefusedOutput(sys.stdout.fileno(), "wb", closefd=False))
     try:
         yield
-    # argparse exits so after --help.
     except SystemExit:
+        # argparse exits so after --help.
         sys.stdout.flush()
         raise
     sys.stdout.flush()

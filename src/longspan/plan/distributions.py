@@ -54,9 +54,7 @@ def sample_lengths(name: str, tokens: int, *, seed: int = 0, longest: int = 1310
 
 @cache
 def _stdlib_file_lengths() -> NDArray[np.float64]:
-    """Return a quarter of the bytes of each Python file of the standard library, in the order of paths; files of which
-    a quarter is SHORTEST bytes or less are left out.
-    """
+    """A quarter of the bytes of each Python file, in the order of paths; SHORTEST bytes or less are left out."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     sizes = [file.stat().st_size // 4 for file in files if "site-packages" not in file.parts]
     return np.array([size for size in sizes if size > SHORTEST], np.float64)

@@ -13,12 +13,15 @@ import numpy as np
 
 # Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
 EXCHANGE_SLICES = 2  # four took longer
-EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
+# A slice with less of a member's queries costs more in launches than it hides.
+EXCHANGE_SLICE_BYTES = 32 << 20
 GATHER_SLICES = 2
-GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
+# From so many bytes of keys and values of all rows on, slices hide more than they cost.
+GATHER_SLICE_BYTES = 128 << 20
 # Attention of at most so many numbers of queries is replayed; of more, launches hide behind the device's work.
 REPLAYED_NUMBERS = 1 << 24
-SUMMED_NUMBERS = 1 << 24  # of gradients that FSDP2 does not shard, in a flat buffer that is summed over slots
+# A flat buffer, which is summed over slots, has so many numbers of gradients that FSDP2 does not shard.
+SUMMED_NUMBERS = 1 << 24
 
 QUERY_GRADIENT_BYTES = 1 << 30
 """The most bytes of a float32 gradient of queries that backward of attention makes at once; of a larger one, heads are
@@ -121,12 +124,14 @@ def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk
     if degree == 1 or (window is None and chunk is None):
         return 1.0
     rows = np.asarray(lengths, dtype=np.int64)
-    foreign = (degree - 1) * rows  # of each document, that members need from others: at most what a ring sends
+    # Members need so many rows of each document from others: at most what a ring sends.
+    foreign = (degree - 1) * rows
     if window is not None:
         before_run = min(window - 1, int(rows.max()))  # a huge window must not overflow
         foreign = np.minimum(foreign, 2 * degree * before_run)
     if chunk is not None:
-        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)  # of runs, but for a document's first
+        # Runs start here, but for a document's first.
+        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
         foreign = np.minimum(foreign, (starts % chunk).sum(1))
     seen_rows = int(foreign.sum())
     member_rows = int(rows.sum())

@@ -181,7 +181,7 @@ class Plan:
         return json.dumps(self._fields_for_digest() | further_fields, indent=indent)
 
     def _fields_for_digest(self) -> dict[str, Any]:
-        """Return all that ranks must agree on, as lists and dicts of integers and strings in a fixed order."""
+        """Lists and dicts of integers and strings in a fixed order: all that ranks must agree on."""
         numbers = {name: getattr(self, name) for name in PLAN_NUMBERS}
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
         return {"slots": self.slots, "lengths": self.lengths} | numbers | {"micro_batches": batches}
@@ -291,9 +291,7 @@ class Plan:
 
 
 def _check_group(where: str, group: Group, plan: Plan) -> None:
-    """Raise PlanError, beginning with `where`, unless the group has distinct slots of the plan, documents with their
-    rows, and a type, sizes, partition and padding that go together.
-    """
+    """The error begins with `where`."""
     if not group.slots or not group.documents:
         missing = "slots" if group.documents else "documents"
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
@@ -331,9 +329,7 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
 
 
 def _check_families(where: str, group: Group) -> None:
-    """Raise PlanError, beginning with `where`, unless the group's parents are indices of its documents or −1, and each
-    document stands behind its parent, with only descendants of the parent between both (as `Group` says).
-    """
+    """Each document stands behind its parent, with only descendants of the parent between both (as `Group` says)."""
     parents = group.parents or ()
     if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:
         raise PlanError(
@@ -357,9 +353,7 @@ def _check_families(where: str, group: Group) -> None:
 
 
 def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
-    """Return the lines above the table of a plan: its sizes, documents, predicted time and what it is priced for.
-    `times` are those under `cost`.
-    """
+    """`times` are those under `cost`."""
     cap = f"at most {plan.max_tokens_per_slot:,}" if plan.max_tokens_per_slot else "no limit on"
     lengths = sorted(plan.lengths)
     median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""

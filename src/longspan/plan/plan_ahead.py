@@ -21,7 +21,8 @@ from longspan.launch.worker import Worker, describe_end, import_main, main_scrip
 from longspan.plan.check import check_count
 from longspan.plan.plan import Plan
 
-Planner = Callable[[int], Plan]  # of a step
+# A planner is called with a step.
+Planner = Callable[[int], Plan]
 
 _serving = False  # whether this is a planning process
 
@@ -47,7 +48,8 @@ class AsyncPlanner:
         self._planner = planner
         self._owner = 0
         self._worker: Worker | None = None
-        self._thread: ThreadPoolExecutor  # which asks for one plan after the other
+        # The thread asks for one plan after the other.
+        self._thread: ThreadPoolExecutor
         self._answers = dict[int, Future[bytes]]()  # pickled until they are read, of the steps that may come
         self._died_before: int | None = None  # the step at which the process was found dead
         self._made_inline: tuple[int, Plan] | None = None  # the last plan that was made here, and its step
@@ -142,16 +144,13 @@ class AsyncPlanner:
         self._worker = None
 
     def _plan_inline(self, step: int) -> Plan:
-        """Plan a step in this process, or return its plan if it is the last one that was made here."""
+        """The last plan that was made here is kept."""
         if self._made_inline is None or self._made_inline[0] != step:
             self._made_inline = (step, check_planner_result(self._planner(step), step))
         return self._made_inline[1]
 
     def _request_plan(self, worker: Worker, step: int) -> bytes:
-        """Ask the planning process for a step and wait; runs in the planner's thread, one request at a time. Returns
-        the plan, or the planner's error, pickled. Raises PlanError if the process has died, with the first step at
-        which that was seen.
-        """
+        """Runs in the planner's thread, one request at a time. The plan, or the planner's error, is pickled."""
         try:
             worker.connection.send(step)
             return worker.connection.recv_bytes()

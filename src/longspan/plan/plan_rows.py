@@ -11,9 +11,11 @@ from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import PLAN_NUMBERS, PLAN_SECONDS, Plan, list_as_tuple
 
-MOST_BYTES = 64 << 20  # of a line
-_MOST_SLOTS = 1 << 20  # of a plan: a short line can name huge ranges
-_MOST_PLACES = 1 << 24  # of its groups in all
+# A line has at most so many bytes.
+MOST_BYTES = 64 << 20
+# A short line can name huge ranges, so that a plan has at most so many slots, and so many places of groups in all.
+_MOST_SLOTS = 1 << 20
+_MOST_PLACES = 1 << 24
 
 
 def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
@@ -22,7 +24,8 @@ def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
     >>> plan_row(7, Plan.from_json(text))  # doctest: +SKIP
     '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
     """
-    kinds = dict[tuple[Any, ...], int]()  # what groups have besides slots and documents: the number of each, from 0
+    # This numbers, from 0, what groups have besides slots and documents.
+    kinds = dict[tuple[Any, ...], int]()
     batches = list[list[list[Any]]]()
     for batch in plan.micro_batches:
         groups = list[list[Any]]()

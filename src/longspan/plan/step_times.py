@@ -47,7 +47,8 @@ class GroupTable:
         self.skipped: Floats = np.array(
             [0.0 if group.pad_to is None else _count_skipped_rows(group, group.pad_to) for group in groups]
         )
-        self.group: Integers = np.repeat(np.arange(len(groups)), self.degree)  # of each membership
+        # Each membership has the index of its group.
+        self.group: Integers = np.repeat(np.arange(len(groups)), self.degree)
         self.slot: Integers = np.fromiter(
             chain.from_iterable(group.slots for group in groups), np.int64, len(self.group)
         )
@@ -81,9 +82,7 @@ class GroupTable:
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def _price_groups(self, cost: Cost, together: Integers, some: NDArray[np.bool_] | slice) -> Floats:
-        """Return the seconds of `some` of the groups under a cost, as if all had its type; `together` has for each of
-        all groups (G,) its fewest slots on one node.
-        """
+        """Priced as if all of `some` had the cost's type; `together` (G,) has each group's fewest slots on one node."""
         # Kernels skip padding, so a cost with a network, of a real machine, leaves it out; an ideal cost has it.
         squares = (self.unpadded if cost.network else self.squares)[some]
         degree = self.degree[some]
@@ -103,7 +102,8 @@ class GroupTable:
         node = self.slot // node_size
         first = np.cumsum(self.degree) - self.degree  # where the members of each group begin
         node_starts = np.flatnonzero(np.diff(node, prepend=-1) != 0)
-        starts = np.union1d(node_starts, first)  # of runs of one group's slots on one node
+        # Runs of one group's slots on one node start here.
+        starts = np.union1d(node_starts, first)
         run_lengths = np.diff(starts, append=len(node))
         return np.minimum.reduceat(run_lengths, np.searchsorted(starts, first))
 
@@ -117,16 +117,15 @@ class GroupTable:
         """Return the rows that each slot holds in each micro-batch (M, slots), the most of any member of its groups, in
         whole `row_multiple`s.
         """
-        most_of_groups = -(-self.tokens // self.degree)  # that one member holds
+        # One member holds at most so many tokens.
+        most_of_groups = -(-self.tokens // self.degree)
         rows = self.sums_by_slot(most_of_groups, count, slots).astype(np.int64)
         return -(-rows // row_multiple) * row_multiple
 
 
 def _count_skipped_rows(group: Group, pad_to: int) -> float:
-    """Return the rows of padding for which no member computes experts and logits: a member's share of the laid-out
-    rows, less the real rows of the member that has most of these. A document's first rows are the real ones. Shares are
-    fractions of rows here, not rounded as in `Group.shares`.
-    """
+    """A member's share of the laid-out rows, less the real rows of the member that has most of these. A document's
+    first rows are the real ones. Shares are fractions of rows here, not rounded as in `Group.shares`."""
     degree = group.degree
     lengths = _int_array(group.lengths)
     share = pad_to * len(lengths) / degree
@@ -198,16 +197,15 @@ def timeline(
         active[table.micro_batch[table.group], table.slot] = True
         busy[active] += cost.micro_batch_seconds
         start, end, total = _free_times(table, busy, active)
-        total += cost.paging_seconds  # all weights are gathered before the first micro-batch
+        # All weights are gathered before the first micro-batch.
+        total += cost.paging_seconds
     total += cost.closing_seconds + cost.update_seconds
     return Timeline(table.rows_by_slot(count, slots, row_multiple), busy, start, end, total)
 
 
 def _free_times(table: GroupTable, busy: Floats, active: NDArray[np.bool_]) -> tuple[Floats, Floats, float]:
-    """Return when each slot begins and ends each micro-batch (M, slots) in free mode, and the last end. Slots that are
-    joined by groups, directly or through others, start when the last of them is ready, and end with the slowest. A slot
-    that is not `active` has no documents and waits for nobody.
-    """
+    """Returns (begins, ends (M, slots), last end). Slots that are joined by groups, directly or through others,
+    start when the last of them is ready, and end with the slowest. A slot that is not `active` waits for nobody."""
     count, slots = busy.shape
     # Each slot gets the lowest of the slots that it is joined to as its label, by hooking and pointer jumping: it takes
     # the lowest label in any of its groups, and then that label's label, until nothing changes. Labels count through
@@ -311,7 +309,8 @@ def lower_bound_seconds(
             f"group has at most {widest}; raise max_tokens_per_slot or cut the document"
         )
     degree = np.arange(narrowest, widest + 1)
-    if cost.network:  # its messages depend on the group's place, so that the bound has none
+    # Messages of a network depend on the group's place, so that the bound has none.
+    if cost.network:
         seconds = cost.work_seconds(length, float(length) ** 2) / degree
     else:
         # a group that fits a host may be across hosts too, should these links be faster
@@ -328,15 +327,11 @@ def lower_bound_seconds(
 
 
 def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, cost: Cost) -> float:
-    """Return the seconds of messages, summed over all slots, that no plan avoids on ideal links: those of documents
-    longer than the cap, less what `attention`, the slot seconds of all attention, hides.
-
-    A document of L rows, more than the cap, needs n = ⌈L / cap⌉ slots or more. Its group has at least L / cap slots for
-    these rows, each of which waits for the latency of n − 1 steps of a ring, or of one message under other types. Its
-    rows go to n − 1 other slots at the least under `p2p` and `all_gather`; under `a2a` (n − 1) / n of them leave their
-    slot once. Attention hides messages of a ring alone. Under "auto" and `a2a+p2p`, which may be rings or exchanges,
-    only the latency counts.
-    """
+    """A document of L rows, more than the cap, needs n = ⌈L / cap⌉ slots or more. Its group has at least L / cap
+    slots for these rows, each of which waits for the latency of n − 1 steps of a ring, or of one message under
+    other types. Its rows go to n − 1 other slots at the least under `p2p` and `all_gather`; under `a2a` (n − 1) /
+    n of them leave their slot once. Attention hides messages of a ring alone. Under "auto" and `a2a+p2p`, which
+    may be rings or exchanges, only the latency counts."""
     if not (rows > cap).any():
         return 0.0
     long_rows = rows[rows > cap].astype(np.float64)

@@ -33,7 +33,8 @@ from longspan.train.optim.schedule import Schedule
 
 # By dtype of the parameters: in which dtypes a model may compute.
 _COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}
-_BITS = {"float64": 53, "float32": 24, "bfloat16": 8}  # of a number's significand
+# These are the bits of a number's significand.
+_BITS = {"float64": 53, "float32": 24, "bfloat16": 8}
 
 
 def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
@@ -86,7 +87,8 @@ def check_keys_needed_by_keys(config: RunConfig) -> None:
         for key in section_keys(kind):
             value = key_value(getattr(config, section), key.name)
             for need in key.needs if value != key.default else ():
-                if need.value not in ("", value):  # this need belongs to another value of the key
+                # The need belongs to another value of the key.
+                if need.value not in ("", value):
                     continue
                 other_section, _, other = need.key.partition(".")
                 if not need.allows(other_value := key_value(getattr(config, other_section), other)):
@@ -263,7 +265,7 @@ def refuse_encoder_without_images(config: RunConfig, images: int) -> None:
 
 def check_parallel(home: Layout) -> None:
     """Raise ConfigError where ep does not divide the slots over which one copy of the weights is sharded."""
-    copy_slots = home.slots // home.dp_replicate  # over which one copy of the weights is sharded
+    copy_slots = home.slots // home.dp_replicate
     if copy_slots % home.ep:
         raise ConfigError(
             f"parallel.ep {home.ep} does not divide the {copy_slots} slots of each of parallel.dp_replicate "
@@ -282,13 +284,15 @@ def check_optimizer(config: RunConfig) -> None:
     if not config.train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(optimizer, config.train.steps)
     if optimizer.class_ != "adamw" or optimizer.arguments:
-        from torch import nn  # which --help does without
+        # `--help` does without torch.
+        from torch import nn
 
         from longspan.train.optim.optimizer import EIGHT_BIT_NEEDS, OptimizerChoice
         from longspan.train.optim.parameter_groups import parameter_groups
 
         choice = OptimizerChoice.from_section(optimizer)
-        matrix = nn.Sequential(nn.Linear(2, 2, bias=False))  # in a layer, as muon needs
+        # muon takes matrices in layers alone.
+        matrix = nn.Sequential(nn.Linear(2, 2, bias=False))
         if optimizer.stochastic_rounding and not choice.is_one_pass:
             raise ConfigError(
                 "optimizer.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; "
@@ -317,7 +321,6 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def _check_known_or_dotted(key: str, name: str, known: Sequence[str]) -> None:
-    """Raise ConfigError for a name that is neither one of `known` nor the dotted name of something that is there."""
     if "." in name and import_object(name, f"{key} is {name!r}") is None:
         raise ConfigError(f"{key} is {name!r}, which its module does not have")
     if "." not in name and name not in known:
@@ -383,16 +386,14 @@ def check_longest_of_set(
 def _choices_and_limits(
     config: RunConfig, *, training: bool, heads: int | None = None
 ) -> Iterator[tuple[PlannerConfig, str, int]]:
-    """Yield how steps and evaluations are planned, without prices, each with the key that cuts documents and its value.
-
-    `heads` are the model's query heads; None: those of a preset, else unknown. A limit of 0 or less cuts nothing.
-    """
+    """`heads` are the model's query heads; None: those of a preset, else unknown. A limit of 0 or less cuts nothing."""
     if heads is None and config.model.preset_name:
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = "data.max_document_tokens", config.data.max_document_tokens
     if training:
         yield (PlannerConfig.unpriced(config.context, config, heads), *limit)
-    if config.evaluation.documents != 0 or not training:  # without training, evaluations are all there is
+    # Without training, evaluations are all there is.
+    if config.evaluation.documents != 0 or not training:
         held_out = held_out_set(config)
         yield (PlannerConfig.unpriced(held_out, config, heads), *limit)
     for entry in config.evaluation.sets:
@@ -401,10 +402,7 @@ def _choices_and_limits(
 
 
 def _check_document_fits(choice: PlannerConfig, cut_by: str, home: Layout, longest: int, title: str) -> None:
-    """Raise ConfigError where a document of `longest` tokens (`title`) fits no group, with the rows that it needs.
-
-    `cut_by` is the key that would cut it.
-    """
+    """`cut_by` is the key that would cut the document, `title` its name in the error."""
     try:
         choice.check_longest_document(longest, home, title)
     except ConfigError as error:

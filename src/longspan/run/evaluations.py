@@ -59,8 +59,10 @@ class Evaluations:
     display: ProgressDisplay
     records: Records
     stop: StopSignal
-    prompts: Sequence[Prompt] = ()  # which the model completes
-    _of_last_step: dict[str, Evaluation] = field(default_factory=dict)  # by set, before the best step is chosen
+    # The model completes these prompts.
+    prompts: Sequence[Prompt] = ()
+    # The key is a set; the best step is not chosen yet.
+    _of_last_step: dict[str, Evaluation] = field(default_factory=dict)
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
@@ -72,9 +74,7 @@ class Evaluations:
         return any(self._is_due(done, steps) for steps in every)
 
     def _is_due(self, done: int, every: int) -> bool:
-        """Return whether what is due `every` steps is due after `done` of them. The last step is evaluated at the end,
-        and with `evaluation.patience` before that, as it may be the best.
-        """
+        """The last step is evaluated at the end, and with `evaluation.patience` before that, as it may be the best."""
         if done == self.run.config.train.steps:
             return self.run.config.evaluation.patience > 0
         return is_due(done, every)
@@ -144,10 +144,8 @@ class Evaluations:
             yield int(sum(entry.documents.lengths)), entry.config.every, at_end
 
     def _evaluate_set_at_end(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
-        """Yield the evaluation of a set at its configured degree, then those of held-out documents at the degrees 1, 2,
-        4, … and all slots that heads allow, where a slot gets as many rows as the longest document needs. None stands
-        for an evaluation that a signal ended.
-        """
+        """First at the set's degree, then held-out documents at the degrees 1, 2, 4, … and all slots that heads
+        allow, where a slot gets as many rows as the longest document needs. None: a signal ended the evaluation."""
         choice = self.run.evaluation_choice(entry.config)
         first = self._of_last_step.get(entry.name) if done == self.run.config.train.steps else None
         first = first or self._evaluate_set(entry, choice, done)
@@ -158,9 +156,7 @@ class Evaluations:
                 yield self._evaluate_set(entry, at_degree, done)
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlannerConfig, done: int) -> Evaluation | None:
-        """Evaluate a set under these plans with the weights after `done` steps; records nothing. Where a signal ends
-        it, this is logged and None is returned.
-        """
+        """None where a signal ended it, which is logged."""
         degree = f"at cp {choice.degree}" if choice.has_one_degree else f"by {choice.planner} plans"
         subject = " ".join(filter(None, (entry.name and f"of {entry.name}", degree)))
         options = EvaluationOptions(
@@ -181,11 +177,11 @@ class Evaluations:
             return None
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
-        """Return whether metrics.jsonl, of the first rank, has an evaluation of the set after `done` steps."""
+        """metrics.jsonl is that of the first rank."""
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
-        """Write the rows and plans of a set's evaluations, in the order of degrees, and show them."""
+        """Evaluations are written in the order of degrees."""
         world = self.run.world
         for evaluation in sorted(evaluations, key=attrgetter("cp")):
             row = evaluation.row()
@@ -195,11 +191,7 @@ class Evaluations:
             save_plan(self.run, evaluation.plan, "-".join(filter(None, name_parts)))
 
     def _record_completions(self, done: int) -> None:
-        """Complete the prompts with the weights after `done` steps, and write and log the completions.
-
-        Nothing happens without prompts, or where completions.jsonl has that step. Nothing is recorded after a signal,
-        nor where the first rank has no room for the model, which is logged.
-        """
+        """Nothing is recorded after a signal, nor where the first rank has no room for the model, which is logged."""
         run = self.run
         completions = self.records.completions
         if not self.prompts or run.world.control.broadcast_object(done in completions.steps):

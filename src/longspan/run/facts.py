@@ -14,7 +14,8 @@ from longspan.evaluation.result import SAME, Evaluation, evaluation_table, large
 from longspan.files import json_safe_values
 from longspan.versions import versions
 
-LOCK = "run.lock"  # in a run's folder; locked by the run that is at work in it
+# The lock is in a run's folder; the run that is at work there has it.
+LOCK = "run.lock"
 
 
 def time_and_command() -> tuple[str, str]:
@@ -47,7 +48,8 @@ class RunFacts:
     sessions: tuple[tuple[int, int], ...]
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
     starts: dict[str, float] = field(default_factory=dict[str, float])  # seconds, once the first step is done
-    attention_groups: list[str] = field(default_factory=list[str])  # by kind and level, as in the first step
+    # Groups are by kind and level, as in the first step.
+    attention_groups: list[str] = field(default_factory=list[str])
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":
@@ -79,7 +81,8 @@ def best_step_text(figure: str, best: BestStep, model_step: int) -> str:
     return f"{text}; model/ has {weights}"
 
 
-LAST_STEPS = 10  # whose mean loss sums up a run
+# The mean loss of these steps sums up a run.
+LAST_STEPS = 10
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,7 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
 
 
 def _lock_file(directory: Path, log: LogLine) -> TextIO:
-    """Make a run's folder and lock its run.lock, which then names this process; returns the file, which stays open.
-
-    Raises RunFolderError where another process has the lock. A file system without locks is only logged.
-    """
+    """The file stays open. A file system without locks is only logged."""
     directory.mkdir(parents=True, exist_ok=True)
     _refuse_links(directory)
     path = directory / LOCK
@@ -80,20 +77,19 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
 
 
 def _write_holder(file: TextIO, holder: str) -> None:
-    """Write who has the lock into its file; a file that has another name too (a hard link) stays as it is."""
+    """A file that has another name too (a hard link) stays as it is."""
     if os.fstat(file.fileno()).st_nlink == 1:
         file.truncate(0)
         file.write(holder)
         file.flush()
 
 
-_FOLDERS = ("evaluation", "profile", "memory")  # whose entries have names that can be foreseen, too
+# The names of entries of these folders can be foreseen, too.
+_FOLDERS = ("evaluation", "profile", "memory")
 
 
 def _refuse_links(directory: Path) -> None:
-    """Raise RunFolderError for a link in a run's folder, through which a run would write into somebody's other file or
-    folder; `refuse_linked_root` refuses that of checkpoints.
-    """
+    """A run would write through a link into somebody's other file; `refuse_linked_root` refuses that of checkpoints."""
     for folder in (directory, *(directory / name for name in _FOLDERS)):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.is_symlink() and path != directory / "checkpoints":
@@ -119,7 +115,7 @@ def check_free_disk(run: TrainingRun, log: LogLine) -> None:
 
 
 def _local_bytes(run: TrainingRun) -> tuple[float, int]:
-    """Return how many bytes of a checkpoint, and how many of RUN/model, this rank's part of the parameters makes."""
+    """(bytes of a checkpoint, bytes of RUN/model) that this rank's part of the parameters makes."""
     config = run.config
     lora = config.lora.rank > 0
     numbers = optimizer_state_numbers(replace(config.optimizer, moments=""), lora=lora, dtype=config.model.dtype)
@@ -144,12 +140,9 @@ def _local_bytes(run: TrainingRun) -> tuple[float, int]:
 
 
 def _compare_with_free_bytes(run: TrainingRun, checkpoint_bytes: int, model_bytes: int, log: LogLine) -> None:
-    """Raise ConfigError, or with `checkpoint.allow_little_disk` log, that the disks have no room for RUN/model and the
-    checkpoints to come.
-
-    At once there are the newest checkpoints that are kept, the best, and the one that is being written, as far as the
-    steps that are left make so many. Saves by the clock may make more; that these have no room is only logged.
-    """
+    """With `checkpoint.allow_little_disk` it only logs. At once there are the newest checkpoints that are kept, the
+    best, and the one that is being written, as far as the steps that are left make so many. Saves by the clock
+    may make more; that these have no room is only logged."""
     settings = run.config.checkpoint
 
     def refuse_or_log(text: str) -> None:
@@ -159,7 +152,8 @@ def _compare_with_free_bytes(run: TrainingRun, checkpoint_bytes: int, model_byte
 
     folder = next(path for path in (run.checkpoints, *run.checkpoints.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
-    model_bytes_beside = model_bytes  # of RUN/model, on the disk of the checkpoints
+    # RUN/model is on the disk of the checkpoints.
+    model_bytes_beside = model_bytes
     if folder.stat().st_dev != run.dir.stat().st_dev:
         model_bytes_beside = 0
         if (free_in_run_dir := shutil.disk_usage(run.dir).free) < model_bytes:

@@ -165,7 +165,7 @@ class RunLoggers:
         self._call("log_completions", rows, step)
 
     def _call(self, method: str, value: Any, step: int) -> None:
-        """Call a method of each logger that has it; a logger that raises is dropped, which is logged."""
+        """A logger that raises is dropped, which is logged."""
         for name, logger in list(self._loggers.items()):
             try:
                 if (call := getattr(logger, method, None)) is not None:
@@ -229,7 +229,6 @@ class WandbLogger:
 
 
 def _read_wandb_id(file: Path) -> str:
-    """Read the id of wandb's run. Raises RunFolderError for a damaged file."""
     try:
         run_id = read_json(file)["id"]
         if not isinstance(run_id, str) or not run_id:

@@ -75,7 +75,8 @@ class Steps:
             plan = self._plans.plan(step)  # waits until the plan is made
             documents = self._select_documents(step, plan)
         self._next = None
-        if isinstance(run.model, MultimodalModel):  # before the step: threads read images while it runs
+        # Threads read images while the step runs.
+        if isinstance(run.model, MultimodalModel):
             self._prefetch_step(step + 1, run.model)
         with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
             result = run.take_step(plan, documents, step, partial(self._work_beside_step, step))
@@ -115,8 +116,7 @@ class Steps:
         return row | self._allocator.count_step_retries(), plan
 
     def _work_beside_step(self, step: int) -> None:
-        """Do on the host, while `step` (from 0) computes, what needs no other rank: read the next step, and say once
-        where documents that begin alike are more than a group holds."""
+        """Runs while `step` (from 0) computes, and enters no collective."""
         self._prefetch_step(step + 1)
         run = self._run
         if self._logged_divided or not is_first_rank(run.world):
@@ -128,7 +128,7 @@ class Steps:
             self._logged_divided = True
 
     def _select_documents(self, step: int, plan: Plan) -> Any:
-        """Select the documents of a step; where the plan shares prefixes, cut them into prefixes and what follows."""
+        """Where the plan shares prefixes, documents are cut into prefixes and what follows."""
         run = self._run
         documents = run.order.select(run.corpus, step)
         if plan.parents is None:
@@ -136,11 +136,8 @@ class Steps:
         return cut_documents(documents, plan.lengths, plan.parents, depths=run.config.mtp.num_layers)
 
     def _prefetch_step(self, step: int, model: MultimodalModel | None = None) -> None:
-        """Select the documents of `step`, the next one, and keep them as `_next` if its plan is ready; nothing waits
-        for a plan. An error here is dropped: that step itself meets and raises it.
-
-        With `model`, also plan the waves of its images and read them, in threads, while the step before runs.
-        """
+        """Nothing waits for a plan. An error here is dropped: that step itself meets and raises it. With `model`,
+        threads also plan and read the waves of its images while the step before runs."""
         run = self._run
         if (
             self._next is not None
@@ -224,7 +221,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     starts = starts or Starts()
     check_config(config, len(world.home.ranks))
     with StopSignal(config.checkpoint.save_signals) as stop, run_lock(Path(config.run.dir), world, display.log):
-        names = config.run.loggers if is_first_rank(world) else ()  # other ranks have no loggers
+        # Other ranks have no loggers.
+        names = config.run.loggers if is_first_rank(world) else ()
         classes = (
             run_on_every_rank(world, partial(logger_classes, names), ConfigError) if config.run.loggers else {}
         )
@@ -239,17 +237,14 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
 
 
 def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult:
-    """Warm up and take the remaining steps; unless a signal stopped them, save the model and make the last evaluations.
-
-    `evaluations` has the run, its display, its records and its signals; all ranks call it. With `evaluation.patience`
-    the best weights are saved and evaluated, not the last ones.
-    """
+    """All ranks call it. With `evaluation.patience` the best weights are saved and evaluated, not the last ones."""
     run = evaluations.run
     log = evaluations.display.log
     with plan_steps_ahead(run.training_choice, run.order, run.world.home) as plans:
         if run.done < run.config.train.steps:
             check_free_disk(run, log)
-            plans.start(run.done)  # they are made while kernels are compiled
+            # The plans are made while kernels are compiled.
+            plans.start(run.done)
         starts.end_part("records")
         if needs_warm_up(run.world):
             warm_up_coming_steps(run, log, starts)
@@ -283,12 +278,10 @@ def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult
 
 
 def _run_steps(steps: Steps, evaluations: Evaluations, saves: Saves, starts: Starts) -> str:
-    """Run the remaining steps; return the signal that stopped them ("" for none).
-
-    A checkpoint comes before an evaluation, in which the step could be lost. A run that goes on first makes the
-    evaluation that was due where it stopped. `run.done` are the steps before this start, `saves.done` all steps. A run
-    whose evaluations get no better ends early, with its reason in `saves.end_reason`.
-    """
+    """A checkpoint comes before an evaluation, in which the step could be lost. A run that goes on first makes the
+    evaluation that was due where it stopped. `run.done` are the steps before this start, `saves.done` all steps.
+    A run whose evaluations get no better ends early, with its reason in `saves.end_reason`; the result is the
+    signal that stopped it."""
     run = evaluations.run
     display = evaluations.display
     records = evaluations.records
@@ -315,8 +308,10 @@ def _run_steps(steps: Steps, evaluations: Evaluations, saves: Saves, starts: Sta
             if saves.done in (run.done + 1, settings.steps) or stopped:
                 save_plan(run, plan, f"step-{saves.done:06d}")
             if stopped or save_on or saves.is_checkpoint_due(minutes_over=minutes_over):
-                saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
-                stop.save_asked = ""  # on every rank, also where the signal came after the ranks had agreed
+                # The checkpoint comes before an evaluation, in which the step would be lost; that changes no weights.
+                saves.save()
+                # This holds on every rank, also where the signal came after the ranks had agreed.
+                stop.save_asked = ""
             saves.reserve_memory()
             if save_on and not stopped:
                 display.log(f"{save_on} was received: step {saves.done} is saved, and the run goes on")

@@ -11,10 +11,12 @@ from longspan.plain_text import LogLine
 from longspan.run.loggers import RunLoggers
 
 COMPLETIONS = "completions.jsonl"
-_MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
+# The limit is that of a line; samples with images take some megabytes.
+_MOST_BYTES = 64 << 20
 
 
-_MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no run takes so many
+# From here on a JSON reader may round a number, and no run takes so many.
+_MOST_STEPS = 1 << 53
 
 
 class StepLog(AbstractContextManager["StepLog"]):
@@ -44,12 +46,11 @@ class StepLog(AbstractContextManager["StepLog"]):
                 self._file.flush()
 
     def _remove_later_rows(self, path: Path, after_step: int, log: LogLine) -> None:
-        """Remove the rows of steps later than `after_step` from a file, and a torn last line. Lines that are no rows
-        stay, damaged ones and those of other tools. Counts of both are logged.
-        """
+        """Lines that are no rows stay, damaged ones and those of other tools."""
         later = torn = unreadable = 0
         size = path.stat().st_size
-        end = 0  # of what stays, in bytes
+        # The end of what stays is in bytes.
+        end = 0
         last = b"\n"  # line that stays
         with path.open("r+b") as file:
             while line := file.readline(_MOST_BYTES):
@@ -62,7 +63,8 @@ class StepLog(AbstractContextManager["StepLog"]):
                     torn = 1
                     continue
                 unreadable += step is None and bool(line.strip())
-                if position - len(line) > end:  # behind a row that goes
+                # The row stands behind a row that goes.
+                if position - len(line) > end:
                     file.seek(end)
                     file.write(line)
                     file.seek(position)

@@ -31,7 +31,8 @@ class StepProfiles:
     world: World
     log: LogLine
     _step: int = 0
-    _profile: Any = None  # what was profiled, until it is written
+    # The profile stays here until it is written.
+    _profile: Any = None
 
     @contextmanager
     def profile_step(self, step: int) -> Iterator[None]:
@@ -59,7 +60,7 @@ class StepProfiles:
                 self.log(text)
 
     def _write_rank_files(self) -> str:
-        """Write this rank's trace, and on the first rank the table, which is returned to be logged; "" on others."""
+        """The first rank returns the table, others ""."""
         folder = self.folder / f"step-{self._step:06d}"
         world = self.world
         profile = self._profile

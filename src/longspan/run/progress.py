@@ -20,15 +20,18 @@ class ProgressDisplay:
         self._log_every = log_every
         self._writing = threading.Lock()
         self._ended = threading.Event()
-        self._work = "setting up"  # what takes time now
+        # This names what takes time now.
+        self._work = "setting up"
         self._begun = time.monotonic()
         self._written = self._begun  # when the last line was
         self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
         # at the end of this session's first step: the clock less the seconds of evaluations so far, and its number
         self._timed_since: tuple[float, int] | None = None
-        self._step_tokens = 0  # of all documents of the steps after it
+        # The tokens are those of all documents of the steps after that one.
+        self._step_tokens = 0
         self._eval_seconds = self._eval_tokens = 0.0
-        self._evaluations: tuple[tuple[int, int, int], ...] = ()  # as in `set_schedule`
+        # The three numbers are those of `set_schedule`.
+        self._evaluations: tuple[tuple[int, int, int], ...] = ()
 
     def __enter__(self) -> "ProgressDisplay":
         if self._stream is not None:
@@ -61,7 +64,8 @@ class ProgressDisplay:
         """
         step = row["step"]
         text = self._step_text(row)
-        self.begin_work(f"after {text}")  # it may be saved or evaluated
+        # The model may be saved or evaluated next.
+        self.begin_work(f"after {text}")
         if self._timed_since is None:  # the first step compiles, and only starts the clock
             self._timed_since = time.monotonic() - self._eval_seconds, step
         else:
@@ -94,7 +98,7 @@ class ProgressDisplay:
         self._begun = self._begun if again else time.monotonic()
 
     def _log_while_quiet(self) -> None:
-        """Say what takes so long where no line came for LINE_SECONDS; in a thread, until the display is left."""
+        """Runs in a thread, until the display is left."""
         while not self._ended.wait(min(1.0, LINE_SECONDS / 4)):
             now = time.monotonic()
             if now - self._written >= LINE_SECONDS:
@@ -104,12 +108,8 @@ class ProgressDisplay:
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _remaining_time(self, step: int) -> str:
-        """Return how long the steps after this one and their evaluations will take; "" until a second step is timed,
-        and after the last.
-
-        Until an evaluation is timed, one of its tokens is taken to need a third of the time of a token of training, as
-        it has no backward pass.
-        """
+        """No text until a second step is timed, and after the last. Until an evaluation is timed, one of its tokens
+        is taken to need a third of the time of a token of training, as it has no backward pass."""
         assert self._timed_since is not None
         began, first_step = self._timed_since
         if not first_step < step < self._steps:
@@ -127,7 +127,6 @@ class ProgressDisplay:
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
-    """Return what the line of a step says, as far as its row of metrics has it."""
     figures = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.3g}", f"norm {row['grad_norm']:.3g}"]
     if "rewards/margins" in row:
         figures.append(f"margin {row['rewards/margins']:.3g}")
@@ -140,9 +139,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _evaluation_texts(row: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of an evaluation's row as texts, without the loss; metrics of the user's own have their names,
-    and other names with a "/" are left out.
-    """
+    """Metrics of the user's own have their names; other names with a "/" are left out."""
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",

@@ -33,7 +33,8 @@ _STEP = re.compile(rb'{"step": ?(\d{1,16}),')
 class PlanLog(StepLog):
     """The plans of steps, in plans.jsonl."""
 
-    _cost: Cost | None = None  # of the last row of this session
+    # The cost is that of the last row of this session.
+    _cost: Cost | None = None
 
     def write(self, step: int, plan: Plan) -> None:
         """Append the plan of a step, counted from 1. Raises OSError, with the file's name, if the disk refuses it."""
@@ -42,7 +43,7 @@ class PlanLog(StepLog):
         self._cost = plan.cost
 
     def _step_of_line(self, line: bytes) -> int | None:
-        """The step by the first bytes: rows of large plans take long to parse."""
+        """Rows of large plans take long to parse, so the step is read from the first bytes."""
         step = _STEP.match(line)
         return int(step[1]) if step and line.endswith(b"\n") else super()._step_of_line(line)
 
@@ -144,9 +145,7 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
 def _open_loggers(
     run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine
 ) -> RunLoggers:
-    """Make the loggers of a session; none for a run that has come to its end with all evaluations, nor on ranks without
-    `classes`.
-    """
+    """A run that has come to its end with all evaluations has no loggers, nor has a rank without `classes`."""
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= recorded_evaluations(rows):

@@ -73,7 +73,7 @@ class EvaluationSet:
 
 
 def _corpus_settings_of_set(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
-    """Return how the texts of a table [[evaluation.sets]] become a corpus, in evaluation/NAME of the run's folder."""
+    """The corpus is in evaluation/NAME of the run's folder."""
     return CorpusSettings.for_set(
         config,
         entry.path,
@@ -126,7 +126,8 @@ class TrainingRun(Training):
     order: StepOrder
     done: int
     sets: tuple[EvaluationSet, ...] = ()  # the held-out documents first, if there are any
-    reasons: Reasons = field(default_factory=Reasons)  # of what was left open and is chosen
+    # The reasons are for what was left open and is chosen.
+    reasons: Reasons = field(default_factory=Reasons)
 
     @property
     def dir(self) -> Path:

@@ -46,7 +46,8 @@ class Saves:
 
     def __init__(self, run: TrainingRun, log: LogLine) -> None:
         self.done: int = run.done
-        self.end_reason: str = ""  # of a run that ends before its last step
+        # A run that ends before its last step has a reason.
+        self.end_reason: str = ""
         self._run = run
         self._log = log
         self._saved = run.done  # the step of the last checkpoint
@@ -125,7 +126,8 @@ class Saves:
         """
         patience = self._run.config.evaluation.patience
         best = self._best
-        if best is None or not patience or not best.step:  # without a best step the next evaluation gives one
+        # Without a best step the next evaluation gives one.
+        if best is None or not patience or not best.step:
             return False
         later = {step for step, name in evaluated if name == best.figure.set and step > best.step}
         if not self._run.world.control.broadcast_object(len(later) >= patience):
@@ -197,7 +199,8 @@ class Saves:
             weights_are_bad = isinstance(error, NonFiniteError) and not error.weights_are_finite
             if isinstance(error, RankLostError):
                 self.saver.give_up()
-            elif not isinstance(error, LongspanError) or not error.on_all_ranks:  # other ranks may not have it
+            elif not isinstance(error, LongspanError) or not error.on_all_ranks:
+                # Other ranks may not have the error.
                 self.saver.give_up(self._run.world.timeout / 4)
             elif self.done > self._saved and not save_failed and not weights_are_bad:
                 error.add_note(self._try_to_save())
@@ -209,8 +212,8 @@ class Saves:
             raise
 
     def _try_to_save(self) -> str:
-        """Save the weights as they are, and wait for that; returns a note that says whether they are saved."""
-        saved_step = self._saved  # before `save` changes it
+        # `save` changes the number below.
+        saved_step = self._saved
         try:
             self.save(keep_all=True)
             self.wait()
@@ -224,7 +227,8 @@ class BestCheckpoint:
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
         self.figure: BestFigure = BestFigure.from_text(figure)
-        self.steps: Sequence[BestStep] = ()  # that were the best when they were evaluated, the best last
+        # Each of these steps was the best when it was evaluated; the last one is the best.
+        self.steps: Sequence[BestStep] = ()
         self._folder = folder
         self._world = world
         self._log = log

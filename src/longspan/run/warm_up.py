@@ -49,7 +49,8 @@ SHORT = 128  # chunks of up to SHORT rows are told apart in units of SHORT_STEP 
 LONG = 4 * SHORT  # rows to which chunks are cut: their kernels are those of any longer ones
 CONNECTED = 16  # slots, at most, of which every pair is connected where plans are dynamic
 COMING = 32  # steps whose plans are looked at
-COMING_DYNAMIC = 4  # of dynamic plans, which take a while each
+# Dynamic plans take a while each.
+COMING_DYNAMIC = 4
 
 
 def group_kind(group: Group) -> tuple[object, ...]:
@@ -202,7 +203,7 @@ def plan_warm_up(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: i
 
 
 def _pad_to_multiple(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Repeat the last micro-batch until their number is a multiple, as pipelines need it."""
+    """Pipelines need a multiple."""
     return batches + batches[-1:] * (-len(batches) % multiple)
 
 
@@ -217,11 +218,8 @@ class _Prefix(SyntheticDocument):
 
 
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
-    """Run a step of synthetic documents under this plan, without an update; entered by all ranks.
-
-    With `backward` gradients are left on the parameters, and the losses of routers and depths are computed too. For a
-    model that scores the last row of each document is scored.
-    """
+    """Entered by all ranks. With `backward` gradients are left on the parameters, and the losses of routers and
+    depths are computed too. For a model that scores the last row of each document is scored."""
     model = find_language_model(training.model)
     prefixes = set(plan.parents or ())
     parents = plan.parents or (-1,) * len(plan.lengths)
@@ -241,7 +239,7 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
 
 
 def _make_scored(document: SyntheticDocument) -> ScoredDocument:
-    """Return a document of these tokens for a model that scores: its last row is scored, but no row of a prefix."""
+    """No row of a prefix is scored."""
     no_rows = np.arange(0)
     scored = ScoredDocument(
         document[np.arange(len(document))], rows=no_rows if isinstance(document, _Prefix) else None
@@ -251,7 +249,7 @@ def _make_scored(document: SyntheticDocument) -> ScoredDocument:
 
 
 def _sum_scores(scores: Tensor, at: LossTokens) -> Tensor:
-    """Return the loss of each scored row: the weighted sum of its scores, so that every score gets a gradient."""
+    """The weighted sum of a row's scores: every score gets a gradient."""
     return scores.reshape(len(at), -1).sum(-1) * at[WEIGHTS]
 
 

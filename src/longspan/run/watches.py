@@ -27,8 +27,10 @@ class AllocatorWatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._count_before = allocator_retries(device)
-        self.of_step: int = 0  # what the last step added
-        self._last_retries = deque[float](maxlen=WARNED_AFTER)  # of the last steps, the most of any rank
+        # The last step added this number.
+        self.of_step: int = 0
+        # Each number is the most of any rank in one of the last steps.
+        self._last_retries = deque[float](maxlen=WARNED_AFTER)
         self._is_warned = False
 
     def count_step_retries(self) -> dict[str, int]:
@@ -70,9 +72,7 @@ def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
 
 
 def _write_allocator_snapshot(run: TrainingRun) -> str:
-    """Write what the allocator of this rank's GPU holds into the run's folder; returns a line that says where, or why
-    it could not be written. On a CPU nothing is written, and the line says what the measured bytes are.
-    """
+    """On a CPU nothing is written, and the line says what the measured bytes are."""
     if run.world.device.type != "cuda":
         return "\non a CPU the most is the whole process's, with Python and its libraries"
     file = run.dir / "memory" / f"rank-{run.world.rank}.pickle"
@@ -85,7 +85,6 @@ def _write_allocator_snapshot(run: TrainingRun) -> str:
 
 
 def _memory_table(run: TrainingRun) -> str:
-    """Return a table of the memory of this rank's device by part: bytes of run's plan beside those measured now."""
     planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
     parameters = list(run.model.parameters())
     optimizer = run.optimizer
@@ -117,8 +116,10 @@ def _memory_table(run: TrainingRun) -> str:
     return f"{text_table(('part', 'planned', 'measured'), rows)}{note}"
 
 
-STEPS = 20  # whose median counts
-SLOWER = 1.10  # than the other slots for the same rows
+# The median of so many steps counts.
+STEPS = 20
+# A slot is slow that takes so much more than the others for the same rows.
+SLOWER = 1.10
 MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
 
 
@@ -152,5 +153,6 @@ class SlowSlots:
             )
         text = world.control.broadcast_object(text, source=rank, label="name of a slow slot")
         log(text)
-        for open_world in open_worlds():  # each of which may have to say why it waits
+        # Each world may have to say why it waits.
+        for open_world in open_worlds():
             open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]

@@ -100,4 +100,5 @@ def resolve_on_ranks(
         log(resolved.rows_line)
     if facts.gpu or config.train.device_memory_limit:
         return resolved
-    return replace(resolved, memory=None)  # it chose rows; without a limit nothing holds a CPU to it
+    # The plan of memory chose rows; without a limit nothing holds a CPU to it.
+    return replace(resolved, memory=None)

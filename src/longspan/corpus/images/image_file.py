@@ -98,8 +98,8 @@ class ImageFile(NamedTuple):
         except pil.DecompressionBombError as error:  # Pillow raises it at twice its limit
             pixels = re.search(r"\d+", str(error))
             raise self._pixels_error(int(pixels.group()) if pixels else 0, 2 * pil.MAX_IMAGE_PIXELS) from error
-        # The error's message is the path, or an address in memory.
         except pil.UnidentifiedImageError as error:
+            # The error's message is the path, or an address in memory.
             raise DataError(
                 f"{self._name} is no image that Pillow can read: it is none of {', '.join(_pillow_formats())}"
             ) from error

@@ -142,8 +142,8 @@ class Processor:
         """Whether images of every size take the same placeholders."""
         try:
             counts = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
-        # Some processors lack this method, or have one that does not run.
         except Exception:
+            # Some processors lack this method, or have one that does not run.
             return False
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 

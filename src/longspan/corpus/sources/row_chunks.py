@@ -192,8 +192,8 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
             else f"line {error.lineno}, column {error.colno} of the row"
         )
         return BadRow(where, f"not JSON ({error.msg} at {place}): {_line_beginning(line)}")
-    # Any other ValueError is of int(), which limits digits.
     except ValueError:
+        # Any other ValueError is of int(), which limits digits.
         digits = f"{sys.get_int_max_str_digits():,}"
         return BadRow(
             where, f"an integer of more than {digits} digits, which no key of a row takes: {_line_beginning(line)}"

@@ -275,7 +275,7 @@ def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
     try:
         normed = trial_norm(x, *gates)
         expected = formula(x, trial_norm.weight, eps, *gates)  # pyright: ignore[reportArgumentType]
-    # The norm takes other arguments, another shape of them, or a device that it is not on.
     except Exception:
+        # The norm takes other arguments, another shape of them, or a device that it is not on.
         return False
     return normed.shape == expected.shape and bool((normed - expected).norm() <= _CLOSE * expected.norm())

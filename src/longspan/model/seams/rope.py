@@ -171,7 +171,7 @@ def length_limits(module: nn.Module) -> set[LengthLimit]:
 
 
 def _limit_of_rope_type(rotary: nn.Module, kind: str, layer_type: str | None) -> LengthLimit:
-    """ "longrope" has a set up to a limit and one beyond it, "dynamic" one for each length beyond the trained one."""
+    """A "longrope" has a set up to a limit and one beyond it, "dynamic" one for each length beyond the trained one."""
     owner: Any = rotary
     if kind == "longrope":
         parameters = owner.config.rope_parameters

@@ -235,8 +235,8 @@ def _refuse_other_forward(
         with torch.enable_grad():
             logits = forward(_ModelAfterBase(model, rows, calls), **inputs).logits
         leaves = _leaves_of_graph(logits)
-    # What the forward does by itself is the clearer reason, if there is any.
     except Exception as error:
+        # What the forward does by itself is the clearer reason, if there is any.
         failed = error
     leaves -= {id(rows), *map(id, find_output_embedding(model).parameters())}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in leaves]

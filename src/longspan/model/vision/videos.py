@@ -126,7 +126,7 @@ def _expects_text_between_groups(config: PreTrainedConfig, placeholder: int, sid
     model = headless_model_class(config)
     try:
         compute_rope_positions(model, config, np.array([placeholder] * 4), np.array([VIDEO] * 4), **grids)
-    # The model made positions of the first group only, which do not fill four tokens.
     except RuntimeError:
+        # The model made positions of the first group only, which do not fill four tokens.
         return True
     return False

@@ -23,10 +23,12 @@ from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.fixed import pack_first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when queues should end, against the mean work of a slot
-FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle
+# Up to so many slots all goals are tried; else the one in the middle.
+FEW_SLOTS = 1024
 FILLED = 0.9  # share of the rows of a queue's micro-batches, on average
 LARGE = 0.03  # share of the step on a queue, above which an item may become a long group
-MOST_QUEUES = 16  # in a long group that is made to end earlier
+# A long group that is made to end earlier has at most so many queues.
+MOST_QUEUES = 16
 WORTH_TRYING = 1.5  # slot seconds against those of the best number of queues, up to which a group tries more queues
 
 
@@ -72,13 +74,15 @@ class _Queues:
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
         # whether a queue can be a group by itself; others only work in long groups
         self.usable = np.array([width in problem.degrees for _, width in self.parts])
-        self.launch = cost.micro_batch_seconds  # what a micro-batch costs in addition to its work
+        # A micro-batch costs this in addition to its work.
+        self.launch = cost.micro_batch_seconds
         self.group_end: Floats = np.zeros(len(self.parts))
         self.end: Floats = np.zeros(len(self.parts))
         self.next_micro_batch: list[int] = [0] * len(self.parts)
         self.items: list[list[int]] = [[] for _ in self.parts]
         self.long_groups: list[LongDocument] = []
-        fixed_seconds = self.launch + float(cost.latency_seconds(int(self.width.max())))  # of a micro-batch
+        # These are the seconds of a micro-batch.
+        fixed_seconds = self.launch + float(cost.latency_seconds(int(self.width.max())))
         self.work = problem.work + fixed_seconds / (FILLED * problem.cap) * problem.tokens  # seconds on one slot
 
     def place_in_group(self, item: int) -> None:
@@ -93,7 +97,8 @@ class _Queues:
             queues = order[:count]
             degree = self._group_degree(queues)
             last_gives_no_slot = int(self.width[queues[:-1]].sum()) >= degree
-            if last_gives_no_slot or degree < least_degree:  # below it slots hold more than the cap
+            # Below the least degree slots hold more than the cap.
+            if last_gives_no_slot or degree < least_degree:
                 continue
             seconds = self._group_seconds(item, queues)
             score = (degree * seconds, seconds)
@@ -136,13 +141,10 @@ class _Queues:
             self.items[queue].append(item)
 
     def _group_degree(self, queues: Integers) -> int:
-        """Return the highest degree that the slots of these queues together allow; 0 if none."""
         return self.problem.widest_degree(int(self.width[queues].sum()))
 
     def _group_seconds(self, item: int, queues: Integers) -> float:
-        """Return the seconds of an item in one group over these queues, with the launch of its micro-batch; the group
-        counts as one across nodes.
-        """
+        """With the launch of its micro-batch; the group counts as one across nodes."""
         tokens = int(self.problem.tokens[item])
         degree = self._group_degree(queues)
         squares = int(self.problem.squares[item])
@@ -150,10 +152,8 @@ class _Queues:
         return self.launch + float(seconds)
 
     def _make_group(self, item: int, queues: Integers) -> None:
-        """Let queues work on an item together, and move their ends. A long group begins when the last of its queues has
-        ended its earlier ones; each queue works on its own items after all its long groups. The last queue gives only
-        as many slots as the degree needs.
-        """
+        """A long group begins when the last of its queues has ended its earlier ones; each queue works on its own
+        items after all its long groups. The last queue gives only as many slots as the degree needs."""
         seconds = self._group_seconds(item, queues)
         local = self.end[queues] - self.group_end[queues]
         self.group_end[queues] = self.group_end[queues].max() + seconds

@@ -28,7 +28,8 @@ from longspan.plan.micro_batch import Group, MicroBatch
 STEEPNESS = (0.0, 0.4, 0.7, 1.0)
 SLACK = (1.005, 1.03)
 SLACK_OF_FEW = (*SLACK, 1.07, 1.15, 1.3, 1.6)
-Known = set[tuple[bytes, bytes, float]]  # what was placed: durations, which items are long, reach
+# What was placed is known by its durations, which items are long, and the reach.
+Known = set[tuple[bytes, bytes, float]]
 LIMITS = ((0.15, 0.8), (0.5, 0.4))  # share and reach: see `Settings`
 LIMITS_OF_FEW = ((0.0, 0.0), (0.15, 0.4))
 # What random changes choose from.
@@ -37,10 +38,12 @@ REACHES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 # What random changes multiply durations by: the least factor, and how far it goes above that.
 AS_THEY_CAME = (0.985, 0.02)  # durations as bins ended: mostly a little less, so that the next search packs tighter
 ONE_DURATION = (0.9, 0.2)
-MOVED_SHARE = (-0.05, 0.1)  # of a duration, to another micro-batch
+# This share of a duration goes to another micro-batch.
+MOVED_SHARE = (-0.05, 0.1)
 ALL_DURATIONS = (0.98, 0.04)  # where other documents become long ones
 JUST_FITS = 1.0005  # times a document's seconds: its micro-batch must hold it although sums are rounded
-LEAST_DURATION = 1e-6  # of the mean work of a slot
+# The duration is a share of the mean work of a slot.
+LEAST_DURATION = 1e-6
 SHOWN_LATENCY = 0.5  # share of a short group's latency in a gap: some gaps have groups, and others single slots
 # from this share of the items on, longest first, documents are as dense as those that fill gaps
 SHORT_FROM = (3, 4)
@@ -85,7 +88,8 @@ class Bins:
         self.start: list[int] = []
         self.width: list[int] = []
         self.long: list[int] = []  # index of the long document on these slots, or −1
-        self.seconds: list[float] = []  # until it ends
+        # A bin ends after so many seconds.
+        self.seconds: list[float] = []
         self.room: list[int] = []  # tokens that it can still hold
         self.short: list[list[int]] = []  # items, longest first
 
@@ -150,10 +154,9 @@ def search_candidate(problem: Problem, steps: int) -> Candidate:
 
 
 def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) -> tuple[Candidate, Settings]:
-    """Return the fastest candidate of the settings that are tried first, and its settings. The numbers of micro-batches
-    are the fewest, some more, and multiples that are launched anyway. A large problem is tried with two steepnesses of
-    every number and slack, then with the others of the best number and slack, then with other limits.
-    """
+    """The numbers of micro-batches are the fewest, some more, and multiples that are launched anyway. A large
+    problem is tried with two steepnesses of every number and slack, then with the others of the best number and
+    slack, then with other limits."""
     multiple = problem.request.micro_batch_multiple
     few = problem.has_few_items
     counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
@@ -189,10 +192,9 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
-    """Return durations for `count` micro-batches, in units of the mean work of a slot, the first of which holds the
-    longest document. The steep durations are the work of parts of equal tokens, longest documents first; a document
-    counts in the part that holds its middle token.
-    """
+    """Durations are in units of the mean work of a slot; the first holds the longest document. The steep ones are
+    the work of parts of equal tokens, longest documents first; a document counts in the part that holds its
+    middle token."""
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
     steep = np.bincount(part, weights=problem.work, minlength=count) / (
@@ -208,11 +210,9 @@ def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepne
 
 
 def _change_settings(best: Candidate, settings: Settings, random: Random) -> Settings:
-    """Return settings changed at random, by one of five kinds of change: durations as they came out, times 0.985 to
-    1.005; one up to a tenth longer or shorter; up to a twentieth of one moved to another; one as long as one of its
-    long documents takes at another degree; other documents as long ones. On links of 25 GB/s some steps are 4 % slower
-    with three kinds.
-    """
+    """One of five kinds of change: durations as they came out, times 0.985 to 1.005; one up to a tenth longer or
+    shorter; up to a twentieth of one moved to another; one as long as one of its long documents takes at another
+    degree; other documents as long ones. On links of 25 GB/s some steps are 4 % slower with three kinds."""
 
     def draw(bounds: tuple[float, float]) -> float:
         return bounds[0] + bounds[1] * random.random()
@@ -222,17 +222,21 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
     mean = best.problem.mean_slot_seconds
     change = int(5 * random.random())
     micro_batch = int(len(durations) * random.random())
-    if change == 0:  # all as they came out
+    if change == 0:
+        # All durations are as they came out.
         durations = best.durations / mean * draw(AS_THEY_CAME)
-    elif change == 1:  # one longer or shorter
+    elif change == 1:
+        # One duration becomes longer or shorter.
         durations[micro_batch] *= draw(ONE_DURATION)
     elif change == 2:  # a part of one to another
         moved = draw(MOVED_SHARE) * durations[micro_batch]
         durations[micro_batch] -= moved
         durations[int(len(durations) * random.random())] += moved
-    elif change == 3:  # one as long as one of its long documents takes at another degree
+    elif change == 3:
+        # One duration is as long as one of its long documents takes at another degree.
         long = [document for document in best.long if document.micro_batch == micro_batch]
-        if long:  # at a degree that differs by at most a quarter and 2
+        if long:
+            # The degree differs by at most a quarter and 2.
             problem = best.problem
             document = long[int(len(long) * random.random())]
             degree = sum(count for _, count in document.parts)
@@ -243,7 +247,8 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
             inside = degree <= problem.widest_in_node
             seconds = float(problem.request.cost.group_seconds(tokens, squares, degree, inside))
             durations[micro_batch] = JUST_FITS * seconds / mean
-    else:  # other documents become long ones
+    else:
+        # Other documents become long ones.
         share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
         durations *= draw(ALL_DURATIONS)
     return Settings(np.maximum(durations, LEAST_DURATION), share, reach)
@@ -330,16 +335,16 @@ class DegreeTable:
         item_class = int(self.item_class[item])
         seconds = self.seconds[item_class]
         taken = self.degrees * np.maximum(seconds, duration)
-        taken = taken + self.problem.request.slots * np.maximum(seconds - duration, 0.0)  # and waited for
+        # All slots wait for what exceeds the duration.
+        taken = taken + self.problem.request.slots * np.maximum(seconds - duration, 0.0)
         slot_seconds = np.where(self.fits[item_class] & (self.degrees <= free), taken, np.inf)
         best = int(slot_seconds.argmin())
         return float(slot_seconds[best]), int(self.degrees[best]), float(seconds[best])
 
 
 def _longest_by_class(lengths: Integers) -> Integers:
-    """Return the longest of each class of `lengths`, which are sorted and distinct. Lengths of one class have as many
-    bits and the same first seven, so that they differ by less than 1 / 64. Up to CLASSES lengths are a class each.
-    """
+    """`lengths` are sorted and distinct. Those of one class have as many bits and the same first seven, so that they
+    differ by less than 1 / 64. Up to CLASSES lengths are a class each."""
     if not len(lengths):  # no document may be long: a class that no item is in, since the table has at least one
         return np.ones(1, dtype=np.int64)
     if len(lengths) <= CLASSES:
@@ -412,17 +417,14 @@ class _Placing:
                 self._defer_or_lengthen(item)
 
     def _seconds_at_widths(self, items: list[int], width: Integers, inside: int) -> Floats:
-        """Return the seconds of items in groups of their own, one row of `width` (items, …) for each item: across nodes
-        (`inside` 0) or inside one (1).
-        """
+        """One row of `width` (items, …) per item, in a group of its own: across nodes (`inside` 0) or inside one
+        (1)."""
         rows = np.array(items).reshape(-1, *[1] * (width.ndim - 1))
         return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
     def _place_item_in_slots(self, item: int, micro_batch: int, width: int, prices: tuple[float, float]) -> None:
-        """Place a long item in `width` free slots of a micro-batch, and make bins of them for short ones. `prices` are
-        the item's seconds across nodes and within one; a last block that has taken in a smaller last node has slots of
-        both, which are across nodes.
-        """
+        """`prices` are the item's seconds across nodes and within one; a last block that has taken in a smaller last
+        node has slots of both, which are across nodes."""
         parts = self.free[micro_batch].take_slots(width)
         problem = self.problem
         seconds = prices[len(parts) == 1 and problem.shares_node(*parts[0])]
@@ -433,9 +435,8 @@ class _Placing:
         self.long.append(LongDocument(micro_batch, item, parts, rows, seconds))
 
     def _defer_or_lengthen(self, item: int) -> None:
-        """Place a long item for which no micro-batch has time and slots. One that fits a bin is left to `place_short`;
-        any other makes a micro-batch longer, or a new one, whichever wastes least.
-        """
+        """No micro-batch has time and slots for the item. One that fits a bin is left to `place_short`; any other
+        makes a micro-batch longer, or a new one, whichever wastes least."""
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
             self.unplaced.append(item)
             return
@@ -451,7 +452,6 @@ class _Placing:
         self._place_item_in_slots(item, micro_batch, width, (across, seconds))
 
     def _add_micro_batch(self, duration: float) -> None:
-        """Add a micro-batch of this duration, whose slots are all free."""
         self.durations.append(duration)
         self.free.append(FreeSlots(self.problem.blocks, self.problem.degrees))
 
@@ -518,7 +518,8 @@ class LeastLoaded:
         busy = self.bins.seconds
         short = self.bins.short
         waiting = 0  # room of the roomiest bin that waits
-        changed = self.heaps  # whose first may be too full
+        # The first bins of these heaps may be too full.
+        changed = self.heaps
         for position in range(first, len(items)):
             item = items[position]
             length = tokens[item]
@@ -571,7 +572,8 @@ def divide_bins(candidate: Candidate, *, level: bool) -> tuple[Floats, list[list
     bins = candidate.bins
     tokens = problem.tokens.tolist()
     work = problem.work.tolist()
-    ways = defaultdict[int, list[tuple[float, list[int]]]](list)  # of each bin: when it ends, and slots
+    # Each bin has pairs of when it ends, and of slots.
+    ways = defaultdict[int, list[tuple[float, list[int]]]](list)
     for b, shared, seconds, rows in _price_sharing(candidate):
         width = bins.width[b]
         places = [-1] * shared
@@ -597,12 +599,9 @@ def divide_bins(candidate: Candidate, *, level: bool) -> tuple[Floats, list[list
 
 
 def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]]:
-    """Yield (bin, count, seconds, rows) for each bin with short documents, and each number of them that its slots may
-    share: when the slots have ended the long document and the shared ones, and the rows that a slot then holds.
-
-    A long document of one part takes all slots of its bin, as the group of shared documents does, and so joins that.
-    One of several parts runs before the short ones.
-    """
+    """(bin, count, seconds, rows): when the slots have ended the long document and `count` shared ones, and the rows
+    that a slot then holds. A long document of one part takes all slots of its bin, as the group of shared
+    documents does, and so joins that. One of several parts runs before the short ones."""
     problem = candidate.problem
     bins = candidate.bins
     choices = list[tuple[int, int, float, int]]()

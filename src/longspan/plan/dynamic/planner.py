@@ -26,11 +26,14 @@ from longspan.plan.step_times import lower_bound_seconds
 
 EffortName = Literal["fast", "balanced", "thorough"]
 
-CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
-COMPARED_SLOTS = 1024  # up to which fixed degrees are tried; above, from DISTANT on
+# A plan so near the lower bound is not compared with other kinds of plans.
+CLOSE = 1.02
+# Up to so many slots fixed degrees are tried; above, from DISTANT on.
+COMPARED_SLOTS = 1024
 COMPARED_DOCUMENTS = 20_000
 DISTANT = 1.05
-HALVED_SLOTS = 64  # up to which plans of degrees that are powers of two are searched too, on measured links
+# Up to so many slots plans of degrees that are powers of two are searched too, on measured links.
+HALVED_SLOTS = 64
 
 
 @expand_option_signature
@@ -109,10 +112,8 @@ def plan_dynamic(
 
 
 def _count_search_steps(effort: EffortName, problem: Problem) -> int:
-    """Return how many random changes a search tries: the more items, the fewer, as each change takes longer. A step of
-    many slots with few documents each takes up to 7 % longer after 12 changes than after 40 (bench/plans/planner.py
-    --tokens-per-slot 8192).
-    """
+    """The more items, the fewer, as each change takes longer. A step of many slots with few documents each takes up
+    to 7 % longer after 12 changes than after 40 (bench/plans/planner.py --tokens-per-slot 8192)."""
     scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
     size = len(problem.tokens) + problem.request.slots
     most = (65_000 // size) ** 2  # so that 8,192 slots take less than 5 s
@@ -120,10 +121,9 @@ def _count_search_steps(effort: EffortName, problem: Problem) -> int:
 
 
 def _problem_of_powers_of_two(problem: Problem) -> Problem | None:
-    """Return the problem with powers of two as its only degrees; None where that is not worth a search. On measured
-    links groups of other degrees have slower types, or leave slots of a host over. Ideal links show no difference, many
-    slots take long, and where all or none of the degrees are powers of two nothing is left to plan.
-    """
+    """None where that is not worth a search. On measured links groups of other degrees have slower types, or leave
+    slots of a host over. Ideal links show no difference, many slots take long, and where all or none of the
+    degrees are powers of two nothing is left to plan."""
     request = problem.request
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
     if request.cost.network is None or request.slots > HALVED_SLOTS or len(degrees) in (0, len(problem.degrees)):
@@ -134,10 +134,8 @@ def _problem_of_powers_of_two(problem: Problem) -> Problem | None:
 
 
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
-    """Yield the fastest plan of each degree at which one could take less than `best` seconds: no plan of a degree takes
-    less than the mean work of a slot and the launches and waits of the fewest micro-batches. Documents of a group are
-    sorted as in the other plans.
-    """
+    """No plan of a degree takes less than the mean work of a slot and the launches and waits of the fewest
+    micro-batches. Documents of a group are sorted as in the other plans."""
     request = problem.request
     for cp in problem.degrees:
         launch = request.cost.micro_batch_seconds + float(request.cost.latency_seconds(cp))
@@ -153,9 +151,7 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
 
 
 def _sort_documents(batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with the documents of each group longest first, of equal length by id; families keep their
-    order, parents first.
-    """
+    """Longest first, of equal length by id; families keep their order, parents first."""
     groups: list[Group] = []
     for group in batch.groups:
         if group.parents is not None:
@@ -169,9 +165,11 @@ def _sort_documents(batch: MicroBatch) -> MicroBatch:
 
 # ---- few items
 
-MOST_ITEMS = 40  # of a step that is planned so: there are too many ways to group more
+# A step of more items has too many ways to group them.
+MOST_ITEMS = 40
 MOST_SLOTS = 64
-MOST_GROUPS = 24  # in a micro-batch
+# A micro-batch has at most so many groups.
+MOST_GROUPS = 24
 MOST_MOVES = 60  # tried in a micro-batch
 
 
@@ -179,7 +177,8 @@ MOST_MOVES = 60  # tried in a micro-batch
 class Arrangement:
     """Groups of items that work at the same time: the slots of each, and when the slowest ends, without the launch."""
 
-    items: list[list[int]]  # of each group, the widest group first
+    # Each group has a list; the widest group is first.
+    items: list[list[int]]
     slots: list[tuple[int, ...]]
     slowest: int  # group
     seconds: float
@@ -205,22 +204,20 @@ def plan_few_items(problem: Problem) -> list[MicroBatch] | None:
 
 
 def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
-    """Yield divisions of the items into micro-batches, for each number of micro-batches that is tried; those without
-    items are left out. Items are divided in two ways: into equal work, and, longest first, into parts of equal tokens,
-    so that the longest are together; an item is in the part that holds its middle token.
-    """
+    """For each number of micro-batches items are divided in two ways: into equal work, and, longest first, into
+    parts of equal tokens, so that the longest are together; an item is in the part that holds its middle token."""
     tokens = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     for count in range(problem.least_micro_batches, problem.least_micro_batches + MORE_MICRO_BATCHES + 1):
         even = pack_least_loaded(tokens, problem.work.tolist(), count, problem.request.slots * problem.cap)
         by_length = np.minimum(middle * count // sum(tokens), count - 1).tolist()
-        for places in (even, by_length if count > 1 else None):  # of one micro-batch both are the same
+        # For one micro-batch both divisions are the same.
+        for places in (even, by_length if count > 1 else None):
             if places is not None:
                 yield [items for items in _items_by_place(range(len(places)), places, count) if items]
 
 
 def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
-    """Return the items of each place below `count`; `places` has the place of each item."""
     return [[item for item, other in zip(items, places, strict=True) if other == place] for place in range(count)]
 
 
@@ -259,9 +256,7 @@ class GroupPrices:
 
 
 def _best_arrangement(prices: GroupPrices, items: list[int]) -> Arrangement | None:
-    """Return the arrangement of one micro-batch's items that ends earliest, over all numbers of groups; None if the
-    items fit no slots.
-    """
+    """None if the items fit no slots."""
     problem = prices.problem
     tokens = problem.tokens[items].tolist()
     work = problem.work[items].tolist()
@@ -286,9 +281,7 @@ def _best_arrangement(prices: GroupPrices, items: list[int]) -> Arrangement | No
 
 
 def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
-    """Yield the groups after one item of the slowest group, its shortest first, has gone to each of the others; a group
-    without items is left out.
-    """
+    """One item of the slowest group, its shortest first, goes to each of the others."""
     groups = list(arrangement.items)
     slowest = groups.pop(arrangement.slowest)
     for item in slowest[::-1]:
@@ -301,9 +294,7 @@ def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
 
 
 def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement | None:
-    """Give each group, the widest first, as many slots as let the slowest end earliest, inside blocks if they fit; None
-    if there are too few slots.
-    """
+    """The widest group is first. Slots let the slowest end earliest, inside blocks if they fit; None: too few slots."""
     problem = prices.problem
     seconds_by_degree = prices.seconds_at_degrees(groups)
     # Of each group the index of the fewest slots with which the slowest ends earliest. The slowest ends at one of these
@@ -335,7 +326,8 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
     seconds = seconds_by_degree[order, chosen[order]]
     order_of_groups: list[int] = order.tolist()
     items = [groups[g] for g in order_of_groups]
-    if inside_node != prices.inside[chosen[order]].tolist():  # some group got slots of several nodes
+    # Some group got slots of several nodes.
+    if inside_node != prices.inside[chosen[order]].tolist():
         tokens, squares, documents = prices.group_sizes(items)
         seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)
     slowest = int(seconds.argmax())

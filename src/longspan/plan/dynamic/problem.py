@@ -20,7 +20,8 @@ Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each blo
 PACKED_ABOVE = 16  # documents a slot on average, above which the short ones are packed together
 PACKS = 64  # packs a slot that they make at most, so that items still divide evenly
 LEAST_LONG = 0.1  # share of a block's work in a micro-batch, below which a document is never long
-MORE_MICRO_BATCHES = 2  # than the caps demand
+# So many more micro-batches are tried than the caps demand.
+MORE_MICRO_BATCHES = 2
 EXACT_DEGREES = 40  # every degree up to this is considered, then multiples of the node size ever farther apart
 
 
@@ -162,14 +163,13 @@ class Problem:
 
 
 def _first_documents_of_items(tokens: Integers, pack_tokens: int) -> Integers:
-    """Return the index of each item's first document, where documents shorter than `pack_tokens` are packed: these lie
-    end to end, and an item has those that begin within the same `pack_tokens`. Others are items by themselves.
-    `tokens` are those of the documents, in falling order.
-    """
+    """Documents shorter than `pack_tokens` lie end to end, and an item has those that begin within the same
+    `pack_tokens`. Others are items by themselves. `tokens` are those of the documents, in falling order."""
     long_count = int(np.searchsorted(-tokens, -pack_tokens, side="right"))
     starts = np.cumsum(tokens[long_count:]) - tokens[long_count:]
     packs = np.concatenate((np.arange(long_count), long_count + starts // pack_tokens))
-    item = np.unique(packs, return_inverse=True)[1]  # of each document
+    # Each document has the index of its item.
+    item = np.unique(packs, return_inverse=True)[1]
     return np.flatnonzero(np.diff(item, prepend=-1))
 
 

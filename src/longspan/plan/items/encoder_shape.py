@@ -15,11 +15,14 @@ from longspan.plan.shape.families import FAMILIES
 
 Trained = Literal["all", "projector", "none"]
 
-_GEMMA_ROWS = 256  # of an image, if a configuration has no number
-_HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
+# An image has so many rows if a configuration has no number.
+_GEMMA_ROWS = 256
+# Kernels pad a head to this multiple (attention/kernels/fa4.py).
+_HEAD_MULTIPLE = 32
 # Of narrow products and rotary angles in float32, over a decoder's; both from vision-step-4xH200 in measured.json.
 ENCODER_SPEED = 240 / 700
-WAVE_SECONDS = 2e-3  # of the launches of a wave on GPUs
+# The launches of a wave on GPUs take so long.
+WAVE_SECONDS = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +91,9 @@ class EncoderShape:
         return flops
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """Count the FLOPs of weights for an image of `rows` rows: 2 for each patch or row forward, 2 for the gradient
-        of its input, and 2 for a weight's own gradient. Frozen parts run forward only. The first layer that is trained
-        (the patch embedding, or the projector's entry) needs no gradient of its input.
-        """
+        """2 FLOPs for each patch or row forward, 2 for the gradient of its input, and 2 for a weight's own gradient.
+        Frozen parts run forward only. The first layer that is trained (the patch embedding, or the projector's
+        entry) needs no gradient of its input."""
         patches = self.patch_count(rows)
         tower = trained == "all"
         projector = trained != "none"
@@ -138,11 +140,10 @@ def read_window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 
 
 def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Read the tower of a Qwen model, whose text model has rows of `hidden` numbers. A block has four square
-    projections of attention and an MLP of two matrices, of three if `gated`. A merger takes merge² patches side by
-    side: one linear keeps that width, another makes a row of the text model of it. There is one merger, and one more
-    for each layer that DeepStack reads. A patch has the pixels of one frame or several.
-    """
+    """A Qwen tower's block has four square projections of attention and an MLP of two matrices, of three if `gated`.
+    A merger takes merge² patches side by side: one linear keeps that width, another makes a row of the text model
+    (`hidden` numbers) of it. There is one merger, and one more for each layer that DeepStack reads. A patch has
+    the pixels of one frame or several."""
     width = vision.count("embed_dim", "hidden_size")
     layers = vision.count("depth")
     merge = _read_size(vision, "spatial_merge_size")
@@ -164,16 +165,16 @@ def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> Encod
 
 
 def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Read a tower of CLIP or SigLIP, up to the last layer whose features the projector reads; rows of the text model
-    have `hidden` numbers. Gemma 3 pools patches before one projection, PaliGemma projects each patch; others (LLaVA)
-    project the features of one layer or several by two linears, without the class row unless it is kept.
-    """
+    """CLIP or SigLIP, up to the last layer whose features the projector reads; rows of the text model have `hidden`
+    numbers. Gemma 3 pools patches before one projection, PaliGemma projects each patch; others (LLaVA) project
+    the features of one layer or several by two linears, without the class row unless it is kept."""
     width = vision.count("hidden_size")
     layers = vision.count("num_hidden_layers")
     patches = (vision.count("image_size") // _read_size(vision, "patch_size")) ** 2
     class_rows = int("clip" in vision.model_type)
     layers_read = [layers]
-    rows = model.count("mm_tokens_per_image") or _GEMMA_ROWS  # of pooled patches
+    # The rows are those of pooled patches.
+    rows = model.count("mm_tokens_per_image") or _GEMMA_ROWS
     if model.family.images == "pooled":
         projector = width * hidden
         entry = 0
@@ -208,6 +209,6 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
 
 
 def _read_size(vision: ConfigReader, name: str) -> int:
-    """Return the size of this name, a number or a pair (height, width) in the configuration; of a pair the height."""
+    """Of a pair (height, width) the height."""
     value: Any = vision.value(name)
     return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(name)  # pyright: ignore[reportUnknownArgumentType]

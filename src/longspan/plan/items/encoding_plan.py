@@ -83,10 +83,8 @@ class ModalityPlan:
 
 @lru_cache(maxsize=8)
 def _plan_encoding(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
-    """Plan the items of these `counts` of rows as documents of the encoder, in few steps of search; the last eight
-    plans are kept. Every row of an item sees all rows of it, so that contiguous shares have equal attention, as zigzag
-    ones do.
-    """
+    """The cache keeps the last eight plans, which are made in few steps of search. Every row of an item sees all
+    rows of it, so that contiguous shares have equal attention, as zigzag ones do."""
     return plan_dynamic(
         counts,
         planning.home,
@@ -115,9 +113,7 @@ def plan_items(
 
 @lru_cache(maxsize=8)
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
-    """Plan the waves of one modality of a table: who encodes which items, and who needs which of their rows in which
-    micro-batch. Raises PlanError for an item that is too large for its encoder. The last eight answers are kept.
-    """
+    """The last eight answers are kept."""
     rows = table.rows_of_modality(modality)
     home = needed_by.home
     cap = planning.max_rows_per_slot
@@ -133,7 +129,8 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
         wave_of_item[list(micro_batch.documents)] = index
     wave_of_row = np.repeat(wave_of_item, np.diff(rows.base))
     needed, *ahead = (find_needed_rows(rows, needed_by, depth) for depth in range(needed_by.depths + 1))
-    needed_ids = dict[int, Integers]()  # of all micro-batches, one after another
+    # The ids of all micro-batches follow one after another.
+    needed_ids = dict[int, Integers]()
     for rank in home.ranks:
         # the parts of a micro-batch: the rows of its own tokens, and those of each depth
         parts_by_micro_batch = zip(needed[rank], *(of_depth[rank] for of_depth in ahead), strict=True)
@@ -148,9 +145,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
 
 
 def _encoded_rows(rows: ModalityRows, home: Layout, micro_batch: MicroBatch) -> dict[int, Integers]:
-    """Return the ids of the rows that each rank of an encoder's home has once a micro-batch is encoded, whose documents
-    are items. All tensor-parallel ranks of a slot have its rows.
-    """
+    """The documents of the micro-batch are items. All tensor-parallel ranks of a slot have its rows."""
     encoded = dict[int, Integers]()
     for slot in range(home.slots):
         parts = [_NONE]
@@ -176,7 +171,8 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
     for micro_batch in needed_by.micro_batches:
         # what each slot needs for each of its groups; the first, empty one is for a slot without groups
         parts: list[list[ItemRows]] = [[ItemRows(_NONE, _NONE)] for _ in range(home.slots)]
-        counts = [0] * home.slots  # of local rows
+        # These count local rows.
+        counts = [0] * home.slots
         for group in micro_batch.groups:
             for member, slot in enumerate(group.slots):
                 segments = group.shares.segments(member)

@@ -163,9 +163,7 @@ class ItemTable:
         return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
 
     def _sort_spans(self) -> _Spans:
-        """Return the spans of all items by document and position, checked. A row of the table has the fields of
-        `_Spans`, and last the number of its item, for the check of overlaps.
-        """
+        """A row of the table has the fields of `_Spans`, and last the number of its item, for the check of overlaps."""
         rows = list[tuple[int, ...]]()
         next_row = dict.fromkeys(self.modalities, 0)
         numbers = {modality: number for number, modality in enumerate(self.modalities)}
@@ -202,7 +200,6 @@ class ItemTable:
 
 
 def _check_item_types(index: int, item: object) -> None:
-    """Raise DataError unless this is a MediaItem whose document and spans are integers."""
     if not isinstance(item, MediaItem):
         raise DataError(f"item {index} is {item!r}; give MediaItem(document, spans, modality)")
     try:

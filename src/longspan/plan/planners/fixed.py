@@ -137,8 +137,10 @@ class Packer:
         rows, squares = request.family_sizes
         self.order: Integers = np.argsort(-rows, kind="stable")  # ids, longest first, equal lengths by id
         lengths = rows[self.order]
-        self.lengths: list[int] = lengths.tolist()  # in that order, as squares and work
-        self.squares: Integers = squares[self.order]  # of families as `Request.family_sizes`
+        # Lengths, squares and work are in that order.
+        self.lengths: list[int] = lengths.tolist()
+        # Squares of families are those of `Request.family_sizes`.
+        self.squares: Integers = squares[self.order]
         self.work: list[float] = request.cost.work_seconds(lengths, self.squares).tolist()  # seconds
         self.room: int = (
             int(lengths.sum()) if request.rows is None else request.rows * cp
@@ -199,19 +201,17 @@ class Packer:
         return [MicroBatch(tuple(groups)) for groups in batches]
 
     def _sort_bins(self, bins: Sequence[int]) -> Integers:
-        """Renumber bins, the slowest first; `bins` has the bin of each document. The groups of bins are not chosen yet,
-        so every bin is priced inside a node.
-        """
+        """The slowest bin is first. The groups of bins are not chosen yet, so every bin is priced inside a node."""
         places = np.array(bins, dtype=np.int64)
         rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
 
     def _balance_groups(self, assignment: Integers) -> Integers:
-        """Return the assignment with the documents of each micro-batch dealt anew to its groups, by equal work, where
-        that makes its slowest group faster. Groups are placed later, so all are priced inside a node.
-        """
+        """The documents of each micro-batch are dealt anew by equal work, where that makes its slowest group faster.
+        Groups are placed later, so all are priced inside a node."""
         count = self._count_micro_batches(assignment)
-        micro_batch = assignment // self.groups  # of each document
+        # Each document has the index of its micro-batch.
+        micro_batch = assignment // self.groups
         new_assignment = assignment.copy()
         by_micro_batch = np.argsort(micro_batch, kind="stable")
         documents_of_batches = np.split(by_micro_batch, np.cumsum(np.bincount(micro_batch))[:-1])
@@ -229,10 +229,8 @@ class Packer:
         return np.where((seconds_after < seconds_before)[micro_batch], new_assignment, assignment)
 
     def _place_bins(self, assignment: Integers) -> Integers:
-        """Choose which group each bin of a micro-batch goes to. In lockstep groups inside a node get the slowest bins,
-        as messages are faster there. In free mode groups with the least work in the micro-batches before get them, as
-        only a group's total counts.
-        """
+        """In lockstep groups inside a node get the slowest bins, as messages are faster there. In free mode groups
+        with the least work in the micro-batches before get them, as only a group's total counts."""
         groups = self.groups
         matrix = self._seconds_of_places(assignment, inside=True)
         load = np.zeros(groups)  # seconds of each group in the micro-batches before
@@ -244,18 +242,15 @@ class Packer:
         return place.reshape(-1)[assignment]
 
     def _seconds_of_places(self, assignment: Integers, inside: Flags | bool, count: int | None = None) -> Floats:
-        """Return the seconds of each place (micro-batches, groups), without the launch; 0 for one without documents.
-        `inside` is whether the slots of each group, or of all, share a node; `count` the micro-batches (None: those of
-        the assignment).
-        """
+        """Seconds (micro-batches, groups), without the launch; 0 for a place without documents. `inside`: the slots
+        of each group, or of all, share a node; `count` micro-batches (None: those of the assignment)."""
         count = count or self._count_micro_batches(assignment)
         flags = np.broadcast_to(inside, (count, self.groups)).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, self.groups)
 
     def _bin_seconds(self, bins: Integers, count: int, inside: Flags | bool) -> Floats:
-        """Return the seconds of `count` bins of documents, without the launch; 0 for an empty one. `bins` has the bin
-        of each document, `inside` is whether the slots of each bin's group, or of all, share a node.
-        """
+        """Seconds without the launch; 0 for an empty bin. `bins` has the bin of each document; `inside`: the slots
+        of each bin's group, or of all, share a node."""
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
         np.add.at(tokens, bins, rows)
@@ -266,7 +261,6 @@ class Packer:
         )
 
     def _count_micro_batches(self, assignment: Integers) -> int:
-        """Return how many micro-batches an assignment has, rounded up to the request's multiple."""
         count = 1 + int(assignment.max()) // self.groups
         multiple = self.request.micro_batch_multiple
         return -(-count // multiple) * multiple
@@ -302,7 +296,8 @@ def plan_padded(
     groups = request.slots // cp
     count = len(request.lengths)
     pad = max(request.lengths, default=0)
-    documents_of_group = count  # without a limit of rows there is one micro-batch
+    # Without a limit of rows there is one micro-batch.
+    documents_of_group = count
     if request.rows is not None and pad:
         documents_of_group = request.rows * cp // pad
     at_once = max(1, groups * documents_of_group)  # documents in a micro-batch; 1 if there are no documents

@@ -54,7 +54,8 @@ class Request(PlanOptions):
             request = replace(request, parents=None)
         else:
             check_work_fits_int64(len(documents), int(request.family_sizes[0].max()))
-        heads = (options.heads or 0) // home.tp  # of one tensor-parallel rank; 0: unknown
+        # One tensor-parallel rank has so many heads; 0: unknown.
+        heads = (options.heads or 0) // home.tp
         sizes = options.hierarchical_context_parallel_sizes
         a2a_size = 1
         if "a2a+p2p" in options.types:  # a size below 1 counts as 1 here, and is refused when the degree is known
@@ -219,11 +220,9 @@ class Request(PlanOptions):
         return timeline(batches, self.slots, self.cost, mode=self.mode, node_size=self.node_size).step_seconds
 
     def _complete_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
-        """Return the micro-batches, followed by dummy ones up to the next multiple: at least one in all. Groups of type
-        "auto" get the fastest type, groups of a2a+p2p without sizes the fastest sizes. Groups keep "auto" if neither
-        the options nor the cost's network, which is made for one model, know the query heads: `attend`, which sees the
-        heads, then chooses.
-        """
+        """At least one in all; dummies fill up to the multiple. Groups of type "auto" get the fastest type, groups
+        of a2a+p2p without sizes the fastest sizes. Groups keep "auto" if neither the options nor the cost's
+        network, which is made for one model, know the query heads: `attend`, which sees the heads, then chooses."""
         count = max(1, len(micro_batches))
         dummies = [MicroBatch()] * (count + -count % self.micro_batch_multiple - len(micro_batches))
         chooses_type = "auto" in self.types and bool(self.heads or self.cost.network)
@@ -242,7 +241,8 @@ class Request(PlanOptions):
             groups = list[Group]()
             for group in batch.groups:
                 way = ways[next(fastest_ways)]
-                kind = way.cp_comm_type if group.degree > 1 else "p2p"  # one slot sends nothing
+                # One slot sends nothing.
+                kind = way.cp_comm_type if group.degree > 1 else "p2p"
                 types = kind
                 # a type for each layer, of which only "auto" is replaced
                 if not isinstance(self.cp_comm_type, str):
@@ -256,9 +256,7 @@ class Request(PlanOptions):
 
 
 def _check_options(options: PlanOptions, documents: Sequence[int], home: Layout) -> None:
-    """Raise PlanError for options that no planner can follow on this home, or for documents of these lengths. What
-    depends on a degree `Request.check_degree` checks.
-    """
+    """`Request.check_degree` checks what depends on a degree."""
     if not documents and not options.allow_empty:
         raise PlanError(
             "there are no documents to plan and allow_empty is False; give lengths, or leave allow_empty out for a "
@@ -295,7 +293,6 @@ def _check_options(options: PlanOptions, documents: Sequence[int], home: Layout)
 
 
 def _check_parent_numbers(parents: Sequence[int], count: int) -> None:
-    """Raise PlanError unless there is an integer for each of `count` documents, −1 or the number of a document."""
     if len(parents) != count or {type(parent) for parent in parents} - {int}:
         raise PlanError(
             f"parents are {short_text(parents)} for {plural(count, 'document')}; give an integer (int) each: the "

@@ -15,7 +15,8 @@ COLWISE = "colwise"
 ROWWISE = "rowwise"
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 EMBEDDING = "embedding_rowwise"
-PACKED = "packed_colwise"  # of a linear that makes two things of equal width, such as a gate and what it weighs
+# Such a linear makes two things of equal width, such as a gate and what it weighs.
+PACKED = "packed_colwise"
 HEADS = "heads"  # a parameter with one number for each query head
 
 _ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE}
@@ -24,7 +25,8 @@ _UNGATED = {"up_proj": COLWISE, "down_proj": ROWWISE}
 _W123 = {"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE}
 _HEAD_NORMS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
 _EMBEDDINGS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
-_LATENT_ATTENTION = {  # of Kimi and Bailing: keys and values of all heads from one latent row
+# Kimi and Bailing make keys and values of all heads from one latent row.
+_LATENT_ATTENTION = {
     **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"), PARTIAL_GRADIENT),
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "g_proj"), COLWISE),
     "o_proj": ROWWISE,
@@ -37,9 +39,7 @@ _LFM2_ATTENTION = {
 
 
 def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
-    """Return a plan of tensor parallelism: the style of each parameter of these modules in every layer, by its name in
-    the model; "__" in a module's name stands for a dot.
-    """
+    """A "__" in a module's name stands for a dot."""
     return {
         f"layers.*.{module.replace('__', '.')}.{name}": style
         for module, styles in modules.items()
@@ -49,7 +49,8 @@ def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
 
 _XIELU = _layer_plan(mlp={"act_fn.alpha_p": PARTIAL_GRADIENT, "act_fn.alpha_n": PARTIAL_GRADIENT})
 _LFM2 = _layer_plan(self_attn=_LFM2_ATTENTION, feed_forward=_W123)
-_ZAMBA2 = _layer_plan(  # what layers share; each layer has adapters of its own
+# Layers share these modules; each layer has adapters of its own.
+_ZAMBA2 = _layer_plan(
     shared_transformer__self_attn=_ATTENTION
     | {f"linear_{x}_adapter_list.*.0": PARTIAL_GRADIENT for x in "qkv"}
     | {f"linear_{x}_adapter_list.*.1": COLWISE for x in "qkv"},
@@ -72,7 +73,7 @@ _Small = Mapping[str, Callable[[_Values], Any] | bool | int | list[str] | list[i
 
 
 def _defaults_where_none(**values: Any) -> _Small:
-    """Return a row's `small` values: these defaults, each in place of a None in the copy's configuration."""
+    """Each default stands in place of a None in the copy's configuration."""
     # `key` is a parameter, as a lambda would look up `name` only when it is called, after the loop
     return {name: lambda small, key=name: values[key] if small.get(key) is None else small[key] for name in values}
 
@@ -100,15 +101,18 @@ class Family:
     rotary: bool = True  # False: attention of a hybrid without positions
     rotary_key: str = ""  # the attribute that switches them on (True or "rope"); without it they are off
     prefix_rows: bool = False  # rows at the start of a document see each other in both directions
-    images_see_each_other: bool = False  # in every layer, tokens of one image
+    # Tokens of one image see each other in every layer.
+    images_see_each_other: bool = False
     images: Literal["", "merged", "features", "pooled", "patches"] = ""  # how a priced tower makes an image's rows
     gated_tower: bool = False  # MLPs of the tower have three products
     square_patches: bool = False  # patches are (n, C, p, p)
     no_images: str = ""  # why images cannot be given, clearer than the differences that a trial finds
-    mtp_names: Literal["", "last layers", "qwen"] = ""  # of published weights of multi-token prediction
+    # Published weights of multi-token prediction have such names.
+    mtp_names: Literal["", "last layers", "qwen"] = ""
     mtp_norm: str = "shared_head.norm."  # the last norm of depths that are named as last layers
     tensor_parallel: Mapping[str, str] | None = None  # styles that transformers 5.17 to 5.23 lacks
-    small: _Small = field(default_factory=dict[str, Any])  # of a small copy; functions of its other values
+    # A small copy has these values; functions are of its other values.
+    small: _Small = field(default_factory=dict[str, Any])
 
 
 FAMILIES: dict[str, Family] = {
@@ -178,7 +182,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v2": Family(small=_defaults_where_none(num_experts_per_tok=2)),
     "dory": Family(
-        small={  # its dict counts attention and MLPs apart: four layers, the two in the middle run again
+        # Its dict counts attention and MLPs apart: four layers, the two in the middle run again.
+        small={
             "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
             "num_hidden_layers": 8,
             "n_input_layers": 2,

@@ -11,8 +11,10 @@ from longspan.layout import Integers
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import has_mixers
 
-_STEP = 0.25  # of factors that are chosen here
-_BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
+# Factors that are chosen here are multiples of this step.
+_STEP = 0.25
+# Files of models with positions by type of layer have these keys.
+_BY_LAYER = ("rope_local_base_freq", "local_rope_theta")
 
 
 def position_limit(config: Any) -> int | None:
@@ -29,7 +31,8 @@ def position_limit(config: Any) -> int | None:
         return None
     rope = shared_rope(reader) or {}
     factor = rope.get("factor") or 1.0
-    if rope.get("rope_type") == "yarn":  # whose max_position_embeddings is the stretched length in some files
+    # In some files of yarn max_position_embeddings is the stretched length.
+    if rope.get("rope_type") == "yarn":
         return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
     return int(limit * factor) if rope.get("rope_type") in ("linear", "dynamic") else limit
 

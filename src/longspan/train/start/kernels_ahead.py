@@ -89,7 +89,7 @@ def compile_kernels_ahead(
 
 
 def _kernel_notes_digest(model: ModelConfig) -> str:
-    """ "" without FlashAttention-4 or a file of the model."""
+    """No digest without FlashAttention-4 or a file of the model."""
     file = None
     if model.source:
         source = Path(model.source)

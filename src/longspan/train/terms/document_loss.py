@@ -280,7 +280,7 @@ class DocumentPasses:
                 loss, coefficients = sum_set_losses(self.loss.function, sets, loss_sums)
                 self.check.add_sums(loss, coefficients, inside=inside)
                 return loss, coefficients.reshape(numbers.shape)
-            # The caller's function may raise anything.
             except Exception as error:
+                # The caller's function may raise anything.
                 self.error = error
         return 0.0, np.zeros_like(numbers)

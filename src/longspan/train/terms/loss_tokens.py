@@ -239,8 +239,8 @@ class TokenLoss:
                 return total, zeros[1]
             (slopes,) = torch.autograd.grad(total, leaf, allow_unused=True)
             return total.detach(), zeros[1] if slopes is None else slopes
-        # The caller's function may raise anything.
         except Exception as error:
+            # The caller's function may raise anything.
             self.error = error
             return zeros
         finally:

@@ -136,8 +136,8 @@ class MicroBatchPasses:
                 raise LossError(f"the loss has a derivative by {others[0]}, which is not computed; detach it")
             self.check.add_sums(loss.item(), np.concatenate([*slopes.values()]), inside=True)
             return loss.item(), slopes
-        # The caller's function may raise anything.
         except Exception as error:
+            # The caller's function may raise anything.
             self.error = error
             return 0.0, {self._names[0]: np.zeros(table.shape[1])}
 
