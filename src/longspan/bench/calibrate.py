@@ -461,7 +461,7 @@ class _CalibrationBench:
         for degree in {len(host) if slots % size == 0 else 1, slots}:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
         find = world.channels.find_channel
-        # by level and kind, what makes a call of so many bytes
+        # The key is (level, kind); each maker makes a call of so many bytes.
         makers = dict[tuple[Level, str], Callable[[int], Callable[[], object]]]()
         if size > 1:
             peers = find(host)

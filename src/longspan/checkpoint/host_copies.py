@@ -83,7 +83,7 @@ class HostCopies:
             first = 0
             for name, local in items[:count]:
                 numbers = host_range.memory[first : first + local.nbytes].view(local.dtype)
-                # in the order of dims that a copy made by torch would have
+                # The order of dims is that of a copy made by torch.
                 memory = numbers.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
                 self._places[name] = _signature(local), memory, host_range
                 first += range_bytes(local.nbytes)

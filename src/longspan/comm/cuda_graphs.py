@@ -58,7 +58,7 @@ class Replay:
             self._watch.watch_stream(operation)
         copies = [torch.empty_like(x) for x in self._written]
         torch._foreach_copy_(copies, self._written)
-        # by the id of a tensor of the recording: the caller's input, or the copy of a result, that stands for it
+        # The key is the id of a tensor of the recording; the caller's input, or the copy of a result, stands for it.
         returned = dict(zip(map(id, [*self._inputs, *self._written]), [*tensors, *copies], strict=True))
         return [returned.get(id(x), x) for x in self._results]
 

@@ -227,7 +227,8 @@ class SequenceShard(Immutable):
         parts: list[ShardPart] = []
         # the first packed row of each group
         bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
-        # of each part: packed row and position of each row, and id and number of rows of each document that has one
+        # Each part has the packed row and position of each row, and the id and number of rows of each document that has
+        # one.
         columns: list[tuple[Integers, ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
         for index, group in groups:
             part = ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key)

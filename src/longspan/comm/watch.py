@@ -229,7 +229,7 @@ class Watch:
             )
             name = operation.label
         elif (named := self.named_operation) is not None:
-            # in a collective of FSDP2 or DTensor, which torch recorded, or after it
+            # The rank is in a collective of FSDP2 or DTensor, which torch recorded, or after it.
             step = self.step if named.step is None else named.step
             text = f"computing in step {step}, in '{named.label}', after '{self.last_label}'"
             name = recorded

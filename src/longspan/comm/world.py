@@ -139,7 +139,7 @@ class World:
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         usual_groups = 4 if self.device.type == "cuda" else 0
         self.max_groups: int = usual_groups if max_groups is None else max_groups
-        # by which types are chosen, until `set_world_machine` sets another: an H200 for any GPU
+        # Types are chosen by this machine, until `set_world_machine` sets another: an H200 for any GPU.
         self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
         raise_open_file_limit(place.size)
         store = (

@@ -52,7 +52,7 @@ class ImageReader:
     processor: Processor
     corpus: Corpus
     images_read: int = 0
-    # by the images' numbers
+    # The key is an image's number.
     _ahead: OrderedDict[int, Future[ImageInput]] = field(default_factory=OrderedDict[int, Future[ImageInput]])
     _lock: Lock = field(default_factory=Lock)
     _pool: ThreadPoolExecutor | None = None

@@ -74,7 +74,7 @@ class _CorpusOfRun:
             self._cache = Cache((run_dir / "cache").absolute())
         # None where documents are lost, which are built again
         self._old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
-        # one file of sums for all sources together
+        # All sources together have one file of sums.
         all_paths = Path(" ".join(path for _, path in settings.source_paths())).absolute()
         name = hashlib.sha256(str(all_paths).encode()).hexdigest()[:32]
         kept_sums = self._cache.folder / "files" / f"{name}.jsonl"

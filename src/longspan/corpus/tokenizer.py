@@ -153,7 +153,7 @@ class TextTokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self.folder is not None:
-            # before files in `folder` are replaced
+            # The template is read before files in `folder` are replaced.
             template = self.template_file and self.template_file.read_bytes()
             copy_tokenizer_files(self.folder, folder)
             if template is not None:

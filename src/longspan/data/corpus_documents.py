@@ -76,7 +76,7 @@ class Corpus:
             self.targets: npt.NDArray[Any] | None = targets
             self.texts: npt.NDArray[Any] | None = texts
             self.hashes: npt.NDArray[Any] | None = hashes
-            # what a model that scores, or a loss of preferences, reads of each document
+            # A model that scores, or a loss of preferences, reads these of each document.
             columns = self.manifest.labels
             table = self._map_column("labels", columns).reshape(-1, columns) if columns else None
             preference = self.manifest.preference

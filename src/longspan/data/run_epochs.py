@@ -66,7 +66,7 @@ def _too_few_steps_text(config: RunConfig, order: StepOrder) -> str:
     run_tokens = config.train.steps * config.train.tokens_per_step
     if _has_exact_epochs(config, order):
         run_tokens = int(config.train.epochs * order.stream.tokens)
-    # as few as give FEW_STEPS steps, but a step has room for the longest document
+    # A step has as few tokens as give FEW_STEPS steps, but room for the longest document.
     step_tokens = max(run_tokens // FEW_STEPS, int(order.lengths.max()))
     steps = run_tokens // step_tokens
     updates_text = plural(config.train.steps, "optimizer update")

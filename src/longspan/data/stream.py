@@ -20,7 +20,7 @@ from longspan.data.shuffle import Epochs
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
-# which of the seed's streams
+# These number the seed's streams.
 HELD_OUT = 0
 EPOCH = 1
 EVAL_SET = 2

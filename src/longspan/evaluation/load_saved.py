@@ -61,11 +61,11 @@ def find_checked_weights(subject: Subject, tokenizer: str, world: World, log: Lo
     else:
         find = partial(RunCheckpoints.find, weights.run_dir, log)
         checkpoints = run_on_first_rank(world, find, CheckpointError)
-        # of a base no weights are taken from it
+        # No weights are taken from a checkpoint for its base.
         first_log = log if is_first_rank(world) and not weights.base else lambda _: None
         checkpoint = checkpoints.take(partial(check_checkpoint, world=world), first_log)
     if weights.run_dir is not None:
-        # as the run was trained: a flag may scale positions otherwise
+        # The configuration is that of training: a flag may scale positions otherwise.
         trained = run_on_every_rank(world, partial(load_config, weights.run_dir / "config.toml"), ConfigError)
         check = partial(check_base_unchanged, weights.run_dir, trained, world.device.type)
         run_on_first_rank(world, check, ModelError)

@@ -89,7 +89,7 @@ class LongspanArguments:
 
     def config(self) -> RunConfig:
         """Return the configuration that these keys make, with the defaults of a run on a model folder."""
-        # any name: else it would be the demo's model
+        # Any name will do: without one it would be the demo's model.
         keys: dict[str, object] = {"model.config": "the Trainer's model"}
         if self.frozen:
             keys["lora.rank"] = 1  # a key that it needs: the model brings an adapter

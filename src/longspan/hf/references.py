@@ -54,7 +54,7 @@ class ReferenceAdapter:
         self._active_adapter = self._trained
         self._refuse = peft_model.set_adapter  # `prepare` made it refuse all but the trained adapter
         self._parameters = [parameter for _, parameter in adapter_parameters(prepared)]
-        # of the inactive one
+        # These are the values of the inactive adapter.
         self._other_values = [local_tensor(parameter).clone() for parameter in self._parameters]
         peft_model.base_model.peft_config = {**peft_model.peft_config, REFERENCE: config}
         peft_model.set_adapter = self.set_adapter

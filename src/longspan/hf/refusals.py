@@ -39,7 +39,7 @@ _PASSES = (
     "a pass has some of a batch's rows, and runs before the loss or without gradients, so that a loss cannot depend on "
     f"tensors inside the model. It may read {NAMES_TO_READ}, and parameters as p.full_tensor()"
 )
-# whose hooks keep nothing for a loss
+# The hooks of these libraries keep nothing for a loss.
 _LIBRARIES = ("longspan", "torch", "transformers", "peft", "trl", "accelerate")
 _HOOKS_BEFORE = WeakKeyDictionary[nn.Module, int]()  # how many hooks had been made when a model had none to refuse
 _LAYOUT = "the layout is in longspan's own keys (docs/trainer.md)"

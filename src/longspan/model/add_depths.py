@@ -135,7 +135,7 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
 def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
     """Without types for depths in the configuration it is the model's last layer."""
     layers = [*decoder_layers(model).values()]
-    # of several layers of a type the last stays
+    # Of several layers of a type the last stays.
     last_of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}
     types = depth_types(model.config.get_text_config(), [*last_of_type])
     if missing := sorted({*types} - {*last_of_type}):

@@ -251,7 +251,7 @@ _QWEN35_9B = {
 PRESETS: dict[str, Preset] = {
     "llama-tiny": Preset("LlamaConfig", _TINY),
     "qwen3-tiny": Preset("Qwen3Config", _TINY),
-    # for pipelines of up to four stages
+    # Its layers are enough for pipelines of up to four stages.
     "qwen3-deep-tiny": Preset("Qwen3Config", _TINY | {"num_hidden_layers": 4}),
     "qwen3-moe-tiny": Preset("Qwen3MoeConfig", _TINY | _EXPERTS),
     # Its layers alternate: a window of 128 rows, then full attention; every head has a sink.
@@ -281,7 +281,7 @@ PRESETS: dict[str, Preset] = {
     "qwen2.5-7b-instruct": Preset("Qwen2Config", _QWEN25_7B | _INSTRUCT),
     "qwen2.5-32b": Preset("Qwen2Config", _QWEN25_32B),
     "qwen2.5-32b-instruct": Preset("Qwen2Config", _QWEN25_32B | _INSTRUCT),
-    # of these two families the language model alone, without the tower for images
+    # The presets of these two families are the language model alone, without the tower for images.
     "gemma-3-12b": Preset("Gemma3TextConfig", _GEMMA3_12B),
     "gemma-3-27b": Preset("Gemma3TextConfig", _GEMMA3_27B),
     "qwen3.5-9b": Preset("Qwen3_5TextConfig", _QWEN35_9B),

@@ -32,7 +32,7 @@ from longspan.plan.messages import SUMMED_NUMBERS
 
 # whether a module frees its gathered parameters after forward
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()
-# with what settings a module was sharded here; for one that was sharded elsewhere the defaults are taken
+# A module was sharded here with these settings; one that was sharded elsewhere has the defaults.
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
 
@@ -275,7 +275,7 @@ class ShardingFeature(Feature):
         shared_in_blocks = {
             id(parameter) for modules in shared_blocks(layers) for parameter in modules[0].parameters()
         }
-        # by a parameter's id: its first name, and its layer ("": around the layers)
+        # The key is a parameter's id, the value its first name, and its layer ("": around the layers).
         owner: dict[int, tuple[str, str]] = {}
         prefixes = [f"{layer}." for layer in layers]
         for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -49,7 +49,7 @@ class StockCopy:
         self._names = self._weights.merged_names()
         self._first = FirstRank(world, {"weights": self._gather_weights})
         self._room = room
-        # on the first rank, from the first run on
+        # The first rank counts these from the first run on.
         self.gathered_bytes: int = 0
         self.layers: int = 0
         self.staying: int = 0  # layers whose weights stay

@@ -26,7 +26,7 @@ class GroupTable:
     def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
         groups = [group for batch in micro_batches for group in batch.groups]
         counts = _int_array([len(group.lengths) for group in groups])
-        # of each document: the rows to which it is padded (0: it is not), its own, and those that are laid out
+        # Each document has the rows to which it is padded (0: it is not), its own, and those that are laid out.
         pad = np.repeat(_int_array([group.pad_to or 0 for group in groups]), counts)
         lengths = np.fromiter(chain.from_iterable(group.lengths for group in groups), np.int64, len(pad))
         rows = np.where(pad > 0, pad, lengths)
@@ -182,7 +182,7 @@ def timeline(
     busy = table.sums_by_slot(seconds, count, slots)
     if cost.launch_seconds:  # a slot is not faster than its host
         launches = cost.group_launch_seconds + cost.document_launch_seconds * table.documents.astype(np.float64)
-        # without the seconds of a micro-batch, which are added to both below
+        # The seconds of a micro-batch are left out, as they are added to both below.
         hosts = cost.launch_seconds + table.sums_by_slot(launches, count, slots) - cost.micro_batch_seconds
         busy = np.where(busy > 0, np.maximum(busy, hosts), busy)
     if mode == "lockstep":

@@ -183,7 +183,7 @@ def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_sc
             documents[bar.slot] += 1
             tokens[bar.slot] += plan.lengths[bar.document]
         busy = np.flatnonzero(np.isfinite(first))  # slots with a small bar
-        # in steps of 4 pixels: neighbours that begin alike are one block
+        # Beginnings count in steps of 4 pixels: neighbours that begin alike are one block.
         begin = np.round(first[busy] * x_scale / 4)
         for neighbours in np.split(busy, np.flatnonzero((np.diff(busy) != 1) | (np.diff(begin) != 0)) + 1):
             for i in range(0, len(neighbours), most_slots):

@@ -148,7 +148,7 @@ def bucket_charts(rows: Mapping[str, EvalRow], unit: str) -> Iterator[Part]:
         if len(firsts) > 1:
             curves = list[Part]()
             for color, (name, buckets) in enumerate([*by_name.items()][:COLORS]):
-                # of a bucket 0 is its beginning, 2 its loss
+                # Field 0 of a bucket is its beginning, 2 its loss.
                 losses = {firsts.index(bucket[0]): bucket[2] for bucket in buckets}
                 curves.append(curve(name, losses, losses.values(), color, "marks"))
             starts = [_position_text(first) for first in firsts]

@@ -122,7 +122,7 @@ def _local_bytes(run: TrainingRun) -> tuple[float, int]:
     groups = run.optimizer.param_groups
     # muon has one moment of these, and a second one of all other parameters
     matrices = {p for group in groups if group.get("is_matrix") for p in group["params"]}
-    # as in `save_final_model`
+    # `save_final_model` writes this type.
     saved_dtype: Any = None if lora else read_configuration(run.dir).dtype
     checkpoint_bytes = 0.0
     model_bytes = 0

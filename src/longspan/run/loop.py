@@ -91,7 +91,7 @@ class Steps:
             "grad_norm": result.grad_norm,
             "lr": Schedule.of(run.config.optimizer, run.config.train.steps).lr_at(step),
             "seconds": round(seconds, 6),
-            # of all documents: rows that a shared prefix spares are trained on as well
+            # The tokens are those of all documents: rows that a shared prefix spares are trained on as well.
             "tokens_per_second": round((result.tokens + plan.spared_rows) / seconds, 3),
             "memory_bytes": peak_memory_bytes(run.world.device),
             "micro_batches": result.micro_batches,
@@ -298,7 +298,7 @@ def _run_steps(steps: Steps, evaluations: Evaluations, saves: Saves, starts: Sta
             row, plan = steps.take_step(saves.done)
             saves.done += 1
             row |= saves.take_save_columns()
-            # what one rank cannot write is raised on all of them, by `agree_after_step`
+            # What one rank cannot write `agree_after_step` raises on all of them.
             _, failure = result_or_error(partial(records.write_step, row, plan), RunFolderError)
             display.show_step(row)
             stopped, save_on, minutes_over = steps.agree_after_step(stop, failure, saves)

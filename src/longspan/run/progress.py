@@ -25,7 +25,7 @@ class ProgressDisplay:
         self._begun = time.monotonic()
         self._written = self._begun  # when the last line was
         self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
-        # at the end of this session's first step: the clock less the seconds of evaluations so far, and its number
+        # The end of this session's first step: the clock less the seconds of evaluations so far, and the step's number.
         self._timed_since: tuple[float, int] | None = None
         # The tokens are those of all documents of the steps after that one.
         self._step_tokens = 0

@@ -107,7 +107,7 @@ class Chains:
         last = np.flatnonzero(runs.last & (runs.place > 0))
         last = last[np.argsort(-runs.place[last], kind="stable")]
         table = np.full((len(last), int(runs.place.max(initial=0)) + 1), -1)
-        # all chains at once, from their last runs back to their first
+        # All chains are followed at once, from their last runs back to their first.
         chain = np.arange(len(last))
         run = last
         while len(chain):

@@ -67,7 +67,7 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World, *, as_reduce
     for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items():
         known_norms = [norm_on_device(gradient) if as_reduced else None for gradient in alike]
         shards = [local_tensor(gradient) for gradient, norm in zip(alike, known_norms, strict=True) if norm is None]
-        # by the private function that torch's clip_grad_norm_ uses: one launch for many tensors
+        # torch's clip_grad_norm_ uses this private function: one launch for many tensors.
         shard_norms = (
             torch._foreach_norm(shards, 2, dtype=torch.promote_types(dtype, torch.float32)) if shards else ()
         )

@@ -91,7 +91,7 @@ class StepEnd:
         if self.optimizer is None:
             return sums
         if one_pass is not None:
-            # as torch clips
+            # torch clips so.
             factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)
             scale = to_device(np.array(factor), self.world.device) if factor < 1 else None
             with _scaled_gradients(one_pass, scale):

@@ -39,7 +39,7 @@ def load_stock_processor(folder: Path) -> Any:
             "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **FOLDER_OPTIONS),
             "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FOLDER_OPTIONS),
         }
-        # in the order of the constructor's arguments; None for video
+        # The order is that of the constructor's arguments; None stands for video.
         return [loaders[name]() if name in loaders else None for name in cls.get_attributes()]
 
     # A subclass that neither loads the part for video nor checks its class.

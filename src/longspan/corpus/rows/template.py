@@ -147,7 +147,7 @@ class ChatTemplate:
         text = "".join(_WORDS)
         one_part, two_parts = ([{"type": "text", "text": word} for word in words] for words in ([text], _WORDS))
         for role, tools in product(_ROLES, (None, SOME_TOOL)):
-            # what the template writes for each of them, without blanks
+            # The template writes this for each of them; blanks are left out.
             from_text, from_part, from_parts = (
                 "".join(self._render_content(role, content, tools, {}, "{}").split())
                 for content in (text, one_part, two_parts)

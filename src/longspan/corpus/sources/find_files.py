@@ -126,7 +126,7 @@ def find_rows(
         if first >= stop:
             raise DataError(f"{key} {path!r}: {split!r} takes no row of {sum(counts):,} in {part.name}")
         for file, before, count in zip(files, accumulate(counts, initial=0), counts, strict=False):
-            # of this file, before which there are `before` rows
+            # The rows count in this file, before which there are `before` rows.
             rows = max(first - before, 0), min(stop - before, count)
             if rows[0] < rows[1]:
                 yield replace(file, rows=rows)

@@ -53,7 +53,7 @@ class RowChunk(NamedTuple):
     folder: str = ""
     most_bytes: int = 0
     too_long: int = 0
-    # which of its rows are read: the first, and the one after the last; None: all
+    # These rows are read: the first, and the one after the last; None: all.
     rows: tuple[int, int] | None = None
     places: tuple[RowPlace, ...] = ()
     header: tuple[str, ...] | None = None

@@ -71,7 +71,7 @@ class RowFile(ABC):
         try:
             yield
         except (EOFError, zlib.error, CutError, OSError, *_arrow_errors()) as error:
-            # of the system; those of readers have no number
+            # The system's errors have a number, those of readers have none.
             if isinstance(error, OSError) and error.errno is not None:
                 raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error.strerror}") from error
             is_compressed = self.name.endswith((GZIP, ZSTD)) and not isinstance(error, CutError)

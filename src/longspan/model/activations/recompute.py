@@ -287,7 +287,7 @@ class RecomputationFeature(Feature):
                     raise ModelError(
                         f"checkpoint_policies say what each layer keeps, and {name} is {value!r}; use one of them"
                     )
-        # for all layers; else of each decoder layer and then of each depth
+        # One policy is for all layers; several are for each decoder layer and then for each depth.
         self._is_one = isinstance(policies, str)
         self._policies = [policies] if isinstance(policies, str) else [*policies]
         if unknown := [word for word in self._policies if word not in CHECKPOINT_POLICIES]:

@@ -155,7 +155,7 @@ def _place_of_first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tens
 
 
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> Iterator[str]:
-    # below, gradients are rounding alone, as those of learnt rotary frequencies: all rows are at one position
+    # Smaller gradients are rounding alone, as those of learnt rotary frequencies: all rows are at one position.
     least = 1e-9 * max((float(x.abs().max()) for x in whole.gradients.values() if x is not None), default=0.0)
     for name, gradient in whole.gradients.items():
         if gradient is None:

@@ -96,7 +96,7 @@ def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: 
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [encoder([image]) for image in document.images]
     embedding: Any = model.get_input_embeddings()
-    # of the embedding, then of the first layers: an encoder's rows have them side by side
+    # An encoder's rows have side by side the part of the embedding, then those of the first layers.
     row_parts = torch.cat(encoded).split(embedding.weight.shape[1], -1) if encoded else ()
     positions = torch.arange(ids.shape[1])[None]
     if document.positions is not None:

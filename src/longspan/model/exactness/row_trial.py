@@ -314,7 +314,7 @@ class _RowTrial:
         self.model = model
         self.world = world
         rules = call_rules(model)
-        # what is called, and the model in it
+        # A pair is what is called, and the model in it.
         self.parts = [(stage, stage.model) for stage in model.stages] if is_pipeline(model) else [(model, model)]
         dtype = model_execution(model).compute_dtype
         if torch.is_autocast_enabled(world.device.type):

@@ -75,7 +75,7 @@ def shrink_configuration(
     equal = replace(usual, grouped=False)
     wide = replace(usual, narrow=False)  # a hidden size as wide as the heads together
     both = replace(equal, narrow=False)
-    # in turn until the class accepts them: some ask for other heads, widths or a padding id
+    # Sizes are tried until the class accepts them: some ask for other heads, widths or a padding id.
     for sizes in (usual, wide, equal, both, replace(usual, pad=0), replace(usual, pad=1), replace(both, pad=0)):
         try:
             values = _small_configuration_values(config, sizes, 4 if deep else 2)

@@ -212,7 +212,7 @@ class _SmallAttributes:
             if self.experts and "moe_intermediate_size" not in self.values:
                 return 32
             return small * 3 // 2
-        # up to 64 it counts something else, such as the pixels of a patch
+        # A number up to 64 counts something else, such as the pixels of a patch.
         if not (hidden and value > 64 and re.search(r"(size|dim|width|channels)$", name)):
             return value
         if value % hidden == 0:

@@ -281,6 +281,6 @@ class ExpertFeature(Feature):
                 mesh=mesh,
                 reshard_after_forward=sharding.reshard_after_forward,
                 mp_policy=policy,
-                # without a name for messages, as `refuse` has raised them
+                # No name for messages is needed, as `refuse` has raised them.
                 shard_placement_fn=lambda parameter: Shard(_choose_shard_dim("", parameter.shape, home)),
             )

@@ -101,7 +101,7 @@ class LayerInputs:
     def layer_arguments(self) -> LayerCall:
         """Return the arguments of a depth's layer beside hidden states. ModelError if they depend on parameters."""
         args, kwargs = self.call or ((), {})
-        # without hidden states, which are first or a keyword
+        # Hidden states, which are first or a keyword, are left out.
         call = args[1:], {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
         if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)):
             raise ModelError(

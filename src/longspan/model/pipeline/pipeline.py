@@ -104,7 +104,7 @@ class PipelineModel(nn.Module):
         self.config: PreTrainedConfig = model.config
         self.generation_config: GenerationConfig | None = getattr(model, "generation_config", None)
         self.stages: tuple[Stage, ...] = tuple(stages)
-        # of all stages, whatever are here
+        # The layers are those of all stages, whichever are here.
         self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages
         self.pipeline_settings: PipelineSettings = pipeline_settings
         self.dtype: torch.dtype = dtype

@@ -109,7 +109,7 @@ def _group_weights(
     output: Node, input_node: Node, weights: Iterable[Tensor]
 ) -> dict[frozenset[Node], list[Tensor]]:
     """All nodes on a path from the input depend on it; the search from a weight stops at the first of them."""
-    # for every node that the output depends on, the nodes that use its result: the graph turned around
+    # Every node that the output depends on has the nodes that use its result: the graph turned around.
     users: dict[Node, list[Node]] = {output: []}
     to_visit = [output]
     while to_visit:
@@ -210,7 +210,7 @@ class ScheduledStage(PipelineStage):
         self._stage = stage
         self._leaves: tuple[Tensor, ...] = ()  # rows of its images, which get gradients as parameters do
         self._freed = torch.empty(0, dtype=dtype, device=world.device)  # stands for a buffer that is freed
-        # its name in torch 2.15, and before
+        # The first name is that of torch 2.15, the second that before.
         name = "_forward_chunk_states" if hasattr(self, "_forward_chunk_states") else "fwd_cache"
         # A forward pass leaves this for its backward pass.
         self._forward_states = vars(self)[name]

@@ -76,7 +76,7 @@ def save_model(
     if inside is not language_model:  # a PeftModel: the parameters of the model inside have other names
         refuse_unprepared_model(inside)
     file_dtype = None if dtype is None else torch_dtype(dtype)
-    # for DTensor's gathers, which name nothing
+    # DTensor's gathers name nothing themselves.
     with world.watch.name_collectives(f"writing of {target}", world.home.ranks):
         adapter = adapter_of_prepared_model(inside)
         if adapter is None:

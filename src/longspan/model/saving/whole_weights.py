@@ -84,7 +84,7 @@ class WholeWeights:
         self._adapter = adapter_of_prepared_model(model)
         stages = models_of_stages(model)
         self._local: dict[str, Tensor] = {}
-        # of frozen weights in 4 or 8 bits, which are given out as they are computed with
+        # Frozen weights in 4 or 8 bits are given out as they are computed with.
         self._packed = dict[str, Any]()
         entries = list[_WeightEntry]()
         position = world.coordinates.pp

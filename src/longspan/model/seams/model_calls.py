@@ -38,7 +38,7 @@ def require_one_row_shard(name: str, shard: object, batch: int, rows: int) -> Se
     return shard
 
 
-# of packed rows
+# These arguments say where packed rows begin.
 _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _REFUSED = {  # arguments that a prepared model does not take, with what to give in their place
     "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",

@@ -57,14 +57,14 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
             f"{name} has a rope scaling of its own ({old_type!r}, for documents of up to {limit} tokens), and a second "
             f"one, {kind!r}, cannot be put on it; leave model.rope_scaling empty, or edit its rope_parameters"
         )
-    # without "type", the older name of "rope_type"
+    # "type" is the older name of "rope_type".
     scaled_parameters = {key: value for key, value in parameters.items() if key != "type"} | {
         "rope_type": kind,
         "factor": float(factor),
     }
     if kind == "yarn":
         scaled_parameters["original_max_position_embeddings"] = limit
-        # for linear, readers multiply by the factor themselves
+        # Readers of linear scaling multiply by the factor themselves.
         scaled_config.max_position_embeddings = int(limit * factor)
     scaled_config.rope_parameters = scaled_parameters
     scaled_config.validate_rope()

@@ -183,7 +183,7 @@ def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
     """A Mamba 2 projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
     inner = EvenRows(mixer.intermediate_size)
     heads = EvenRows(mixer.num_heads)
-    # of B, and as many rows of C
+    # B has these rows, and C as many.
     states = GroupRows(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
     projected = FusedRows((inner, inner, states, states, heads))
     # The groups are those of a rank, repeated ones included.

@@ -15,7 +15,7 @@ from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.weights.empty_model import persistent_buffers
 from longspan.model.weights.local_tensors import LocalPart
 
-# what is drawn whole: its name, a module of its names and shapes, and the function that initialises it
+# A unit is drawn whole: its name, a module of its names and shapes, and the function that initialises it.
 Unit = tuple[str, nn.Module, Callable[[nn.Module], None]]
 
 

@@ -45,7 +45,7 @@ JUST_FITS = 1.0005  # times a document's seconds: its micro-batch must hold it a
 # The duration is a share of the mean work of a slot.
 LEAST_DURATION = 1e-6
 SHOWN_LATENCY = 0.5  # share of a short group's latency in a gap: some gaps have groups, and others single slots
-# from this share of the items on, longest first, documents are as dense as those that fill gaps
+# From this share of the items on, longest first, documents are as dense as those that fill gaps.
 SHORT_FROM = (3, 4)
 
 LARGE = 2500  # items and bins, from which on fewer settings are tried first
@@ -275,7 +275,7 @@ class DegreeTable:
         self.degrees: Integers = problem.degrees_to_try()  # (degrees,) rising
         tokens_of_class = longest[:, None]
         inside = self.degrees <= problem.widest_in_node
-        # both (classes, degrees); rows are those of a slot
+        # Both are (classes, degrees); rows are those of a slot.
         self.seconds: Floats = cost.group_seconds(tokens_of_class, squares[:, None], self.degrees, inside)
         self.rows: Integers = -(-tokens_of_class // self.degrees)
         self.fits: Flags = self.rows <= problem.cap  # (classes, degrees)
@@ -284,10 +284,10 @@ class DegreeTable:
         self.short_density: float = float(problem.work[short_item] / problem.tokens[short_item])
         light = 2 * np.cumsum(problem.tokens) > int(problem.tokens.sum())
         tokens, square_sum = (int(values[light].sum()) for values in (problem.tokens, problem.squares))
-        # of a slot full of the shortest items, which together hold half of all tokens
+        # A slot full of the shortest items, which together hold half of all tokens, takes so long.
         self.full_seconds: float = float(cost.work_seconds(tokens, square_sum)) / tokens * problem.cap
         self.work: Floats = cost.work_seconds(longest, squares)  # (classes,)
-        # of groups of 1, 2, … slots of the widest block, however few rows they have
+        # Groups of 1, 2, … slots of the widest block wait so long, however few rows they have.
         self.latency: Floats = cost.latency_seconds(np.arange(1, problem.widest_block + 1))
 
     @cached_property
@@ -399,7 +399,7 @@ class _Placing:
         possible = np.isfinite(waste).sum(axis=1).tolist()
         widths = width.tolist()
         classes = self.table.item_class[items]
-        # of each item in each micro-batch, at the class's degree there, across nodes and inside one
+        # Each item has its seconds in each micro-batch, at the class's degree there, across nodes and inside one.
         across, inside = (self._seconds_at_widths(items, width[classes], index).tolist() for index in (0, 1))
         for row, (item, item_class) in enumerate(zip(items, classes.tolist(), strict=True)):
             best_first: list[int] = order[item_class][: possible[item_class]]
@@ -502,7 +502,7 @@ class LeastLoaded:
                 idle[width].append((self.late[b], b))
         for heap in idle.values():
             heapify(heap)
-        # of each width: bins that may hold the next item, (seconds late, bin), and those too full, (−room, bin)
+        # Each width has the bins that may hold the next item, (seconds late, bin), and those too full, (−room, bin).
         self.heaps: list[tuple[int, list[tuple[float, int]], list[tuple[int, int]]]] = [
             (width, heap, list[tuple[int, int]]()) for width, heap in idle.items()
         ]

@@ -100,7 +100,7 @@ def plan_dynamic(
         if min(plans, key=itemgetter(0))[0] > CLOSE * goal:
             if few := plan_few_items(problem):
                 add_plan(few)
-            # without powers of two as degrees a step on links of 25 GB/s takes up to 10 % longer
+            # Without powers of two as degrees a step on links of 25 GB/s takes up to 10 % longer.
             if powers := _problem_of_powers_of_two(problem):
                 add_plan(plan_lockstep(powers, _count_search_steps(effort, powers)))
     best = min(plans, key=itemgetter(0))[0]

@@ -169,7 +169,7 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
     multiple = needed_by.row_multiple
     needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
     for micro_batch in needed_by.micro_batches:
-        # what each slot needs for each of its groups; the first, empty one is for a slot without groups
+        # Each slot needs these for each of its groups; the first, empty one is for a slot without groups.
         parts: list[list[ItemRows]] = [[ItemRows(_NONE, _NONE)] for _ in range(home.slots)]
         # These count local rows.
         counts = [0] * home.slots

@@ -104,7 +104,7 @@ def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, 
     """
     room_left = [room] * bins
     idle = [(0.0, b) for b in range(bins)]  # a heap of (load, bin): those that may hold the next document
-    # those too full for it, (−room left, bin, load), which wait until the documents have become short enough
+    # Bins too full for it, (−room left, bin, load), wait until the documents have become short enough.
     full: list[tuple[int, int, float]] = []
     places: list[int] = []
     for length, seconds in zip(lengths, work, strict=True):

@@ -234,7 +234,7 @@ class Request(PlanOptions):
         ways = cost.ways_of(table.degree)
         seconds = np.array([table.group_seconds_with_type(way, self.node_size) for way in ways])
         least_seconds = seconds.min(axis=0)
-        # of each group the first of `ways` that is as fast as the fastest
+        # Each group gets the first of `ways` that is as fast as the fastest.
         fastest_ways: Iterator[int] = iter(np.argmax(seconds <= least_seconds * (1 + SAME), axis=0).tolist())
         typed = list[MicroBatch]()
         for batch in micro_batches:

@@ -165,7 +165,7 @@ class OffloadedStates(Optimizer):
             loss = None if closure is None else closure()
         self.finish_step()
         groups = [] if self._model is None else [*fsdp_param_groups(fsdp_modules(self._model))]
-        # by parameter: the number of its group, in the order in which FSDP2 gathers them
+        # Each parameter has the number of its group, in the order in which FSDP2 gathers them.
         places = {p.sharded_param: place for place, group in enumerate(groups) for p in group.fsdp_params}
         buckets = [*cut_buckets(self.inner, self._bucket_bytes, places)]
         hidden = self.hides_updates and all(part.parameter in places for b in buckets for part in b.parts)

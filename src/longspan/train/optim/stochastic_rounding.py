@@ -18,7 +18,7 @@ from longspan.model.weights.local_tensors import LocalPart
 # factors of a place's low and high word
 GOLDEN = 0x9E3779B9
 FAR = 0x85EBCA6B
-# of hash-prospector's hash of least bias, with shifts of 16, 15 and 15
+# These belong to hash-prospector's hash of least bias, with shifts of 16, 15 and 15.
 FIRST = 0x21F0AAAD
 SECOND = 0xD35A2D97
 THIRD = 0xB5297A4D

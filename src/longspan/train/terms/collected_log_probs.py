@@ -123,7 +123,7 @@ class CollectedLogProbs:
                     sums, targets.weighted_rows(numbers, self._columns, self._scores), strict=True
                 ):
                     np.add.at(total, targets.documents, column)
-        # one collective for both tables; elsewhere than on this rank's tokens both are 0
+        # Both tables take one collective; elsewhere than on this rank's tokens they are 0.
         flat = np.concatenate([values.ravel(), sums.ravel()])
         flat = world.control.sum_array_over_ranks(flat, "log-probabilities of tokens")
         return flat[: values.size].reshape(values.shape), flat[values.size :].reshape(sums.shape)

@@ -177,7 +177,7 @@ class DocumentPasses:
         self._width = scores or len(loss.columns)  # numbers of a document that the function gets
         # These are coefficients of sets that are not in one micro-batch.
         self._coefficients: Floats = np.zeros((len(plan.lengths), self._width))
-        # this rank's part of the sums of documents
+        # These are this rank's part of the sums of documents.
         self.sums: Floats = np.zeros((len(plan.lengths), self._width + len(self._also)))
         # The key is a document.
         self._micro_batch_indices = {

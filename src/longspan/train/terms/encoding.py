@@ -224,7 +224,7 @@ class ModalityPass:
         starts = np.zeros(len(self.waves), dtype=np.int64)
         shards = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
-            # for this rank's own tokens, and for those further on, depth by depth
+            # The rows are for this rank's own tokens, and for those further on, depth by depth.
             needed_rows = [needed[self.world.rank][index] for needed in (self.plan.needed, *self.plan.ahead)]
             rows = np.concatenate([item_rows.row for item_rows in needed_rows])
             if not len(rows):

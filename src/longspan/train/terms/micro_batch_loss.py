@@ -236,7 +236,7 @@ def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
     rate = adapter.dropout if adapter is not None else 0.0
     if not rate:
         return
-    # of a pipeline the last stage has the head
+    # Of a pipeline the last stage has the head.
     stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
     heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
     if world.control.flag_on_any_rank(any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)):

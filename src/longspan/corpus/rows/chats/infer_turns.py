@@ -173,7 +173,7 @@ def _locate_turns(
 ) -> tuple[Conversation, list[tuple[int, ...]]]:
     ends = _locate_ends(conversation, fields)
     turns = list[_Turn]()
-    # of a text that is rendered several times the last end counts
+    # Of a text that is rendered several times the last end counts.
     for message in range(len(conversation.messages)):
         fields_and_ends = zip(fields, ends, strict=True)
         pairs = [(places[-1], field) for field, places in fields_and_ends if field.message == message and places]

@@ -15,7 +15,7 @@ from longspan.attention.kernels import find_kernel
 
 # The limit holds for the scores of a run of rows.
 _SCORE_BYTES = 256 << 20
-# of a program of `score_keys`
+# A program of `score_keys` has so many rows and keys.
 _ROWS = 64
 _KEYS = 128
 # A program of `write_best_keys` reads so many keys at a time.

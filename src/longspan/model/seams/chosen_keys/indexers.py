@@ -34,7 +34,7 @@ from longspan.model.seams.trial_shards import Probe, SeparateRows
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 # The indexer's heads are made of the queries of so many rows at a time.
 _ROWS_AT_ONCE = 4096
-# of the scores of all heads that are held at a time; what is made of them takes as much again
+# The scores of all heads that are held at a time take so much; what is made of them takes as much again.
 _SCORE_BYTES = 256 << 20
 
 

@@ -18,7 +18,7 @@ from longspan.comm import SequenceShard
 
 # The cost of a product, beside a masked kernel's, is from bench/records/indexed-attention-2xH200.md.
 GATHERED_COST = 1.0
-# all names that the known `expand_kv` uses (`co_names`); code with others may expand latents in another way
+# The known `expand_kv` uses these names (`co_names`); code with others may expand latents in another way.
 _EXPANDING = {
     *("kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("torch", "shape", "split", "view", "transpose", "expand", "new_empty", "copy_"),
