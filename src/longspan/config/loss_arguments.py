@@ -3,24 +3,15 @@
 from collections.abc import Mapping
 
 from longspan.config.keys import Above, AtLeast
+from longspan.config.preference_losses import LOSSES
 from longspan.config.sections import TrainConfig
 from longspan.config.text_values import read_arguments
 from longspan.errors import ConfigError
 
-# The arguments of each train.loss, with TRL's names and defaults; simpo's cpo_alpha is that of SimPO itself.
-LOSS_ARGUMENTS: Mapping[str, Mapping[str, float]] = {
-    "": {"center_rewards_coefficient": 0.0},  # of a model with one score, over pairs
-    "dpo": {"beta": 0.1, "label_smoothing": 0.0},
-    "sigmoid": {"beta": 0.1, "label_smoothing": 0.0},
-    "ipo": {"beta": 0.1},
-    "apo_zero": {"beta": 0.1},
-    "simpo": {"beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 0.0, "label_smoothing": 0.0},
-    "orpo": {"beta": 0.1},
-    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
-}
-
-
-_BOUNDS = {"beta": Above(0), "label_smoothing": AtLeast(0, below=0.5)}  # of others: at least 0
+# Without train.loss: the arguments of a model with one score, over pairs.
+SCORE_ARGUMENTS: Mapping[str, float] = {"center_rewards_coefficient": 0.0}
+# An argument that is not here must be at least 0.
+_BOUNDS = {"beta": Above(0), "label_smoothing": AtLeast(0, below=0.5)}
 
 
 def loss_arguments(train: TrainConfig) -> dict[str, float]:
@@ -28,7 +19,7 @@ def loss_arguments(train: TrainConfig) -> dict[str, float]:
 
     Raises ConfigError for names and values that the loss does not take.
     """
-    defaults = LOSS_ARGUMENTS[train.loss]
+    defaults = LOSSES[train.loss].arguments if train.loss else SCORE_ARGUMENTS
     arguments = read_arguments("train.loss_arguments", train.loss_arguments)
     for name, value in arguments.items():
         if name not in defaults:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+from longspan.config.preference_losses import LOSSES
 from longspan.errors import ConfigError
 
 OLD_SETS = "eval"  # tables [[eval]], now [[evaluation.sets]]
@@ -291,7 +292,7 @@ NAMES = {
     "optimizer.max_grad_norm": "clip_grad",
     "train.activation_checkpointing": "recompute_granularity gradient_checkpointing activation_checkpoint.mode",
     "train.compile": "compile.enable",
-    "train.loss (dpo, ipo, apo_zero, simpo, orpo or kto)": "loss_type rl stage pref_loss",
+    f"train.loss ({', '.join(LOSSES)})": "loss_type rl stage pref_loss",
     "train.loss_arguments (beta=0.1)": "beta rl_beta pref_beta",
     "train.loss_arguments (simpo_gamma=0.5)": "simpo_gamma",
     "train.loss_arguments (cpo_alpha=0)": "cpo_alpha",

@@ -24,6 +24,7 @@ from longspan.config.keys import (
     key_values,
 )
 from longspan.config.plan_section import ContextConfig, EvalConfig, EvaluationSection
+from longspan.config.preference_losses import LOSSES, LossName, RowForm
 from longspan.config.text_values import (
     NamedGroup,
     read_word_and_number,
@@ -31,7 +32,6 @@ from longspan.config.text_values import (
 from longspan.errors import ConfigError
 
 RANDOM = "random"  # as mtp.weights
-RowForm = Literal["", "pairs", "orpo", "kto"]
 
 
 @dataclass(frozen=True)
@@ -361,14 +361,13 @@ class TrainConfig(Section):
     weights, head, norms, routers and adapters in bfloat16. For GPUs of compute capability 8.9 or more
     (docs/precision.md)."""
     loss: Annotated[
-        Literal["", "dpo", "sigmoid", "ipo", "apo_zero", "simpo", "orpo", "kto"],
+        LossName,
         Needs("model.num_labels", (0,)),
         Needs("mtp.num_layers", (0,)),
         Needs("data.split_turns", (False,)),
     ] = ""
-    """dpo (TRL's sigmoid, which is a name of it too), ipo, apo_zero, simpo or orpo over rows with chosen and rejected,
-    or kto over answers with a label (docs/preferences.md); empty: the cross entropy of tokens, or what a model has that
-    scores."""
+    """A loss of preferences as TRL has it, over rows with chosen and rejected, kto over answers with a label
+    (docs/preferences.md); sigmoid is dpo. Empty: the cross entropy of tokens, or what a model has that scores."""
     loss_arguments: tuple[str, ...] = ()
     """Arguments of the loss by TRL's names, such as "beta=0.05" or "desirable_weight=1.33"; of a model with one score
     (model.num_labels) "center_rewards_coefficient=0.01", the weight of (chosen + rejected)², which keeps scores around
@@ -385,7 +384,12 @@ class TrainConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares log-probabilities with those of a reference model."""
-        return self.loss not in ("", "simpo", "orpo")
+        return bool(self.loss) and LOSSES[self.loss].needs_reference
+
+    @property
+    def row_form(self) -> RowForm:
+        """What rows become for the loss; "" for a loss without preferences."""
+        return LOSSES[self.loss].row_form if self.loss else ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedConfig
 
-from longspan.config.sections import RowForm
+from longspan.config.preference_losses import RowForm
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import Processor, load_processor
 from longspan.corpus.rows.formats import convert_format

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RowForm, RunConfig
+from longspan.config.preference_losses import RowForm
+from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RunConfig
 from longspan.corpus.cache import cache_folder
 from longspan.corpus.document_encoder import DocumentEncoder
 from longspan.corpus.rows.encoding import RowEncoding
@@ -101,8 +102,7 @@ class CorpusSettings:
     """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
 
     `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages;
-    `num_labels` is the model's. `preference` says what rows become for train.loss: "pairs"; "orpo" for pairs whose
-    chosen document is learnt whole; "kto" for answers with labels; "" for a loss without preferences.
+    `num_labels` is the model's. `preference` says what rows become for train.loss.
     """
 
     data: DataConfig
@@ -114,9 +114,7 @@ class CorpusSettings:
     @classmethod
     def for_run(cls, config: RunConfig) -> "CorpusSettings":
         """Return the settings of the documents that a run trains on."""
-        loss = config.train.loss
-        form: RowForm = loss if loss in ("", "orpo", "kto") else "pairs"
-        return cls(config.data, num_labels=config.model.num_labels, preference=form)
+        return cls(config.data, num_labels=config.model.num_labels, preference=config.train.row_form)
 
     @classmethod
     def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **fields: str) -> "CorpusSettings":

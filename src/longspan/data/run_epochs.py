@@ -83,7 +83,7 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
     stream = order.stream
     held_out = len(order.evaluation) // order.unit
     # Of KTO's documents every other one is a prompt with another row's answer, which only estimates the divergence.
-    is_kto = train.loss == "kto"
+    is_kto = train.row_form == "kto"
     name = "answer" if is_kto else "document" if order.unit == 1 else "pair"
     line = plural(stream.documents, name)
     if order.groups is not None:

@@ -69,7 +69,7 @@ def find_losses(
     if train.needs_reference:
         missing = partial(_why_without_reference, checked.subject, world.device.type)
         if reason := run_on_first_rank(world, missing, ModelError):
-            text = f"cross entropy of {'answers' if train.loss == 'kto' else 'chosen answers'}"
+            text = f"cross entropy of {'answers' if train.row_form == 'kto' else 'chosen answers'}"
             log(
                 f"the reference of the loss {train.loss} cannot be computed: {reason}. The loss is the {text} alone"
             )

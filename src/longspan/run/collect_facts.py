@@ -144,7 +144,7 @@ def _fact_lines(
     yield "plans", f"{run.reasons.planner or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
     yield from (("evaluation", reason) for reason in reasons)
     # Of KTO's documents every other one is a prompt with another row's answer.
-    step = 2 if config.train.loss == "kto" else 1
+    step = 2 if config.train.row_form == "kto" else 1
     lengths = lengths[::step]
     held_out = f", {len(run.held_out) // step:,} of them held out" if run.held_out else ""
     documents = (
@@ -244,7 +244,7 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
 def _preferences_text(run: TrainingRun) -> str:
     """Say which loss of preferences a run has, over how many pairs or answers, and what it is compared with."""
     reference = "the base model, without the adapter" if run.config.lora.rank else "the weights before step 1"
-    count = plural(len(run.corpus) // 2, "answer" if run.config.train.loss == "kto" else "pair")
+    count = plural(len(run.corpus) // 2, "answer" if run.config.train.row_form == "kto" else "pair")
     compared = f"; reference: {reference}" if run.config.train.needs_reference else ""
     return f"{loss_text(run.config.train)}; {count}{compared}"
 

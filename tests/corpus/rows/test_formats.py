@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from longspan.config.file import load_config
-from longspan.config.sections import DataConfig, RowForm
+from longspan.config.preference_losses import RowForm
+from longspan.config.sections import DataConfig
 from longspan.corpus import build_documents as builder
 from longspan.corpus.lines import encoding_line, missing_end_line, unseen_line
 from longspan.corpus.recipe import CorpusSettings

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from longspan.config.sections import RowForm
+from longspan.config.preference_losses import RowForm
 from longspan.corpus.document_encoder import NOTHING, OWN_TOKEN, EncodedDocuments
 from longspan.corpus.mismatched_answers import MismatchedAnswers
 from longspan.corpus.rows.encoding import RowEncoding

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +20,16 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from longspan import World
+from longspan import World, plan_fixed, run_step
 from longspan.checkpoint.base import check_base_unchanged, record_base_weights
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
+from longspan.config import preference_losses
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
+from longspan.corpus.recipe import CorpusSettings
+from longspan.corpus.run_corpus import open_or_build_corpus
+from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, ModelError
@@ -36,9 +41,11 @@ from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
 from longspan.train.run_model.load import add_configured_adapter
+from longspan.train.terms.preferences import preference_loss
 from tests.corpus.rows.conversations import says
 from tests.evaluation.saved.evaluating import evaluate_here
 from tests.hf.stock import DenseHead
+from tests.model.stock import prepare_untried
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, refusals, train_rows
 from tests.run.runs.test_images_run import model_folder, rows_with_images, settings
 from tests.run.runs.test_lora_run import edit_configuration, write_base
@@ -240,6 +247,53 @@ def test_dpo_and_kto_are_those_of_trl(base: Path, tmp_path: Path, exact: None) -
     check_answers_beside_the_base(kto, check_run(kto, base, "kto", tmp_path / "trl"), base)
 
 
+@pytest.fixture(scope="module")
+def policy(base: Path) -> Any:
+    """The base model some steps later."""
+    model: Any = load_model(base, dtype="float64")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_of_a_step_is_that_of_trl(base: Path, policy: Any, tmp_path: Path, exact: None, name: str) -> None:
+    config = run_of(tmp_path, base, name)
+    trainer = trainer_of(config, base, LOSSES[name], tmp_path / "trl")
+    trainer.model.load_state_dict(policy.state_dict())
+    trainer.model.train()
+    expected, figures = loss_and_figures(trainer, range(3))
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters() if p.grad is not None])
+
+    corpus = open_or_build_corpus(
+        CorpusSettings.for_run(config), tmp_path, tokenizer=load_tokenizer(base), resumed=False, log=print
+    )
+    if config.train.needs_reference:
+        starts = [corpus.count_rows_before_targets(d) + 1 for d in range(6)]
+        sums = [log_prob(trainer.ref_model, corpus.tokens_of(d).tolist(), start) for d, start in enumerate(starts)]
+        corpus.reference = np.array(sums)
+    documents = corpus.select(range(6))
+    with World(Layout(1), backend="gloo", device="cpu") as world:
+        plan = plan_fixed(documents.lengths, world.home, cp=1, targets=documents.targets)
+        model = prepare_untried(deepcopy(policy), world)
+        result = run_step(model, plan, documents, world, loss=preference_loss(documents, config.train))
+    row = {**result.figures, "loss": result.loss, "grad_norm": result.grad_norm}
+    compare(row, figures | {"loss": expected.item(), "grad_norm": norm.item()})
+
+
+def test_every_loss_has_a_row_here_and_on_its_page() -> None:
+    """`sigmoid` is dpo."""
+    page = (Path(__file__).parents[3] / "docs/preferences.md").read_text(encoding="utf-8")
+    assert LOSSES.keys() == preference_losses.LOSSES.keys() - {"sigmoid"}
+    for name, loss in preference_losses.LOSSES.items():
+        (row,) = (line for line in page.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
+        arguments = ", ".join(f"`{key}={value:g}`" for key, value in loss.arguments.items())
+        assert row.split("|")[3].strip() == arguments
+
+
 # whose prompts are one token each: then every token but a document's first is a target, and none are stored
 SHORT: list[Row] = [{"prompt": "a", "chosen": words(4 + i % 3), "rejected": words(9 + i % 5)} for i in range(6)]
 
@@ -256,7 +310,7 @@ def test_prompts_of_one_token(base: Path, tmp_path: Path, exact: None, name: str
         (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
         sets = [{"name": "set", "path": str(tmp_path / "set.jsonl")}]
         config = run_of(tmp_path / "run", base, name, **ALONE, evaluation__sets=sets, train__steps=1)
-        assert refusals([config], 1) == [None]
+        train_rows(config, 1)
         corpus = Corpus(Path(config.run.dir) / "corpus")
         assert (corpus.targets is None) == (name in ("dpo", "simpo"))
         (*_, told) = (row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "loss" in row)

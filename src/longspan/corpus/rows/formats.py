@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
-from longspan.config.sections import RowForm
+from longspan.config.preference_losses import RowForm
 from longspan.corpus.rows.kinds import CHATS, KEYS, Kind, pair_prompt_key
 from longspan.corpus.rows.messages import LEARNT, checked_messages, read_json_value, read_tools
 from longspan.corpus.rows.preferences import pair_with_prompt

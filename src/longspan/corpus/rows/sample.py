@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.config.sections import RowForm
+from longspan.config.preference_losses import RowForm
 from longspan.data.image_table import SampleImage
 from longspan.layout import Integers
 
