@@ -66,7 +66,7 @@ def one_search(monkeypatch: pytest.MonkeyPatch) -> None:
         known[text] = known.get(text) or found(config, facts)
         return known[text]
 
-    monkeypatch.setattr(plans_answer, "rank_ways", find)
+    monkeypatch.setattr("longspan.resolve.resolved.rank_ways", find)
     monkeypatch.setattr(plans_answer, "find_longest", find_longest)
 
 
@@ -382,7 +382,9 @@ def test_commands_of_the_pages_need_no_download(
         Path(name).write_text(rows)
     Path("lengths.json").write_text("[36000, 36000, 36000, 8000, 1200, 500]")
     Path("machine.json").write_text(json.dumps(Machine(memory_bytes=80 << 30).to_json()))
-    monkeypatch.setattr(plans_answer, "rank_ways", lambda config, facts, _: Ranking((fit_largest(config, facts),)))
+    monkeypatch.setattr(
+        "longspan.resolve.resolved.rank_ways", lambda config, facts, _: Ranking((fit_largest(config, facts),))
+    )
     longest = lambda config, facts: (UNIT * facts.home.slots, largest(config, facts))  # noqa: E731
     monkeypatch.setattr(plans_answer, "find_longest", longest)
     command = command.replace("1024x8192 --world 8192", "64x8192 --world 64")

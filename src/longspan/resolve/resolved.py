@@ -19,7 +19,7 @@ from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
 from longspan.resolve.partition import choose_partition
 from longspan.resolve.planner_config import PlannerConfig
-from longspan.resolve.ways import RankedWay, Ranking, Way, family_notes, rank_ways, set_usual_mode
+from longspan.resolve.ways import BindingKeys, RankedWay, Ranking, Way, family_notes, rank_ways, set_usual_mode
 
 NAMED = 3  # other ways in a reason
 
@@ -69,16 +69,27 @@ class Resolved:
     cost: Cost
     reasons: Reasons = field(default_factory=Reasons)
     rows_line: str = ""  # of the rows of a slot that a run's folder keeps
+    ranking: Ranking | None = None
+    """The ways that were compared, with their plans (None: nothing was open). It cannot be sent to another process."""
 
 
-def resolve(config: RunConfig, facts: Facts) -> Resolved:
+class NothingFitsError(PlanError):
+    """No way fits; `ranking` has those that were compared, of each planner and degree the leanest."""
+
+    def __init__(self, ranking: Ranking, partition: str) -> None:
+        super().__init__(ranking.best.refusal)
+        self.ranking = ranking
+        self.partition = partition
+
+
+def resolve(config: RunConfig, facts: Facts, given: BindingKeys | None = None) -> Resolved:
     """Decide what a configuration leaves open: planner, degree, type, rows of a slot, mode, measures of memory.
 
     >>> resolve(config, Facts(home=Layout(8), machine=machine, model=model, lengths_of_step=lengths, steps=100)).config
 
-    The same arguments give the same result. Call it on one rank, and send the others its result, as hosts may round
-    times differently. Raises PlanError, with the bytes, where nothing fits, and ConfigError where no degree is
-    possible.
+    `given` says which keys hold (None: those of training). The same arguments give the same result. Call it on one
+    rank, and send the others its result, as hosts may round times differently. Raises NothingFitsError, with the bytes,
+    where nothing fits, PlanError where nothing can be planned, and ConfigError where no degree is possible.
     """
     config, partition = choose_partition(config, facts)
     unplanned = tuple[str, ...]()
@@ -90,7 +101,10 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
             facts = replace(facts, budget=None)
     rows_are_open = config.context.max_tokens_per_slot == AUTO
     if leaves_plans_open(config) or rows_are_open or facts.budget is not None:
-        resolved = resolve_by_best_way(config, rank_ways(config, facts))
+        ranking = rank_ways(config, facts, given)
+        if ranking.best.seconds is None:
+            raise NothingFitsError(ranking, partition)
+        resolved = _resolve_by_best_way(config, ranking)
     else:
         notes = list[str]()
         way = Way(set_usual_mode(config), facts)
@@ -106,14 +120,9 @@ def leaves_plans_open(config: RunConfig) -> bool:
     return context.planner == AUTO or (context.planner in ONE_DEGREE and not context.context_parallel_size)
 
 
-def resolve_by_best_way(config: RunConfig, ranking: Ranking) -> Resolved:
-    """Take the best way: its keys, those of evaluations that follow them, its memory and its cost.
-
-    Raises PlanError, with the bytes, where not even that one fits.
-    """
+def _resolve_by_best_way(config: RunConfig, ranking: Ranking) -> Resolved:
+    """Take the best way: its keys, those of evaluations that follow them, its memory and its cost."""
     best = ranking.best
-    if best.seconds is None:
-        raise PlanError(best.refusal)
     chosen = set_usual_mode(best.way.config)
     choice = best.way.choice
     notes = [*best.notes, *family_notes(config, best)]
@@ -137,7 +146,7 @@ def resolve_by_best_way(config: RunConfig, ranking: Ranking) -> Resolved:
 
     chosen = with_evaluations(chosen, map(give_training_plans, chosen.evaluations))
     cost = best.way.cost(best.memory, notes)
-    return Resolved(chosen, best.memory, cost, Reasons(ways=ways, notes=tuple(notes)))
+    return Resolved(chosen, best.memory, cost, Reasons(ways=ways, notes=tuple(notes)), ranking=ranking)
 
 
 def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:

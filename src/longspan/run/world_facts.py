@@ -87,7 +87,7 @@ def resolve_on_ranks(
 
     def decide_on_first_rank() -> Resolved:
         try:
-            return decide(config, facts)
+            return replace(decide(config, facts), ranking=None)  # it stays here: its facts have all documents
         except PlanError as error:
             raise ConfigError(str(error)) from error
 

@@ -34,17 +34,16 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_rows
 from longspan.resolve.evaluation import plan_type_text
 from longspan.resolve.facts import Facts, evenly_spaced_numbers
-from longspan.resolve.partition import choose_partition
-from longspan.resolve.resolved import Reasons, resolve_by_best_way
+from longspan.resolve.resolved import NothingFitsError, Reasons, resolve
 from longspan.resolve.ways import (
     UNIT,
     BindingKeys,
     Fit,
+    Ranking,
     family_notes,
     find_longest,
     fit_way,
     leanest_fit,
-    rank_ways,
 )
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 
@@ -409,26 +408,19 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     Raises ConfigError or PlanError where no way can be planned. `title` says in the answer, and in errors, what the
     documents are.
     """
-    config = run.config
     longest = facts.longest_document
     try:
-        config, partition = choose_partition(config, facts)
-        ranking = rank_ways(config, facts, run.given)
+        chosen, ranking, reasons = _resolve_ways(run.config, facts, run.given)
     except PlanError:  # the limit of rows that is given may be below what the longest document needs
-        check_longest_training_document(config, run.home, longest, title, facts.heads)
+        check_longest_training_document(run.config, run.home, longest, title, facts.heads)
         raise
-    ways = ranking.fits
+    best = ranking.best
     notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
-    fits = ways[0].seconds is not None
+    fits = best.seconds is not None
     larger = None
-    reasons = Reasons(partition=partition)
     if fits:
-        notes += [*ways[0].notes, *family_notes(run.config, ways[0])]
-        resolved = resolve_by_best_way(config, ranking)
-        chosen = resolved.config
-        reasons = replace(resolved.reasons, partition=partition)
+        notes += [*best.notes, *family_notes(run.config, best)]
     else:
-        chosen = ways[0].way.config
         larger = _fit_more_gpus(run, facts)
     chosen = choose_position_scaling(chosen, facts.model, longest)
     if fits and run.given.planner:
@@ -437,13 +429,26 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
         title=title,
         run=run,
         config=chosen,
-        ways=tuple(ways),
+        ways=ranking.fits,
         longest=find_longest(run.config, facts)[0],
         notes=tuple(notes),
         larger=larger,
         longest_nf4=0 if fits else _find_longest_in_nf4(run, facts),
         reasons=reasons,
     )
+
+
+def _resolve_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> tuple[RunConfig, Ranking, Reasons]:
+    """Resolve, and return the configuration with the ways that were compared, and the reasons; where nothing fits it is
+    that of the leanest way. Raises PlanError also for a model whose bytes cannot be counted.
+    """
+    try:
+        resolved = resolve(config, facts, given)
+    except NothingFitsError as error:
+        return error.ranking.best.way.config, error.ranking, Reasons(partition=error.partition)
+    if resolved.memory is None or resolved.ranking is None:
+        raise PlanError(*resolved.reasons.notes[:1])
+    return resolved.config, resolved.ranking, resolved.reasons
 
 
 def _with_nf4(answer: Answer, facts: Facts) -> Answer:
@@ -454,8 +459,7 @@ def _with_nf4(answer: Answer, facts: Facts) -> Answer:
     if not _leaves_frozen_open(run):
         return answer
     try:
-        config, _ = choose_partition(run.config.with_keys("model", frozen="nf4"), facts)
-        fit = rank_ways(config, facts, run.given).best
+        fit = _resolve_ways(run.config.with_keys("model", frozen="nf4"), facts, run.given)[1].best
     except LongspanError:  # rows that blocks do not divide
         return answer
     if fit.seconds is not None and answer.sampled > len(fit.plans) and fit.way.choice.has_one_degree:
@@ -490,7 +494,7 @@ def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
             larger = replace(run, gpus=replace(run.gpus, count=count))
             wider = replace(facts, home=larger.home)
             if leanest_fit(run.config, wider).seconds is not None:
-                config = resolve_by_best_way(run.config, rank_ways(run.config, wider, open_planner)).config
+                config = resolve(run.config, wider, open_planner).config
                 return replace(larger, config=choose_position_scaling(config, facts.model, facts.longest_document))
     return None
 
