@@ -25,7 +25,8 @@ from longspan.resolve.facts import Facts
 from longspan.train.optim.schedule import Schedule
 
 Log = Callable[[str], None]
-BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
+# English text and code take so many bytes per token under the usual byte-pair vocabularies.
+BYTES_PER_TOKEN = 4
 
 
 @contextmanager
@@ -63,12 +64,8 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
 
 
 def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
-    """Estimate the lengths of the documents that each text is cut into, from a token for BYTES_PER_TOKEN bytes, and log
-    that.
-
-    Texts are cut as in the run; pieces shorter than SHORTEST have no target and are left out, as is a text of such
-    pieces alone. Raises ConfigError for several sources, DataError for no text.
-    """
+    """BYTES_PER_TOKEN bytes are a token. Texts are cut as in the run; pieces shorter than SHORTEST have no target
+    and are left out, as is a text of such pieces alone."""
     data = config.data
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
@@ -97,11 +94,7 @@ def _plan_documents(
     target_share: float = 1.0,
     rows_of_token: float = 0.0,
 ) -> tuple[GpuRun, Facts, str]:
-    """Return a run with the steps that its epochs take, the facts of its documents, of these `lengths`, and a line that
-    says what the documents are.
-
-    `target_share` is the share of tokens that are targets, `rows_of_token` the mean rows of images for a token.
-    """
+    """`target_share` is the share of tokens that are targets, `rows_of_token` the mean rows of images for a token."""
     config = with_epoch_steps(run.config, order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     run = replace(run, config=config)

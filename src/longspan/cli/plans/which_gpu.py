@@ -32,7 +32,8 @@ from longspan.plain_text import gib_text, seconds_text, text_table
 from longspan.plan.cost.machine import KNOWN
 from longspan.resolve.facts import Facts
 
-ALL_GPUS = "all"  # as --gpu
+# --gpu takes this word.
+ALL_GPUS = "all"
 OF_ONE_GPU = ("gpu_bytes", "tflops", "compare", "write")  # flags that a question about all does not take
 
 
@@ -117,7 +118,6 @@ def _answer_by_data(title: str, facts: Facts, run: GpuRun) -> Answer:
 
 
 def _ask_all(runs: Sequence[GpuRun], ask: Callable[[GpuRun], Answer]) -> list[GpuAnswer]:
-    """Ask the GPUs of each run in turn; a line on standard error names them."""
     answers = list[GpuAnswer]()
     for number, run in enumerate(runs, start=1):
         print(f"{number} of {len(runs)}: {run.gpus.count_and_name}", file=sys.stderr, flush=True)
@@ -130,9 +130,7 @@ def _ask_all(runs: Sequence[GpuRun], ask: Callable[[GpuRun], Answer]) -> list[Gp
 
 
 def _rank(answer: GpuAnswer, *, by_length: bool) -> tuple[float, float, float]:
-    """Return what sorts answers: the fewest GPUs come first, then those that hold the longest document, or the
-    fastest.
-    """
+    """The fewest GPUs come first, then those that hold the longest document, or the fastest."""
     if answer.answer is None or answer.answer.seconds is None:
         return math.inf, 0.0, 0.0
     length = answer.answer.longest if by_length else 0
@@ -140,7 +138,6 @@ def _rank(answer: GpuAnswer, *, by_length: bool) -> tuple[float, float, float]:
 
 
 def _table_lines(title: str, answers: Sequence[GpuAnswer], *, by_length: bool) -> Iterator[str]:
-    """Yield the lines of the table, with what it is about, and of the keys to add."""
     gpus = answers[0].run.gpus
     yield title
     yield (
@@ -160,7 +157,6 @@ def _table_lines(title: str, answers: Sequence[GpuAnswer], *, by_length: bool) -
 
 
 def _row(answer: GpuAnswer, *, by_length: bool, has_hours: bool) -> list[str]:
-    """Write a row of the table."""
     gpus = answer.run.gpus
     row = [gpus.name, f"{gpus.bytes / 2**30:.0f}"]
     if answer.answer is None or answer.answer.seconds is None:

@@ -79,7 +79,7 @@ class StateCost:
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
         # numbers of a transition, which is what a run does to a state
         transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)
-        messages = [mixer.state > 0, mixer.width > 1].count(True)  # in either pass
+        messages = [mixer.state > 0, mixer.width > 1].count(True)  # per pass
         return cls(
             scan_seconds=layers * (scan + mixer.channels * channel_seconds),
             summary_seconds=layers * mixer.summary_flops / (summary_tflops * 1e12),
@@ -106,7 +106,6 @@ class StateCost:
         return self._scaled({name: 1 + share * part for name, part in _FORWARD_SHARES.items()})
 
     def _scaled(self, factors: dict[str, float]) -> "StateCost":
-        """Multiply the constants of these names by their factors."""
         return dataclasses.replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def seconds(self, group: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
@@ -135,7 +134,8 @@ class StateCost:
         degree = np.asarray(degree)
         if self.partition == "contiguous":
             return self.state_bytes * (degree - 1) + self.transition_bytes * np.maximum(degree - 1 - documents, 0)
-        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document, a row each at least
+        # A document has so many runs, of a row each at least.
+        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))
         states = documents * (runs - 1)
         transitions = documents * np.maximum(runs - 2, 0)
         sent = degree > 1
@@ -168,7 +168,8 @@ _DIVIDED_BY_TP = (
 
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
 _GATHERED = 3.0  # times as long as in dense attention products of gathered keys take, and of a choice (H200)
-FORWARD_SHARE = 1 / 3  # of a micro-batch's time
+# A micro-batch's forward pass takes this share of its time.
+FORWARD_SHARE = 1 / 3
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
 
 # What forward takes of both passes: 2 of 6 FLOPs for each weight; of three turns of keys and values one, in one of two
@@ -265,7 +266,8 @@ class Cost:
         if not isinstance(source := cast(object, self.source), str):
             raise PlanError(f"source is {source!r}; give words that say what model and machine the cost is of")
         check_choice("passes of a cost", self.passes, get_args(Passes))
-        check_comm_type("cp_comm_type of a cost", self.cp_comm_type)  # one of the caller's own is priced as p2p
+        # The planner prices a type of the caller's own as p2p.
+        check_comm_type("cp_comm_type of a cost", self.cp_comm_type)
         if self.forward and (self.forward.passes != "forward" or self.passes == "forward"):
             refusal = "forward is the cost of forward passes only, in a cost of both passes"
             raise PlanError(f"{refusal}; Cost.forward_only makes it")
@@ -460,7 +462,8 @@ class Cost:
         share_host = home.slots <= node_size
         inside = self.inside_bytes_per_second
         across = self.across_bytes_per_second
-        speed = inside if share_host or node_size % width == 0 else across  # of a replica
+        # This is the speed of a replica.
+        speed = inside if share_host or node_size % width == 0 else across
         gathered = weights * gather_bytes * (width - 1) / width / speed
         forward = self.forward_only()
         forward = dataclasses.replace(forward, closing_seconds=forward.micro_batch_seconds + gathered)
@@ -622,11 +625,10 @@ def attention_and_message_seconds(cost: Cost, rows: PricedRows) -> tuple[Floats,
 
 
 def _message_latency_of_type(cost: Cost, kind: str, degree: Floats) -> Floats:
-    """Return the seconds that attention's messages of one type, `kind`, take however few rows they carry, without those
-    of state-space layers. A ring of r members has r − 1 steps, a gather one, and an exchange of heads one more. On
-    ideal links each takes `ring_step_seconds`. On measured links each is several messages of `step_seconds` in every
-    layer: a step's block goes round in both passes, and its gradients in backward; an exchange goes there and back.
-    """
+    """Without the messages of state-space layers. A ring of r members has r − 1 steps, a gather one, and an exchange
+    of heads one more. On ideal links each takes `ring_step_seconds`. On measured links each is several messages
+    of `step_seconds` in every layer: a step's block goes round in both passes, and its gradients in backward; an
+    exchange goes there and back."""
     exchanging = head_exchange_size(kind, cost.a2a_size, degree)
     swaps = (exchanging > 1).astype(np.float64)
     steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
@@ -637,10 +639,9 @@ def _message_latency_of_type(cost: Cost, kind: str, degree: Floats) -> Floats:
 
 
 def _exposed_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
-    """Return the seconds of messages that kernels do not hide where links are ideal. A slot sends its share of
-    `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed) is exposed, of a gather all of t.
-    Exchanges of heads are exposed as a whole; those inside a host take place beside those between hosts.
-    """
+    """A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed)
+    is exposed, of a gather all of t. Exchanges of heads are exposed as a whole; those inside a host take place
+    beside those between hosts."""
     degree = rows.degree
     kind = cost.cp_comm_type
     speed = np.where(rows.together >= degree, cost.inside_bytes_per_second, cost.across_bytes_per_second)
@@ -660,14 +661,12 @@ def _exposed_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats
 
 
 def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
-    """Return the seconds of messages that kernels do not hide on measured links, of all layers.
-
-    `block` is the bytes of a member's keys and values in a layer, `gradients` those of a block's gradients, `queries`
-    those of its queries (outputs are as many), `keys` and `back` those of keys and values that it exchanges with all
-    copies, forward and in backward: gradients of the copies of a head are summed, and travel in the dtype of sums.
-    Members of a narrow ring fetch before the kernels, and send gradients after them. Of large exchanges and gathers,
-    which go in two slices of heads, half is exposed, and what of the other half is longer than the kernels of a slice.
-    """
+    """`block` is the bytes of a member's keys and values in a layer, `gradients` those of a block's gradients,
+    `queries` those of its queries (outputs are as many), `keys` and `back` those of keys and values that it
+    exchanges with all copies, forward and in backward: gradients of the copies of a head are summed, and travel
+    in the dtype of sums. Members of a narrow ring fetch before the kernels, and send gradients after them. Of
+    large exchanges and gathers, which go in two slices of heads, half is exposed, and what of the other half is
+    longer than the kernels of a slice."""
     network = cost.network
     kind = cost.cp_comm_type
     assert network is not None
@@ -681,7 +680,8 @@ def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, co
     gradients = ring_bytes * member_rows * network.gradient_share
     exchanging = degree / around
     copies: Floats | float = 1.0
-    queries = keys = back = block  # of no meaning: only exchanges of heads send these
+    # Only exchanges of heads send these; else the numbers have no meaning.
+    queries = keys = back = block
     if exchanges_heads:
         copies = kv_copies(network.heads, network.kv_heads, exchanging)
         exchanged = cost.exchange_bytes * member_rows / (2 if both else 1)
@@ -695,7 +695,8 @@ def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, co
         if both:
             share = FORWARD_OF_ATTENTION if forward else 1 - FORWARD_OF_ATTENTION
         kernels = share * computed / network.layers
-        if kind == "all_gather":  # between hosts a gather's bytes come through all slots of a host together
+        # Between hosts a gather's bytes come through all slots of a host together.
+        if kind == "all_gather":
             received = block * (degree - 1)
             near = network.inside.gather.seconds(received)
             far = network.across.gather.seconds(received / together)
@@ -703,7 +704,8 @@ def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, co
             messages += [] if forward else [network.exchange_seconds(gradients, degree, together)]
             seconds = seconds + _exposed_seconds(messages, kernels, block * degree >= GATHER_SLICE_BYTES)
             continue
-        if kind != "a2a":  # whose members have no ring
+        # Members of a2a have no ring.
+        if kind != "a2a":
             sizes = [block * copies] if forward else [block * copies, gradients * copies]
             inside = together >= degree
             if rows.sent < 1:
@@ -723,8 +725,7 @@ def _exposed_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, co
 
 
 def _exposed_seconds(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
-    """Return the exposed seconds of all `messages`, of which each takes so many seconds by itself. Where they are
-    `sliced`, the second half of each goes on beside a half of the kernels.
-    """
+    """Each message takes so many seconds by itself. Where they are `sliced`, the second half of each goes on beside
+    a half of the kernels."""
     first, *others = (np.where(sliced, np.maximum(sent / 2, sent - kernels / 2), sent) for sent in messages)
     return sum(others, first)
