@@ -8,7 +8,7 @@ from longspan.testing import run_ranks
 from longspan.train.terms.waves_ahead import plan_waves_ahead
 from tests.train.multimodal.cases import Case, few_pairs, pairs
 from tests.train.multimodal.documents import documents_of
-from tests.train.multimodal.oracle import LIMITS, answers_of, in_worlds, model_of, run, worst_of_ranks
+from tests.train.multimodal.oracle import answers_of, in_worlds, model_of, run, within_limit, worst_of_ranks
 
 # What runs always: several slots on both sides. The rest of the values: the draw on two ranks, and OTHERS.
 CHOSEN = {
@@ -37,7 +37,7 @@ OVER_NCCL = {  # fan-in, fan-out and equal replicas of encoder and language mode
 def check(cases: list[Case], *, timeout: float = 280) -> None:
     ranks = len(cases[0].home.ranks)
     errors = worst_of_ranks(run_ranks(run, ranks, cases, answers_of(cases), timeout=timeout))
-    wrong = [(case, error) for case, error in zip(cases, errors, strict=True) if not max(error) <= LIMITS[case.dtype]]
+    wrong = [(case, error) for case, error in zip(cases, errors, strict=True) if not within_limit(case, error)]
     assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(f"{error} {case}" for case, error in wrong)
 
 
