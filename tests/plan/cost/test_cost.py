@@ -263,6 +263,8 @@ def test_one_document_over_four_slots_by_hand() -> None:
     # ten documents of 100 rows: three boundaries cut three of them
     assert seconds(contiguous, 10, 10**5) == pytest.approx(2 * 75 + 3 * 8 * 0.75 / 10 + 5)
     assert float(cost.group_seconds(1000, 10**6, 1, True)) == 0.0
+    inside = np.array([True, False]).reshape(2, 1, 1)  # as dynamic plans of one slot ask
+    assert cost.group_seconds(1000, 10**6, np.ones((1, 1)), inside).tolist() == [[[0.0]], [[0.0]]]
 
 
 @pytest.mark.parametrize(("lengths", "degree"), [([4096], 4), ([4096], 2), ([1024] * 4, 8), ([512] * 16, 4)])

@@ -400,7 +400,8 @@ class Cost:
         seconds = self.linear_seconds * tokens / degree + (computed + exposed)
         if self.states:
             speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
-            seconds += self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
+            of_states = self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
+            seconds = seconds + of_states  # which of one degree may have more axes
         return seconds
 
     def lockstep_seconds(self, slowest: Sequence[float]) -> float:
