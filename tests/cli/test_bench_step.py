@@ -64,13 +64,16 @@ def test_a_planner_of_ones_own() -> None:
         settings(*words, "mine")
 
 
-def test_the_steps_of_a_run_by_its_plan_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_of_a_run_by_its_plan_of_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     free = {"context__planner": "dynamic", "context__mode": "free", "train__steps": 1, "evaluation__documents": 0}
     config = small_config(tmp_path, **free, optimizer__class="sgd", train__seed=3)
     (tmp_path / "run.toml").write_text(to_toml(config))
     bench = ["bench", "step", str(tmp_path / "run.toml"), "--world", "2", "--repeats", "1", "--warmup", "0", "--json"]
-    assert main([*bench, "--train.device_memory_limit", "100000000", "--same", "4x24"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    open_rows = ["--context.max_tokens_per_slot", "auto"]  # which memory decides, as in the run
+    assert main([*bench, "--train.device_memory_limit", "100000000", "--same", "4x24", *open_rows]) == 0
+    captured = capfd.readouterr()
+    record = json.loads(captured.out)
+    assert "model: qwen3-tiny, 2 layers\nlongspan dynamic: 2 steps\n" in captured.err
     (row,) = record["rows"]
     assert row["name"] == "longspan dynamic" and record["cost"]["closing_seconds"] > 0  # of free mode
     assert record["tokens"] == 96 and record["configuration"]["optimizer"]["class"] == "sgd"
@@ -123,13 +126,6 @@ def test_gpus_compute_in_bfloat16_unless_told() -> None:
     assert [settings(*words, *more, backend=backend).compute for backend, more in kinds] == ["", "bfloat16", ""]
 
 
-def test_a_cap_that_a_run_would_find_needs_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (file := tmp_path / "run.toml").write_text(f'[run]\ndir = "{tmp_path}/run"\n')
-    words = ["--world", "2", "--lengths", "40", "--context.max_tokens_per_slot", "auto"]
-    assert main(["bench", "step", str(file), *words]) == 2
-    assert f"and there is no {tmp_path}/run; give a number" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -143,7 +139,6 @@ def test_a_cap_that_a_run_would_find_needs_its_folder(tmp_path: Path, capsys: py
         ("--lengths 700 --context.max_tokens_per_slot 8", "700"),
         ("--lengths 40 --context.context_parallel_size 3", "parallel_size 3 does not divide 2 slots"),
         ("--lengths 40 --same 2x3", "--lengths and --same"),
-        ("--lengths 40 --context.max_tokens_per_slot auto --context.planner fixed", "no CONFIG.toml"),
         (
             "--context.mode free --parallel.ep 2",
             "context.mode is 'free', which needs parallel.ep 1, and parallel.ep is 2",

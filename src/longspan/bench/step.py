@@ -42,29 +42,27 @@ from longspan.config.sections import (
     TrainConfig,
 )
 from longspan.data.synthetic_documents import synthetic_documents
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model.execution import model_execution
 from longspan.model.layers import vocabulary_size
-from longspan.model.seams.randomness import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan import Cost, Plan
 from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops, read_experts
 from longspan.resolve.facts import Facts
-from longspan.resolve.kept_rows import read_kept_rows, set_rows
-from longspan.resolve.partition import choose_partition
+from longspan.resolve.kept_rows import with_kept_rows
 from longspan.resolve.planner_config import PlannerConfig, home_of, query_heads
 from longspan.resolve.resolved import Resolved, resolve
-from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine, run_machine, set_node_size
-from longspan.resolve.ways import Way, rank_ways
+from longspan.resolve.run_cost import KEY, read_run_machine, run_machine, set_node_size
+from longspan.resolve.ways import Way
 from longspan.run.checks import check_config
 from longspan.run.collect_facts import mixers_text
 from longspan.run.profile import wait_for_gpu
+from longspan.run.set_up import prepare_loaded_model
 from longspan.run.watches import allocator_retries_text
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.run_model.load import load_run_model, read_model_configuration
-from longspan.train.run_model.prepare import prepare_run_model
 from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
@@ -195,6 +193,10 @@ class StepSettings:
         return home_of(self.config.parallel, self.ranks)
 
     @property
+    def model_name(self) -> str:
+        return self.config.model.source or self.config.model.preset_name
+
+    @property
     def compute(self) -> str:
         """The dtype of the arithmetic; "" where it is that of the parameters."""
         kind = str(compute_dtype(self.config.model, self.device)).removeprefix("torch.")
@@ -229,7 +231,7 @@ class StepSettings:
         experts = read_experts(text).of_layer
         return {
             "shape": {"hidden": text.hidden_size, "layers": text.num_hidden_layers, "experts": experts},
-            "shape_name": config.model.source or config.model.preset_name,
+            "shape_name": self.model_name,
             **{
                 name: getattr(self, name)
                 for name in ("ranks", "backend", "command", "sequences", "source", "compute")
@@ -263,12 +265,6 @@ def make_settings(
     if not flags.config:
         config = _set_limits(flags, config, documents, home, gpu=gpu)
     config = _make_timed_config(resolve_defaults(config, ranks), max(documents.lengths), ranks, planners)
-    if config.context.max_tokens_per_slot == AUTO and not (flags.config and Path(config.run.dir).is_dir()):
-        lack = f"there is no {config.run.dir}" if flags.config else "no CONFIG.toml names one"
-        raise ConfigError(
-            f'context.max_tokens_per_slot is "auto", which is kept in a run\'s folder, and {lack}; give a number'
-        )
-    cost = find_run_cost(config, configuration, lambda _: None, gpu=gpu, slots=home.slots)
     peak = flags.peak_tflops
     if gpu and not peak:
         kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")
@@ -282,9 +278,10 @@ def make_settings(
         longest=max(documents.lengths),
         gpu=gpu,
     )
+    resolved = resolve(config.with_keys("context", planner="fixed"), facts)
     settings = StepSettings(
         flags=flags,
-        config=_choose_partition_and_degree(config, facts),
+        config=_share_degree(config, resolved.config),
         planners=planners,
         ranks=ranks,
         backend=backend,
@@ -293,7 +290,7 @@ def make_settings(
         lengths=documents.lengths,
         sequences=documents.lengths if flags.sequences else (),
         source=documents.source,
-        cost=cost,
+        cost=resolved.cost,
         peak_tflops=peak,
     )
     for batch in settings.batches():
@@ -302,17 +299,16 @@ def make_settings(
     return settings
 
 
-def _choose_partition_and_degree(config: RunConfig, facts: Facts) -> RunConfig:
-    """Return the configuration with its partition and its degree chosen, where they are open.
-
-    Planners of one degree share that at which packed documents are fastest.
+def _share_degree(config: RunConfig, packed: RunConfig) -> RunConfig:
+    """Return the configuration with the partition of `packed`, which is resolved for packed documents, and its degree
+    and type where they are open: planners of one degree share them.
     """
-    config, _ = choose_partition(config, facts)
-    if config.context.context_parallel_size:
-        return config
-    packed = config.with_keys("context", planner="fixed")
-    degree = rank_ways(packed, facts).best.way.choice.degree
-    return config.with_keys("context", context_parallel_size=degree)
+    context = replace(config.context, partition=packed.context.partition)
+    if config.context.partition == AUTO:
+        context = replace(context, cp_comm_type=packed.context.cp_comm_type)
+    if not config.context.context_parallel_size:
+        context = replace(context, context_parallel_size=packed.context.context_parallel_size)
+    return replace(config, context=context)
 
 
 def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
@@ -398,7 +394,10 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
         about = {"backend": world.backend, "machine": machine_facts(), "versions": versions()}
         record |= {"memory": None, **about, "rows": []}
         cases = _planner_cases(settings, world)
+        steps = settings.flags.warmup + 1 + settings.flags.repeats
         for name, measure in chain(cases, peers(settings, world)) if peers else cases:
+            if rank == 0:
+                print(f"{name}: {plural(steps, 'step')}", file=sys.stderr, flush=True)
             row = {"name": name} | measure()
             record |= {key: row.pop(key) for key in ("cost", "memory") if key in row}
             record["rows"].append(row)
@@ -447,9 +446,11 @@ def make_training(settings: StepSettings, world: World) -> Training:
     resolved = resolve_on_ranks(settings.config, facts, world, log, decide)
     config = resolved.config
     memory = resolved.memory
+    log(
+        f"model: {settings.model_name}, {plural(settings.configuration.get_text_config().num_hidden_layers, 'layer')}"
+    )
     loaded = load_run_model(config, settings.configuration)
-    model = prepare_run_model(config, world, loaded, memory=memory)
-    refuse_randomness(model)
+    model = prepare_loaded_model(config, world, loaded, memory)
     if (execution := model_execution(model)).mixers:
         log(mixers_text(execution, world.device, config.context.partition))
     optimizer = build_run_optimizer(config, world, model, memory=memory)
@@ -457,11 +458,8 @@ def make_training(settings: StepSettings, world: World) -> Training:
 
 
 def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Facts) -> Resolved:
-    """Decide what the configuration leaves open: rows and mode are those of the first planner, or the rows that a run
-    has kept; memory suits all planners.
-    """
-    if config.context.max_tokens_per_slot == AUTO and (kept_rows := read_kept_rows(config, len(facts.home.ranks))):
-        config = set_rows(config, kept_rows.rows)
+    """Resolve for the first planner, whose rows and mode all have, and choose memory that suits all planners."""
+    config = with_kept_rows(config, len(facts.home.ranks))
     resolved = resolve(config.with_keys("context", planner=planners[0]), facts)
     if resolved.memory is None or len(planners) == 1:
         return resolved

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError
 from longspan.files import read_json, write_atomically
@@ -55,6 +56,14 @@ def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
     if slot_rows.ranks == ranks and slot_rows.keys.items() >= keys.items():
         return slot_rows
     return None
+
+
+def with_kept_rows(config: RunConfig, ranks: int) -> RunConfig:
+    """Return the configuration with the rows that this run keeps in place of "auto", for one that does not train."""
+    if config.context.max_tokens_per_slot != AUTO:
+        return config
+    kept = read_kept_rows(config, ranks)
+    return set_rows(config, kept.rows) if kept else config
 
 
 def _read_slot_rows(file: Path) -> SlotRows:

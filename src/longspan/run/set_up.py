@@ -168,6 +168,15 @@ def set_up_model(
         adapter=config.lora.rank > 0,
     )
     run_on_first_rank(world, write, RunFolderError)
+    return prepare_loaded_model(config, world, model, memory, images=images)
+
+
+def prepare_loaded_model(
+    config: RunConfig, world: World, model: Any, memory: MemoryPlan | None, *, images: bool = False
+) -> AnyModel:
+    """Prepare a loaded model as a resolved configuration and its plan of memory have it, and refuse one that draws
+    random numbers of its own; entered by all ranks.
+    """
     prepared = prepare_run_model(config, world, model, memory=memory, images=images)
     refuse_randomness(find_language_model(prepared))
     return prepared
