@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from longspan import Layout, World, bind, evaluate, prepare
 from longspan.evaluation import EvaluationOptions, portions as module
 from longspan.evaluation.portions import _bytes_per_element, gather_once, gathered_bytes
+from longspan.model import fsdp_params
 from longspan.model.exactness.row_trial import try_rows
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -68,9 +69,13 @@ def test_parameters_are_gathered_once_where_all_ranks_have_room() -> None:
 
 
 @pytest.mark.parametrize("owner", ["group", "parameter"])  # the second since torch 2.15
-def test_bytes_are_those_of_the_dtype_that_passes_compute_in(owner: str) -> None:
+def test_bytes_are_those_of_the_dtype_that_passes_compute_in(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = {"mp_policy": SimpleNamespace(param_dtype=torch.bfloat16)}
     info = SimpleNamespace(module=nn.Linear(1, 1), param_name="weight")
     parameter = SimpleNamespace(_module_info=info, _sharded_param_data=torch.empty(1))
     vars(parameter).update(policy if owner == "parameter" else {})
-    assert _bytes_per_element(SimpleNamespace(**(policy if owner == "group" else {})), parameter) == 2
+    group = SimpleNamespace(fsdp_params=[parameter], mesh_info=SimpleNamespace(shard_mesh_size=3))
+    vars(group).update(policy if owner == "group" else {})
+    monkeypatch.setattr(fsdp_params, "fsdp_param_groups", lambda _: [group])
+    (gathered,) = fsdp_params.gathered_parameters([])
+    assert (gathered.numel, _bytes_per_element(gathered)) == (3, 2)

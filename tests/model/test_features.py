@@ -1,6 +1,7 @@
 """Features of `prepare`: those that are off are not imported, and one of a test's own takes a class and a row."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,12 @@ def test_a_dense_text_model_imports_no_feature_that_is_off() -> None:
     assert "longspan.model.sharding" in loaded
     assert [name for name in loaded if name.removeprefix("longspan.model.").startswith(OFF)] == []
     assert [name for name in loaded if name.startswith(("longspan.ssm", "longspan.bridge"))] == []
+
+
+def test_one_file_names_private_objects_of_fsdp2() -> None:
+    files = [*Path(features.__file__).parents[1].rglob("*.py")]
+    for name in ("_fully_shard", "_get_fsdp_state", "_sharded_param_data", "_training_state ="):
+        assert [file.name for file in files if name in file.read_text()] == ["fsdp_params.py"], name
 
 
 class FrozenNorms(Feature):

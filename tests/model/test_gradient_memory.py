@@ -12,12 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from longspan import Layout, World
-from longspan.model.sharding import (
-    SumsInComputeMemory,
-    _sum_on_computing_stream,
-    _sums_become_gradients,
-    fsdp_modules,
-)
+from longspan.model.fsdp_params import SumsInComputeMemory, fsdp_modules, sum_on_computing_stream, sums_become_gradients
 from longspan.testing import run_ranks
 from tests.model.stock import prepare_untried, tiny
 from tests.model.test_compiled_layers import LENGTHS, take_step
@@ -98,7 +93,7 @@ def look_at_sums(_: int) -> tuple[list[list[int]], list[set[bool]]]:
             modules: list[Any] = [*fsdp_modules(prepare_untried(tiny("qwen3", dtype), world, compute_dtype=compute))]
             (reduced,) = {module._get_fsdp_state()._mp_policy.reduce_dtype for module in modules}
             policy: Any = SimpleNamespace(reduce_dtype=reduced)
-            stay.append({_sums_become_gradients(module, policy) for module in modules})
+            stay.append({sums_become_gradients(module, policy) for module in modules})
     return [comm.sizes for comm in comms if comm.sizes], stay
 
 
@@ -117,7 +112,7 @@ def test_sums_that_are_cast_are_on_the_computing_stream_of_one_slot(monkeypatch:
         for module in (*model, model):
             fully_shard(module, mesh=world.meshes.fsdp)
         for _ in range(2):
-            _sum_on_computing_stream(model)
+            sum_on_computing_stream(model)
         model(torch.ones(2, 4))
         contexts = [module._get_fsdp_state()._comm_ctx for module in (*model, model)]
         assert {context.reduce_scatter_stream for context in contexts} == {"computing on cpu"}

@@ -24,11 +24,11 @@ from longspan.layout import Layout
 from longspan.model import host_arena, load_model, save_model
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.feature import Call
-from longspan.model.host_weights import HostParam, HostStore, HostWeightsFeature
+from longspan.model.fsdp_params import fsdp_modules, fsdp_param_groups
+from longspan.model.host_weights import HostShard, HostStore, HostWeightsFeature
 from longspan.model.marks import HOST_STORE, packed_weights, waits_on_host
 from longspan.model.options import PrepareOptions
 from longspan.model.saving.whole_weights import weights_by_name
-from longspan.model.sharding import fsdp_modules, fsdp_param_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -43,13 +43,13 @@ from tests.train.optim.test_offload_states import late as late_method
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 MUTATIONS: dict[str, Change] = {
-    "a micro-batch's gradient is dropped": ("model.host_weights", "tensor.add_(self.staged_sum.wait())", "pass"),
+    "a micro-batch's gradient is dropped": ("model.host_weights", "total.add_(self.staged_sum.wait())", "pass"),
     "the norm without gradients on the host": (
         "train.gradient_norm",
         "[next(remaining_norms) if norm is None else norm for norm in known_norms]",
         "[next(remaining_norms) if norm is None else 0 * norm for norm in known_norms]",
     ),
-    "a copy that is not taken anew": ("model.host_weights", "parameter.staged = None", "pass"),
+    "a copy that is not taken anew": ("model.host_weights", "shard.staged = None", "pass"),
 }
 
 
@@ -219,16 +219,16 @@ def _order_of_copies(world: World, rows: int) -> list[tuple[str, int]]:
         fetch, unsharded = HostStore.fetch, FSDPParamGroup.wait_for_unshard
         fetch_gradients = HostStore.fetch_gradients
 
-        def noted_fetch(store: HostStore, parameters: Any) -> None:
-            parameters = [*parameters]
-            if any(p.staged is None for p in parameters):
-                noted.append(("c", next(i for i, g in enumerate(groups) if parameters[0] in g.waiting)))
-            fetch(store, parameters)
+        def noted_fetch(store: HostStore, shards: Any) -> None:
+            shards = [*shards]
+            if any(shard.staged is None for shard in shards):
+                noted.append(("c", next(i for i, g in enumerate(groups) if shards[0] in g.listener.waiting)))
+            fetch(store, shards)
 
-        def noted_sums(store: HostStore, parameters: Any) -> None:
-            fetch_gradients(store, parameters)
-            if all(p.staged_sum is not None for p in parameters):
-                noted.append(("s", next(i for i, g in enumerate(groups) if parameters[0] in g.waiting)))
+        def noted_sums(store: HostStore, shards: Any) -> None:
+            fetch_gradients(store, shards)
+            if all(shard.staged_sum is not None for shard in shards):
+                noted.append(("s", next(i for i, g in enumerate(groups) if shards[0] in g.listener.waiting)))
 
         def noted_wait(group: Any) -> None:
             if group._all_gather_result is not None:
@@ -239,7 +239,7 @@ def _order_of_copies(world: World, rows: int) -> list[tuple[str, int]]:
         patched.setattr(HostStore, "fetch_gradients", noted_sums)
         patched.setattr(FSDPParamGroup, "wait_for_unshard", noted_wait)
         take_steps(home, world, model, optimizer, range(1, 2))
-        assert all(p.staged is p.staged_sum is None for group in groups for p in group.waiting)
+        assert all(x.staged is x.staged_sum is None for group in groups for x in group.listener.waiting)
     return [*dict.fromkeys(noted[: noted.index(("g", 1))]), *noted[noted.index(("g", 1)) :]]
 
 
@@ -259,7 +259,7 @@ def test_a_copy_from_before_an_update_is_taken_anew(world: World) -> None:
     models = [open_run(ONE, world, on_host=on_host)[0] for on_host in (False, True)]
     run_step(models[1], ONE.plan(), texts(LENGTHS), world, backward=False)
     for group in fsdp_param_groups(fsdp_modules(models[1])):
-        group.store.fetch(group.waiting)
+        group.listener.store.fetch(group.listener.waiting)
     with torch.no_grad():
         for parameter in (x for model in models for x in model.parameters()):
             parameter.mul_(1.5)
@@ -314,7 +314,7 @@ def _after_an_error(rank: int) -> list[Any]:
                     take_steps(home, world, model, optimizer, range(1, 2))
                 handle.remove()
                 groups = [*fsdp_param_groups(fsdp_modules(model))]
-                assert all(p.staged is None for group in groups for p in group.waiting)
+                assert all(x.staged is None for group in groups for x in group.listener.waiting)
             figures += take_steps(home, world, model, optimizer, range(1, 2))
             results.append((figures, contents(model, optimizer)))
     return results
@@ -414,7 +414,7 @@ def test_what_cannot_wait_is_refused_on_every_rank() -> None:
 LATE: Mapping[str, Any] = {
     "none": None,
     "weights": (HostStore, "fetch", lambda store: [store._stream]),
-    "gradients": (HostParam, "to_sharded_dtensor", None),
+    "gradients": (HostShard, "store_sum", None),
     "products": (HostStore, "take", None),
 }
 
@@ -445,14 +445,14 @@ def _late_copies(rank: int, ranks: int, late: str, dtype: str) -> None:
     home = Home(Layout(ranks=ranks), rows=34 // ranks, dtype=dtype, compute=compute)
     results = list[Any]()
     streams = set[Any]()
-    send = HostParam.to_sharded_dtensor
+    send = HostShard.store_sum
 
-    def noted_send(self: Any, tensor: Tensor) -> Any:
+    def noted_send(self: Any, *arguments: Any) -> Any:
         streams.add(torch.cuda.current_stream())
-        return send(self, tensor)
+        return send(self, *arguments)
 
     with World(home.layout, backend="nccl", timeout=60) as world, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(HostParam, "to_sharded_dtensor", noted_send)
+        patched.setattr(HostShard, "store_sum", noted_send)
         computing = torch.cuda.current_stream()
         for on_host in (False, True):
             if on_host and (found := LATE[late]):

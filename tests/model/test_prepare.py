@@ -17,11 +17,12 @@ from longspan import Layout, LongspanError, SequenceShard, World, bind, plan_fix
 from longspan.errors import AttentionError, ModelError
 from longspan.model import load_model, prepare, prepared, save_model
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
+from longspan.model.fsdp_params import fsdp_modules
 from longspan.model.layers import decoder_layers
 from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.attention_calls import number_layers
 from longspan.model.seams.call_rules import is_prepared
-from longspan.model.sharding import fsdp_modules, shared_blocks
+from longspan.model.sharding import shared_blocks
 from longspan.testing import backend, run_ranks
 from tests.model.stock import (
     SIZES,

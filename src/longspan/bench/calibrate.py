@@ -31,8 +31,9 @@ from longspan.comm.device import device_name
 from longspan.errors import ConfigError, plural
 from longspan.layout import Floats, Layout
 from longspan.model import load_model, prepare
+from longspan.model.fsdp_params import drop_unsummed_gradients
 from longspan.model.presets import preset_config
-from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
+from longspan.model.sharding import keep_parameters_whole
 from longspan.plain_text import text_table
 from longspan.plan import Machine, Plan, plan_fixed
 from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire

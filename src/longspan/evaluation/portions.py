@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -17,15 +17,16 @@ from longspan.comm.device import unused_bytes
 from longspan.errors import EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.row_sums import RowSums, Totals
-from longspan.model.kinds import score_columns
-from longspan.model.marks import find_float8_weight, find_packed_weight, has_weights_on_host, keep_float8_weights
-from longspan.model.sharding import (
+from longspan.model.fsdp_params import (
+    GatheredParameter,
     fsdp_modules,
-    fsdp_param_groups,
+    gathered_parameters,
     leave_out_idle_hooks,
     reshard,
-    reshards_after_forward,
 )
+from longspan.model.kinds import score_columns
+from longspan.model.marks import find_float8_weight, find_packed_weight, has_weights_on_host, keep_float8_weights
+from longspan.model.sharding import reshards_after_forward
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items.item_table import ItemTable
 from longspan.train.passes import Passes, Term, run_passes
@@ -191,30 +192,18 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 def gathered_bytes(model: nn.Module) -> int:
     """Count the bytes on this rank of all parameters that `gather_once` holds.
 
-    It is 0 where weights wait on the host, and where longspan did not shard the model. FSDP2's private attributes tell
-    the sizes: it has no public ones.
+    It is 0 where weights wait on the host, and where longspan did not shard the model.
     """
     modules = fsdp_modules(model)
     if has_weights_on_host(model) or any(reshards_after_forward(module) is None for module in modules):
         return 0
-    sizes = (
-        parameter._sharded_param_data.numel()
-        * group.mesh_info.shard_mesh_size
-        * _bytes_per_element(group, parameter)
-        for group in fsdp_param_groups(modules)
-        for parameter in group.fsdp_params
-    )
-    return int(sum(sizes))
+    return int(sum(x.numel * _bytes_per_element(x) for x in gathered_parameters(modules)))
 
 
-def _bytes_per_element(group: Any, parameter: Any) -> float:
+def _bytes_per_element(gathered: GatheredParameter) -> float:
     """The bytes are those of the gathered element, and one more for a float8 copy. An element of packed weights is a
     byte of a row: it stands for columns / row_bytes numbers."""
-    owner = parameter._module_info
-    policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
-    # The parameter is gathered in this dtype.
-    dtype = policy.param_dtype or parameter._sharded_param_data.dtype
-    copy_bytes = 0 if find_float8_weight(owner.module, owner.param_name) is None else 1
-    if (packed := find_packed_weight(owner.module, owner.param_name)) is not None:
+    copy_bytes = 0 if find_float8_weight(gathered.module, gathered.name) is None else 1
+    if (packed := find_packed_weight(gathered.module, gathered.name)) is not None:
         return packed.columns / packed.row_bytes * (packed.dtype.itemsize + copy_bytes)
-    return dtype.itemsize + copy_bytes
+    return gathered.dtype.itemsize + copy_bytes

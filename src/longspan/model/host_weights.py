@@ -5,38 +5,33 @@ gradients leave on FSDP2's own stream, which adds those of earlier passes first:
 a CPU the same code copies at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_peft_module
 from longspan.model.feature import Call, Feature
+from longspan.model.fsdp_params import (
+    HookedParam,
+    HookedParamGroup,
+    check_fsdp_names,
+    fsdp_modules,
+    fsdp_param_groups,
+    hook_group,
+    hook_parameter,
+    owner_of,
+    sum_on_own_stream,
+)
 from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
 from longspan.model.layers import architecture_name
 from longspan.model.marks import HOST_STORE, find_packed_weight, record_norm_on_device
-from longspan.model.sharding import check_fsdp_names, fsdp_modules, fsdp_param_groups
 from longspan.plain_text import bytes_text
-
-check_fsdp_names(
-    "weights on the host take",
-    "weights on the device",
-    read=("_sharded_param_data", "padded_sharded_param_size", "param_dtype", "sharded_param", "sharded_size"),
-    called=(
-        *("_get_grad_inner_tensor", "_setattr_on_modules", "all_gather_inputs", "init_dtype_attrs"),
-        "to_sharded_dtensor",
-    ),
-)
 
 
 class _DeviceCopy(NamedTuple):
@@ -60,29 +55,32 @@ class HostStore:
 
     def __init__(self, device: torch.device, bytes: int) -> None:
         self.arena: HostArena = HostArena(device, bytes)
-        self.groups: list[HostParamGroup] = []  # the root's first
-        self.last_in_forward: HostParamGroup | None = None  # of the groups gathered in forward passes, the newest
+        self.groups: list[HostGroup] = []  # the root's first
+        self.last_in_forward: HostGroup | None = None  # of the groups gathered in forward passes, the newest
         self.root_is_ahead = False  # its copies are for the next pass of a step: weights stay as they are
+        # Called with the parameters whose shards are to be copied: their updates may be under way.
+        self.before_fetch: Callable[[Sequence[nn.Parameter]], object] | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def fetch(self, parameters: "Iterable[HostParam]") -> None:
+    def fetch(self, shards: "Iterable[HostShard]") -> None:
         """Begin to copy shards to the device (`staged`), unless they are there, or on their way."""
-        unstaged = [parameter for parameter in parameters if parameter.staged is None]
-        for parameter, copy in zip(
-            unstaged, self._begin_copies([p._sharded_param_data for p in unstaged]), strict=True
-        ):
-            parameter.staged = copy
+        shards = [*shards]
+        if self.before_fetch is not None:
+            self.before_fetch([shard.parameter.sharded_param for shard in shards])
+        unstaged = [shard for shard in shards if shard.staged is None]
+        for shard, copy in zip(unstaged, self._begin_copies([x.parameter.shard for x in unstaged]), strict=True):
+            shard.staged = copy
 
-    def fetch_gradients(self, parameters: "Iterable[HostParam]") -> None:
+    def fetch_gradients(self, shards: "Iterable[HostShard]") -> None:
         """Begin to copy the sums of earlier passes to the device (`staged_sum`), behind those that still leave it."""
-        summed = [parameter for parameter in parameters if parameter.sharded_param.grad is not None]
-        for parameter in summed:
-            if self._stream is not None and parameter.grad_offload_event is not None:
-                self._stream.wait_event(parameter.grad_offload_event)
-        sums: list[Any] = [parameter.sharded_param.grad for parameter in summed]
-        for parameter, copy in zip(summed, self._begin_copies([x._local_tensor for x in sums]), strict=True):
-            parameter.staged_sum = copy
+        summed = [shard for shard in shards if shard.parameter.sharded_param.grad is not None]
+        for shard in summed:
+            if self._stream is not None and shard.parameter.grad_offload_event is not None:
+                self._stream.wait_event(shard.parameter.grad_offload_event)
+        sums: list[Any] = [shard.parameter.sharded_param.grad for shard in summed]
+        for shard, copy in zip(summed, self._begin_copies([x._local_tensor for x in sums]), strict=True):
+            shard.staged_sum = copy
 
     @torch.no_grad()
     def _begin_copies(self, sources: Sequence[Tensor]) -> "list[_DeviceCopy]":
@@ -98,25 +96,23 @@ class HostStore:
         return [_DeviceCopy(copy, arrived) for copy in copies]
 
     @torch.no_grad()
-    def take(self, parameter: "HostParam") -> Tensor:
-        """Return a shard in the type in which it is gathered, for the current stream; its copy in another type is
-        freed.
-        """
-        self.fetch([parameter])
-        assert parameter.staged is not None
-        shard = parameter.staged.wait()
-        if parameter.gathered_dtype in (None, shard.dtype):
-            return shard
-        cast = shard.to(parameter.gathered_dtype)
-        self.free([parameter])
+    def take(self, shard: "HostShard", dtype: torch.dtype | None) -> Tensor:
+        """Return a shard in this type (None: its own), for the current stream; its copy in another type is freed."""
+        self.fetch([shard])
+        assert shard.staged is not None
+        copy = shard.staged.wait()
+        if dtype in (None, copy.dtype):
+            return copy
+        cast = copy.to(dtype)
+        self.free([shard])
         return cast
 
-    def free(self, parameters: "Iterable[HostParam]") -> None:
+    def free(self, shards: "Iterable[HostShard]") -> None:
         """Free the copies of shards and sums that the current stream has read."""
         self.wait_for_reads()
-        for parameter in parameters:
-            parameter.staged = None
-            parameter.staged_sum = None
+        for shard in shards:
+            shard.staged = None
+            shard.staged_sum = None
 
     def wait_for_reads(self) -> None:
         """Have the stream that copies wait until the current one has read the copies, whose memory it takes anew."""
@@ -124,128 +120,116 @@ class HostStore:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
 
-class HostParam(FSDPParam):
-    """FSDP2's parameter whose shard, and the shard's gradient, are in the host's memory."""
+class HostShard:
+    """The shard of a parameter, and the shard's gradient, in the host's memory: what FSDP2 gathers, where sums go."""
 
-    store: HostStore
-    staged: _DeviceCopy | None = None  # of the shard
-    staged_sum: _DeviceCopy | None = None  # of `earlier_gradient`
-    gathered_dtype: torch.dtype | None  # None: that of the shard
-    memory: tuple[HostRange, ...]  # of the shard, and of its gradient if it is trained
-    earlier_gradient: Any = None  # the gradient of earlier passes while FSDP2 sums that of this one
-    gradient_in_arena: Any = None  # a weak reference to the gradient that is in the memory for it
+    def __init__(self, parameter: HookedParam, store: HostStore) -> None:
+        """Move the shard, and make the model's parameter anew.
 
-    def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """Keep the type in which FSDP2 would gather, and leave FSDP2 none: it then takes `all_gather_inputs` as they
-        are.
+        One of the meta device gets memory, which `prepare` fills later.
         """
-        super().init_dtype_attrs(mp_policy)
-        self.gathered_dtype = self.param_dtype
-        self.param_dtype: torch.dtype | None = None
+        self.parameter: HookedParam = parameter
+        self.store: HostStore = store
+        self.staged: _DeviceCopy | None = None  # of the shard
+        self.staged_sum: _DeviceCopy | None = None  # of the gradient of earlier passes
+        self._gradient_in_arena: Any = None  # a weak reference to the gradient that is in the memory for it
+        # of the shard, and of its gradient if it is trained
+        self._memory: tuple[HostRange, ...] = tuple(map(store.arena.take_range, _host_bytes(parameter)))
+        padded = _view_with_own_version(self._memory[0], parameter.shard)
+        if not parameter.shard.is_meta:
+            padded.copy_(parameter.shard)
+        setattr(parameter.move_shard(padded), HOST_STORE, store)
+        parameter.source = parameter.sums = self
 
-    @property
-    def all_gather_inputs(self) -> list[Tensor]:
-        """FSDP2 asks for the shard that it is to gather: it is brought to the device, and cast, here."""
-        return [self.store.take(self)]
-
-    def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
-        """Return what FSDP2 will sum, as FSDP2 asks for it, and take the earlier gradient out of its sight.
-
-        FSDP2 would add the sum to it on the device; `to_sharded_dtensor` adds them.
-        """
-        self.earlier_gradient = self.sharded_param.grad
-        self.sharded_param.grad = None
-        return super()._get_grad_inner_tensor(grad)
+    def take_shard(self, parameter: HookedParam) -> Tensor:
+        """Bring the shard to the device, cast to what FSDP2 gathers."""
+        return self.store.take(self, parameter.gathered_dtype)
 
     @torch.no_grad()
-    def to_sharded_dtensor(self, tensor: Tensor) -> DTensor:
+    def store_sum(self, parameter: HookedParam, total: Tensor, earlier: Any) -> Any:
         """Return the gradient on the host, to which a copy of the sum over passes is under way: FSDP2 waits for the
         event.
-
-        `tensor` is the sum of this pass's gradients; those of earlier passes are added to it. The stream of FSDP2's
-        sums is the current one, and has the memory of `tensor`.
         """
-        gradient = self.earlier_gradient
-        self.earlier_gradient = None
+        gradient = earlier
         if gradient is None:
-            has_place = len(self.memory) > 1  # not if the parameter is trained only since `prepare`
+            has_place = len(self._memory) > 1  # not if the parameter is trained only since `prepare`
             # a caller may still have the last gradient there
-            is_free = self.gradient_in_arena is None or self.gradient_in_arena.expired()
+            is_free = self._gradient_in_arena is None or self._gradient_in_arena.expired()
             if has_place and is_free:
-                gradient = super().to_sharded_dtensor(_view_with_own_version(self.memory[1], tensor))
-                self.gradient_in_arena = torch._C._WeakTensorRef(gradient)  # pyright: ignore[reportAttributeAccessIssue]
+                gradient = parameter.as_dtensor(_view_with_own_version(self._memory[1], total))
+                self._gradient_in_arena = torch._C._WeakTensorRef(gradient)  # pyright: ignore[reportAttributeAccessIssue]
             else:
-                gradient = super().to_sharded_dtensor(torch.empty_like(tensor, device="cpu"))
+                gradient = parameter.as_dtensor(torch.empty_like(total, device="cpu"))
         else:
             if self.staged_sum is None:
-                self.staged_sum = _DeviceCopy(gradient._local_tensor.to(tensor.device, non_blocking=True), None)
-            tensor.add_(self.staged_sum.wait())
+                self.staged_sum = _DeviceCopy(gradient._local_tensor.to(total.device, non_blocking=True), None)
+            total.add_(self.staged_sum.wait())
             self.store.wait_for_reads()
             self.staged_sum = None
-        (norm,) = torch._foreach_norm([tensor], 2, dtype=torch.promote_types(tensor.dtype, torch.float32))
-        gradient._local_tensor.copy_(tensor, non_blocking=True)
+        (norm,) = torch._foreach_norm([total], 2, dtype=torch.promote_types(total.dtype, torch.float32))
+        gradient._local_tensor.copy_(total, non_blocking=True)
         record_norm_on_device(gradient, norm)
-        if tensor.is_cuda:
-            self.grad_offload_event: torch.Event | None = torch.cuda.current_stream(tensor.device).record_event()
+        if total.is_cuda:
+            parameter.grad_offload_event = torch.cuda.current_stream(total.device).record_event()
         return gradient
 
 
-class HostParamGroup(FSDPParamGroup):
-    """FSDP2's group of parameters that are gathered as one, some of which wait on the host."""
+class HostGroup:
+    """FSDP2's group of parameters that are gathered as one, some of which (`waiting`) wait on the host."""
 
-    store: HostStore
-    waiting: tuple[HostParam, ...]  # those that are on the host
-    follower: "HostParamGroup | None" = None  # the group that was gathered next in the last forward pass
+    def __init__(self, group: HookedParamGroup, parameters: Sequence[HookedParam], store: HostStore) -> None:
+        """Move the shards of these parameters of the group to the store's arena, and have the group fetch them."""
+        self.group: HookedParamGroup = group
+        self.store: HostStore = store
+        self.waiting: tuple[HostShard, ...] = tuple(HostShard(x, store) for x in parameters)
+        self._follower: HostGroup | None = None  # the group that was gathered next in the last forward pass
+        group.listener = self
+        store.groups.append(self)
+        if any(shard.parameter.sharded_param.requires_grad for shard in self.waiting):
+            group.sum_in_own_memory()  # sums leave the device at once
 
-    def unshard(self, async_op: bool = False) -> None:
-        """Gather the group. In a backward pass FSDP2 asks for it one group before it is used: then copies of all its
-        shards to the device begin together.
+    def before_gather(self, group: HookedParamGroup) -> None:
+        """Begin to copy all shards of the group together, before a backward pass.
 
         The root's group opens a pass: copies of all groups are dropped, as weights may have changed, unless they were
         made for another pass of the same step (`root_is_ahead`).
         """
-        if self is self.store.groups[0] and self.is_sharded and not self.store.root_is_ahead:
-            for group in self.store.groups:
-                self.store.free(group.waiting)
-        ahead = self._training_state == TrainingState.PRE_BACKWARD
-        if ahead and self.is_sharded and self._all_gather_result is None:
-            self.store.fetch(self.waiting)
-        super().unshard(async_op)
+        store = self.store
+        if self is store.groups[0] and group.is_sharded and not store.root_is_ahead:
+            for other in store.groups:
+                store.free(other.waiting)
+        if group.is_before_backward and group.is_sharded and not group.is_gathering:
+            store.fetch(self.waiting)
 
-    def wait_for_unshard(self) -> None:
-        """Wait for the gather, free the copies that it read, and begin on copies for what runs next.
+    def after_gather(self, group: HookedParamGroup) -> None:
+        """Free the copies that the gather read, and begin on copies for what runs next.
 
         In a forward pass these are the shards of the group that was gathered next in the last forward pass; in a
         backward pass this group's sums of earlier passes. The last gather of a backward pass also begins copies of the
         root's sums, and of its shards if another pass of the step follows.
         """
-        is_gathered_now = self._all_gather_result is not None
-        super().wait_for_unshard()
-        if not is_gathered_now:
-            return
         store = self.store
         root = store.groups[0]
         store.free(self.waiting)
         if self is root:
             store.root_is_ahead = False
-        if self._training_state == TrainingState.FORWARD:
+        if group.is_in_forward:
             if store.last_in_forward is not None:
-                store.last_in_forward.follower = self
+                store.last_in_forward._follower = self
             store.last_in_forward = self
-            if self.follower is not None and self.follower.is_sharded:
-                store.fetch(self.follower.waiting)
+            if self._follower is not None and self._follower.group.is_sharded:
+                store.fetch(self._follower.waiting)
             return
         store.fetch_gradients(self.waiting)
-        if self is root.follower:  # the last gather of a backward pass: the root stays gathered
+        if self is root._follower:  # the last gather of a backward pass: the root stays gathered
             store.fetch_gradients(root.waiting)
-            if not self.all_reduce_grads:  # `defer_until_last_pass`: a pass follows
+            if not group.all_reduce_grads:  # `defer_until_last_pass`: a pass follows
                 store.root_is_ahead = True
                 store.fetch(root.waiting)
 
-    def reshard(self) -> None:
-        """Free the gathered parameters, and after a pass or an error copies that were made and not gathered."""
-        super().reshard()
-        if self._training_state == TrainingState.IDLE:
+    def after_reshard(self, group: HookedParamGroup) -> None:
+        """Free copies that were made and not gathered, after a pass or an error."""
+        if group.is_idle:
             self.store.free(self.waiting)
             self.store.root_is_ahead = False
 
@@ -255,44 +239,11 @@ def _view_with_own_version(memory: HostRange, like: Tensor) -> Tensor:
     return memory.memory.data.view(like.dtype).view(like.shape)
 
 
-def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
-    """Move the shards of these parameters of one of FSDP2's groups to the store's arena, and make the group fetch them.
-
-    The model's parameters are replaced by new ones there; FSDP2's records of them become HostParams, and the group a
-    HostParamGroup. Parameters of the meta device get memory, which `prepare` fills later.
-    """
-    for parameter in waiting:
-        shard = parameter._sharded_param_data
-        sizes = _host_bytes(parameter)
-        memory = tuple(store.arena.take_range(size) for size in sizes)
-        padded = _view_with_own_version(memory[0], shard)
-        if not shard.is_meta:
-            padded.copy_(shard)
-        dim = parameter.fsdp_placement.dim
-        local = padded.view(parameter.padded_sharded_param_size).narrow(dim, 0, parameter.sharded_size[dim])
-        trained = parameter.sharded_param.requires_grad
-        parameter._sharded_param_data = padded
-        parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(local), requires_grad=trained)
-        setattr(parameter.sharded_param, HOST_STORE, store)
-        parameter._setattr_on_modules(parameter.sharded_param)
-        parameter.__class__ = HostParam
-        parameter.store = store
-        parameter.memory = memory
-    group.__class__ = HostParamGroup
-    group.store = store
-    group.waiting = tuple(waiting)
-    store.groups.append(group)
-    if any(parameter.sharded_param.requires_grad for parameter in waiting):
-        # Sums leave the device at once: FSDP2's own stream keeps no more memory than those of a group.
-        group._reduce_scatter_comm = DefaultReduceScatter()
-
-
-def _host_bytes(parameter: Any) -> tuple[int, ...]:
+def _host_bytes(parameter: HookedParam) -> tuple[int, ...]:
     """Return the bytes of a shard, padded to those of other ranks, and then of its gradient if it is trained."""
-    dtype = parameter._sharded_param_data.dtype
-    sizes = [parameter._sharded_param_data.nbytes]
+    sizes = [parameter.shard.nbytes]
     if parameter.sharded_param.requires_grad:
-        sizes.append(parameter.sharded_size.numel() * dtype.itemsize)
+        sizes.append(parameter.sharded_size.numel() * parameter.shard.dtype.itemsize)
     return tuple(sizes)
 
 
@@ -301,6 +252,7 @@ class HostWeightsFeature(Feature):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
+        check_fsdp_names("weights on the host take", "weights on the device")
         self._keeps_trained = any(map(is_peft_module, call.model.modules()))  # on the device
 
     def refuse(self, model: PreTrainedModel) -> None:
@@ -333,7 +285,7 @@ class HostWeightsFeature(Feature):
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Move weights that FSDP2 has sharded; the memory is taken, and on a GPU registered, before any pass."""
         groups = {
-            group: [*filter(self._belongs_on_host, group.fsdp_params)]
+            group: [hook_parameter(x) for x in group.fsdp_params if self._belongs_on_host(x)]
             for group in fsdp_param_groups(fsdp_modules(root))
         }
         sizes_of_parameters = [_host_bytes(parameter) for waiting in groups.values() for parameter in waiting]
@@ -347,13 +299,12 @@ class HostWeightsFeature(Feature):
         )
         if not self._keeps_trained:
             # Gradients leave the device on FSDP2's own stream of sums, which `shard_over_slots` may have put aside.
-            state: Any = root._get_fsdp_state  # pyright: ignore[reportAttributeAccessIssue]
-            vars(state()._comm_ctx).pop("lazy_init", None)
+            sum_on_own_stream(root)
         store = HostStore(self.world.device, total)
         store.arena.close_when_world_is_left(self.world)
         for group, waiting in groups.items():
             if waiting:
-                _put_on_host(group, waiting, store)
+                HostGroup(hook_group(group), waiting, store)
         self.description["host"] = f"weights of {bytes_text(weights)}"
         gradients = sum(sum(sizes[1:]) for sizes in sizes_of_parameters)
         if gradients:  # none under an adapter, whose frozen weights alone wait
@@ -361,8 +312,7 @@ class HostWeightsFeature(Feature):
 
     def _belongs_on_host(self, parameter: Any) -> bool:
         """Return whether one of FSDP2's parameters goes to the host: not packed, and under an adapter not trained."""
-        place = parameter._module_info
-        if find_packed_weight(place.module, place.param_name) is not None:
+        if find_packed_weight(*owner_of(parameter)) is not None:
             return False
         return not (self._keeps_trained and parameter.sharded_param.requires_grad)
 

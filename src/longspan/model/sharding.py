@@ -7,22 +7,27 @@ here divides. Behind it stands what FSDP2 gathers, frees and sums in the passes 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _take_tensors
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.comm.channel import widen_half_precision
 from longspan.errors import ModelError
 from longspan.model.feature import Call, Feature
+from longspan.model.fsdp_params import (
+    SumsInComputeMemory,
+    drop_partial_sums,
+    fsdp_modules,
+    has_partial_sums,
+    leave_out_idle_hooks,
+    sum_on_computing_stream,
+    sums_become_gradients,
+)
 from longspan.model.layers import decoder_layers, mtp_depths, towers_beside_text_model
 from longspan.model.options import Sharding
 from longspan.model.weights.empty_model import has_meta_parameters
@@ -34,7 +39,6 @@ from longspan.plan.messages import SUMMED_NUMBERS
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()
 # A module was sharded here with these settings; one that was sharded elsewhere has the defaults.
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
-_FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
 
 
 def shard_over_slots(
@@ -67,28 +71,10 @@ def shard_over_slots(
         _SHARDINGS[module] = sharding
         if world.device.type != "cuda":  # only there memory belongs to streams
             continue
-        if _sums_become_gradients(module, policy):
+        if sums_become_gradients(module, policy):
             module.set_custom_reduce_scatter(SumsInComputeMemory())
         elif world.meshes.fsdp.size() == 1:
-            _sum_on_computing_stream(root)
-
-
-def _sum_on_computing_stream(root: nn.Module) -> None:
-    """With one rank no message hides behind FSDP2's cast of sums. All gradients would be in memory of FSDP2's own
-    stream for sums, which the next forward pass could not use. FSDP2 has no setting for it: its context, shared
-    by all modules of the root, makes streams in `lazy_init`."""
-    state: Any = root._get_fsdp_state  # pyright: ignore[reportAttributeAccessIssue]
-    context: Any = state()._comm_ctx
-    if "lazy_init" in vars(context):  # replaced already
-        return
-    make_streams = context.lazy_init
-
-    def make_streams_but_for_sums(device: torch.device) -> None:
-        """Make FSDP2's streams, and put the computing one in place of that of its sums."""
-        make_streams(device)
-        context.reduce_scatter_stream = torch.cuda.current_stream(device)
-
-    context.lazy_init = make_streams_but_for_sums
+            sum_on_computing_stream(root)
 
 
 def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
@@ -112,88 +98,9 @@ def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn
                 )
 
 
-def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
-    """Sums are neither cast, nor summed over replicas after it."""
-    for group in fsdp_param_groups([module]):
-        trained = [
-            parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
-        ]
-        casts = any(policy.reduce_dtype not in (None, parameter.dtype) for parameter in trained)
-        if casts or group.mesh_info.mesh.ndim != 1:
-            return False
-    return True
-
-
-class SumsInComputeMemory(DefaultReduceScatter):
-    """Sums gradients of one group of parameters in memory of the stream that computes.
-
-    FSDP2's own stream could not take the memory of activations that backward freed: a nearly full rank would wait for
-    its device and give memory back in every step. FSDP2 (torch 2.11 to 2.15) asks for memory of a message while the
-    computing stream is current, then for memory of its sum while its own stream is.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # The stream is set between a message and its sum.
-        self._computing: torch.cuda.Stream | None = None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an empty tensor in memory of the computing stream: first for a message, then for its sum."""
-        current = torch.cuda.current_stream(device)
-        computing = self._computing
-        # a message; the same stream again says that an error came between the last message and its sum
-        if computing is None or current == computing:
-            self._computing = current
-            return super().allocate(size, dtype=dtype, device=device)
-        self._computing = None
-        with torch.cuda.stream(computing):
-            total = super().allocate(size, dtype=dtype, device=device)
-        # a sum that is added to an earlier gradient is freed before its stream is done
-        total.record_stream(current)
-        return total
-
-
-def check_fsdp_names(what: str, instead: str, *, read: Sequence[str], called: Sequence[str]) -> None:
-    """Raise ModelError where this torch lacks private names of FSDP2's parameters that a subclass of it uses."""
-    missing_names = [name for name in read if name not in FSDPParam.__annotations__]
-    if missing_names := [*missing_names, *(name for name in called if not hasattr(FSDPParam, name))]:
-        raise ModelError(
-            f"{what} the place of FSDP2's parameters, and torch {torch.__version__} has no {', '.join(missing_names)} "
-            f"of them; use torch 2.11 to 2.14, or {instead}"
-        )
-
-
 def reshards_after_forward(module: FSDPModule) -> bool | None:
     """Return whether a module frees its gathered parameters after forward; None if it was not sharded here."""
     return _RESHARDS.get(module)
-
-
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """List every module that FSDP2 manages, children after parents; of a prepared model they are listed once."""
-    if (listed := vars(model).get(_FSDP_MODULES)) is not None:
-        return listed
-    inner_modules = (
-        inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules()
-    )
-    modules: list[FSDPModule] = [
-        *dict.fromkeys(module for module in inner_modules if isinstance(module, FSDPModule))
-    ]
-    # `prepare` leaves the rules on the model at last.
-    if "call_rules" in vars(model):
-        vars(model)[_FSDP_MODULES] = modules
-    return modules
-
-
-def fsdp_param_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
-    """Yield FSDP2's groups of parameters, each gathered and summed by one message.
-
-    A block, of one module or several, has one state with its groups; each group comes once. They are FSDPParamGroups,
-    and typed Any for the callers, which read private attributes of theirs.
-    """
-    for state in dict.fromkeys(module._get_fsdp_state() for module in modules):
-        # FSDP2 gives groups out by no public name: a state has a list of them, in torch 2.11 one group or None.
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        yield from (group for group in groups if group is not None)
 
 
 @contextmanager
@@ -328,16 +235,6 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
             _set_keep_gathered(module, False, reshard_after_forward=bool(reshards_after_forward(module)))
 
 
-def drop_unsummed_gradients(model: nn.Module) -> None:
-    """Drop gradients that backward passes left unsummed, which zero_grad() does not, and free what FSDP2 gathered."""
-    for group in fsdp_param_groups(fsdp_modules(model)):
-        for parameter in group.fsdp_params:
-            vars(parameter)["unsharded_accumulated_grad"] = None  # a property of `_unsharded_param` in torch 2.15
-            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                whole.grad = None
-    reshard(model)
-
-
 def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
@@ -368,144 +265,12 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
     try:
         with leave_out_idle_hooks(model, trains=True):
             yield set_last
-        assert all(group._partial_reduce_output is None for group in fsdp_param_groups(modules)), (
-            "the last backward pass was not announced"
-        )
+        assert not has_partial_sums(modules), "the last backward pass was not announced"
     finally:
         set_last()
-        for group in fsdp_param_groups(modules):
-            group._partial_reduce_output = None
+        drop_partial_sums(modules)
 
 
 def keeps_parameters_gathered(model: nn.Module) -> bool:
     """Return whether all passes of a step in lockstep find its parameters whole."""
     return not any(_SHARDINGS.get(x, Sharding()).reshard_after_forward for x in fsdp_modules(model))
-
-
-def accumulate_gathered_gradients(groups: Iterable[Any]) -> None:
-    """Add gathered gradients to earlier ones in float32, as FSDP2 does, after passes that it does not see."""
-    for group in groups:
-        if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
-            group._set_unsharded_grad_dtypes(defer_upcast=False)
-            continue
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
-
-
-@contextmanager
-def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
-    """Leave FSDP2's hooks of a block out of forward passes that find its parameters whole and keep them whole.
-
-    With `trains`, the backward passes of these add gradients to earlier ones without hooks; they sum nothing. What a
-    pass will sum or free must be set before it runs forward. Hooks of what FSDP2 takes for a root always run, as FSDP2
-    begins and ends a pass by them. Results are the same but for one case: where several blocks take one tensor, three
-    or more gradients of it may be added in another order.
-    """
-    states = dict.fromkeys(x._get_fsdp_state() for x in fsdp_modules(model))
-    blocks = list[_BlockHooks]()
-    later = None
-    try:
-        # the last that is called first
-        for state in reversed([state for state in states if len(state._modules) == 1]):
-            later = _BlockHooks(state, later, trains=trains)
-            blocks.append(later)
-        yield
-    finally:
-        for block in blocks:
-            block.restore()
-
-
-class _BlockHooks:
-    """Replaces FSDP2's two hooks of one block, which run only where they do something, until `restore` puts them back.
-
-    `state` is FSDP2's of the block, `later` the block that is called next; `trains` is as in `leave_out_idle_hooks`.
-    """
-
-    def __init__(self, state: Any, later: "_BlockHooks | None", *, trains: bool) -> None:
-        """Put the two hooks of this object in the places of FSDP2's."""
-        policy = state._mp_policy
-        (module,) = state._modules
-        self._state = state
-        self._later = later
-        self._trains = trains
-        # The pass that runs now has FSDP2's hooks.
-        self._runs_fsdp_hooks = True
-        self._groups: list[Any] = [*fsdp_param_groups([module])]
-        self._gradient_hook: Any = None
-        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
-        self._casts_outputs: bool = policy.output_dtype is not None
-        before = state._pre_forward_hook_handle.id
-        after = state._post_forward_hook_handle.id
-        self._places: Any = (module._forward_pre_hooks, before), (module._forward_hooks, after)
-        self._fsdp_hooks = [hooks[key] for hooks, key in self._places]
-        for (hooks, key), mine in zip(self._places, (self._begin_forward, self._end_forward), strict=True):
-            hooks[key] = mine
-
-    def restore(self) -> None:
-        """Put FSDP2's hooks back."""
-        for (hooks, key), hook in zip(self._places, self._fsdp_hooks, strict=True):
-            hooks[key] = hook
-        if self._gradient_hook is not None:
-            self._gradient_hook.remove()
-
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """FSDP2's hook runs where it gathers, will sum or casts. Else a hook on one gradient of the block adds those
-        of the later block (`_add_later_gradients`). None leaves the inputs."""
-        # FSDP2 gathers before this pass, or will sum or free after it. Before the first pass it does not know (None)
-        # whether a state is a root.
-        busy = self._state._is_root is not False or any(
-            not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
-            for group in self._groups
-        )
-        dtype = self._input_dtype
-        inputs = (*args, *kwargs.values())
-        casts = self._casts_outputs or not (dtype is None or all(_stays_uncast(x, dtype) for x in inputs))
-        self._runs_fsdp_hooks = busy or casts
-        if self._trains and not busy and self._gradient_hook is None:
-            whole = (parameter._unsharded_param for group in self._groups for parameter in group.fsdp_params)
-            if (trained := next((x for x in whole if x.requires_grad), None)) is not None:
-                self._gradient_hook = trained.register_post_accumulate_grad_hook(self._add_later_gradients)
-        return self._fsdp_hooks[0](module, args, kwargs) if self._runs_fsdp_hooks else None
-
-    def _end_forward(self, module: nn.Module, args: Any, out: Any) -> Any:
-        return self._fsdp_hooks[1](module, args, out) if self._runs_fsdp_hooks else None
-
-    def _add_later_gradients(self, _: Tensor) -> None:
-        """This block's gradient is there, so that backward mostly is through the later block; FSDP2 adds gradients
-        that come after this by the end of the pass. In a pipeline `_runs_fsdp_hooks` may be of another
-        micro-batch, and gradients that are not there yet are added later. Sums are in float32."""
-        if self._later is not None and not self._later._runs_fsdp_hooks:
-            accumulate_gathered_gradients(self._later._groups)
-
-
-def _stays_uncast(x: object, dtype: torch.dtype) -> bool:
-    """FSDP2 also casts in mappings, sets and dataclasses."""
-    if isinstance(x, Tensor):
-        return x.dtype == dtype or not x.is_floating_point()
-    if isinstance(x, tuple | list):
-        return all(_stays_uncast(value, dtype) for value in x)
-    return not isinstance(x, Mapping | set) and not hasattr(x, "__dataclass_fields__")
-
-
-def unshard(model: nn.Module) -> None:
-    """Gather the parameters that FSDP2 has freed, for passes that it does not see; all ranks call it together."""
-    for module in fsdp_modules(model):
-        module.unshard()
-
-
-def reshard(model: nn.Module) -> None:
-    """Free parameters that FSDP2 kept gathered after a forward pass without backward, or an error in one.
-
-    A later pass would take them for current ones. FSDP2's groups are idle then.
-    """
-    for module in fsdp_modules(model):
-        state: Any = module._get_fsdp_state()
-        state._training_state = TrainingState.IDLE
-        state._state_ctx.iter_forward_root = None
-        # The callback belongs to a pass that failed, which autograd drops.
-        state._state_ctx.post_backward_final_callback_queued = False
-        for group in fsdp_param_groups([module]):
-            group._training_state = TrainingState.IDLE
-            group.wait_for_unshard()  # does something where the error came between a gather and its end
-        module.reshard()

@@ -18,16 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
+from longspan.model.fsdp_params import drop_unsummed_gradients, fsdp_modules, reshard
 from longspan.model.layers import preserve_modes
 from longspan.model.marks import is_pipeline, keep_float8_weights
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.sharding import (
     defer_until_last_pass,
-    drop_unsummed_gradients,
-    fsdp_modules,
     keep_parameters_whole,
     keeps_parameters_gathered,
-    reshard,
     sum_gradients_over_slots,
 )
 from longspan.plan import MicroBatch, Plan

@@ -20,11 +20,11 @@ from tests.mutation import Change, mutated
 LENGTHS = (13, 1, 30, 7, 2, 18)
 MUTATIONS: dict[str, Change] = {  # noticed in losses and gradients, or as an error
     "the weight of an earlier gather": (
-        "model.frozen.packed_param",
-        "record.unpack(packed, weight)",
+        "model.fsdp_params",
+        "self.unpacking.unpack(packed, weight)",
         "pass",
     ),
-    "another type": ("model.frozen.packed_param", "dtype=record.dtype, device=self.device", "device=self.device"),
+    "another type": ("model.fsdp_params", "dtype=self.unpacking.dtype, device=", "device="),
 }
 
 

@@ -28,7 +28,7 @@ from tests.model.stock import gradients_of, prepare_untried, random_model, texts
 from tests.mutation import Change, mutated
 
 MUTATIONS: dict[str, Change] = {  # noticed in losses and gradients
-    "columns of the first rank": ("model.frozen.packed_param", "columns_here.start, packed", "0, packed"),
+    "columns of the first rank": ("model.frozen.packed_weight", "columns_here.start, packed", "0, packed"),
     "scales of other rows": (
         "model.frozen.formats.stored_weight",
         "view(rows, -1)[part]",

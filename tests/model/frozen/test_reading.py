@@ -5,28 +5,31 @@ LoRA over weights as a folder holds them equals LoRA over the folder's dequantis
 
 from collections.abc import Mapping
 from pathlib import Path
-from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model import load_model, weights_by_name
+from longspan.model import fsdp_params, load_model, weights_by_name
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
-from longspan.model.frozen import packed_param
-from longspan.model.frozen.frozen_weights import weights_to_pack
+from longspan.model.feature import Call
+from longspan.model.frozen.frozen_weights import FrozenFeature, weights_to_pack
+from longspan.model.host_weights import HostWeightsFeature
+from longspan.model.options import PrepareOptions
 from longspan.testing import backend, run_ranks
+from longspan.train.optim.offload_states import OffloadedStates
 from tests.model.frozen.packed_models import MOE, WIDE, are_equal, through_nf4, two_steps
 from tests.model.stock import prepare_untried, random_model
 from tests.mutation import Change, mutated
 
-PATH = "model.frozen.packed_param"
+PATH = "model.frozen.packed_weight"
 MUTATIONS: dict[str, Change] = {  # noticed by the weights that a model gives out
     "columns of the first rank": (PATH, "held_bytes.start // self.row_bytes * self.columns", "0"),
     "rounded before they are packed": (PATH, "self.read_dtype)", "torch.bfloat16)"),
@@ -93,9 +96,17 @@ def test_other_values_are_noticed(tmp_path: Path, name: str) -> None:
 
 
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(packed_param.FSDPParam, "init_dtype_attrs")
-    with pytest.raises(ModelError, match=r"torch .* has no init_dtype_attrs of them; use torch 2.11 to 2.14, or whole"):
-        run_path(packed_param.__file__)
+    monkeypatch.delattr(fsdp_params.FSDPParam, "init_dtype_attrs")
+    monkeypatch.delitem(fsdp_params.FSDPParam.__annotations__, "sharded_size")
+    model: Any = nn.Module()
+    world: Any = SimpleNamespace(home=ALONE)
+    call = Call(model, model, world, PrepareOptions(frozen="nf4"))
+    lacks = "torch .* has no sharded_size, init_dtype_attrs of them; use torch 2.11 to 2.15, or"
+    for feature, instead in ((FrozenFeature, "whole weights"), (HostWeightsFeature, "weights on the device")):
+        with pytest.raises(ModelError, match=f"{lacks} {instead}$"):
+            feature(call)
+    with pytest.raises(ModelError, match=f"{lacks} no hidden_in"):
+        OffloadedStates(torch.optim.SGD([torch.zeros(1)]), torch.device("cpu"), hidden_in=model)
 
 
 # ---- weights that a folder holds in 4 or 8 bits

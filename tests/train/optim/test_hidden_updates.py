@@ -18,8 +18,8 @@ from longspan.config.file import load_config
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model
+from longspan.model.fsdp_params import fsdp_modules
 from longspan.model.marks import HOST_STORE
-from longspan.model.sharding import fsdp_modules
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -33,6 +33,10 @@ from tests.train.optim.test_offload_states import late
 
 LENGTHS = (13, 1, 30, 7)
 BUCKET = 128 << 10  # bytes: a layer's matrices come apart
+
+
+class _Store:
+    """Stands for a HostStore."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,6 @@ CASES = {
     "replicas": Case(Layout(2, dp_replicate=2)),
     "a pipeline": Case(Layout(2, pp=2)),
 }
-
-
-class _Store:
-    def fetch(self, parameters: Any) -> None:
-        """As of HostStore."""
 
 
 def _open(case: Case, world: World, *, hidden: bool) -> tuple[nn.Module, Any]:
@@ -165,9 +164,9 @@ def test_steps_evaluations_and_saves_are_the_same_bits(tmp_path: Path, names: Se
 
 MUTATIONS: dict[str, Change] = {
     "a gather waits for no update": (
-        "train.optim.offload_states",
-        "self._wait_for_updates_of(group.fsdp_params)",
-        "pass",
+        "model.fsdp_params",
+        "self.before_next_gather.pop(0)(sharded_parameters(self))",
+        "self.before_next_gather.clear()",
     ),
     "states are read before their update ends": (
         "train.optim.offload_states",

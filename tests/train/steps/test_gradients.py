@@ -19,9 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from longspan.comm import World
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
-from longspan.model import sharding as model_sharding
+from longspan.model import fsdp_params, sharding as model_sharding
+from longspan.model.fsdp_params import fsdp_modules, fsdp_param_groups
 from longspan.model.pipeline import pipeline
-from longspan.model.sharding import fsdp_modules, fsdp_param_groups, sum_gradients_over_slots
+from longspan.model.sharding import sum_gradients_over_slots
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -193,7 +194,7 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
         )
         blocks = [*fsdp_param_groups([x for x in fsdp_modules(model) if isinstance(x, GradientCheckpointingLayer)])]
         results, begun, unsummed = list[dict[str, Tensor]](), Counter[int](), list[int]()
-        pre_forward, accumulate = FSDPParamGroup.pre_forward, model_sharding.accumulate_gathered_gradients
+        pre_forward, accumulate = FSDPParamGroup.pre_forward, fsdp_params.accumulate_gathered_gradients
 
         def begin(group: Any, *arguments: Any) -> Any:
             begun[len(results)] += group in blocks
@@ -218,7 +219,7 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
                 patched,
                 patch.object(pipeline, "leave_out_idle_hooks", model_sharding.leave_out_idle_hooks),
                 patch.object(FSDPParamGroup, "pre_forward", begin),
-                patch.object(model_sharding, "accumulate_gathered_gradients", add),
+                patch.object(fsdp_params, "accumulate_gathered_gradients", add),
             ):
                 run_step(model, plan, documents, world)
             results.append({name: gradient.clone() for name, gradient in gradients_of(model).items()})

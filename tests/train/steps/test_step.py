@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.comm import World
 from longspan.errors import CommError, DataError, LongspanError, ModelError, PlanError
 from longspan.layout import Layout
+from longspan.model.fsdp_params import fsdp_modules
 from longspan.model.marks import refuse_other_parameters
-from longspan.model.sharding import fsdp_modules
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, passes as step_passes, run_step

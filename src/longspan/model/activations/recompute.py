@@ -16,8 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
@@ -26,9 +24,9 @@ from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.execution import Execution
 from longspan.model.feature import Call, Feature
+from longspan.model.fsdp_params import gather_parameters
 from longspan.model.host_arena import HostArena, check_free_host_memory
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
-from longspan.model.sharding import fsdp_param_groups
 from longspan.plan.memory.settings import CHECKPOINT_POLICIES, CheckpointPolicy
 
 Run = Callable[..., Any]  # a layer's call, without the checkpoint
@@ -194,7 +192,7 @@ class _SegmentCall:
         """
         self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
         with ExitStack() as stack:
-            stack.enter_context(_gather_parameters(self._layer))
+            stack.enter_context(gather_parameters(self._layer))
             stack.enter_context(use_random_states(self._states, x.device))
             stack.enter_context(self._autocast())
             if self._recording is not None:
@@ -227,27 +225,6 @@ class _EmptyRecording(Recording):
     ) -> Result:
         """Compute, and keep nothing."""
         return compute()
-
-
-@contextmanager
-def _gather_parameters(layer: nn.Module) -> Iterator[None]:
-    """In transformers 5.17 FSDP2's own hooks run inside: in the state PRE_BACKWARD they do nothing."""
-    modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
-    states: list[Any] = [module._get_fsdp_state() for module in modules]
-    training_states = [state._training_state for state in states]
-    sharded_before = [
-        module for module in modules if any(group.is_sharded for group in fsdp_param_groups([module]))
-    ]
-    for module, state in zip(modules, states, strict=True):
-        module.unshard()
-        state._training_state = TrainingState.PRE_BACKWARD
-    try:
-        yield
-    finally:
-        for state, training_state in zip(states, training_states, strict=True):
-            state._training_state = training_state
-        for module in sharded_before:
-            module.reshard()
 
 
 _CHECKPOINTING = ("none", "full", "selective")

@@ -20,6 +20,7 @@ from longspan.comm import SequenceShard, World, bind, raise_first_error, to_devi
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.execution import model_execution
+from longspan.model.fsdp_params import reshard
 from longspan.model.kinds import has_experts
 from longspan.model.layers import decoder_layers, mtp_depths, preserve_modes
 from longspan.model.marks import IS_COMPILED, is_pipeline
@@ -27,7 +28,6 @@ from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import restore_attributes_after
 from longspan.model.seams.trial_shards import SeparateRows
-from longspan.model.sharding import reshard
 from longspan.plan import Group, MicroBatch
 
 # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many

@@ -19,7 +19,8 @@ from longspan.model.execution import Execution
 from longspan.model.feature import Call, Feature
 from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_codes
 from longspan.model.frozen.packed_format import NF4, PackedFormat
-from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
+from longspan.model.frozen.packed_weight import PackedWeight, pack_parameter, unpack_when_gathered
+from longspan.model.fsdp_params import accept_integer_shards, check_fsdp_names
 from longspan.model.kinds import expert_modules, find_indexers, find_mixers, router_modules
 from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.tensor_parallel.mixer_parts import mixer_parts
@@ -99,6 +100,7 @@ class FrozenFeature(Feature):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
+        check_fsdp_names("frozen weights in 4 or 8 bits take", "whole weights")
         self._formats = dict[str, PackedFormat]()
 
     @contextmanager
@@ -134,6 +136,7 @@ class FrozenFeature(Feature):
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Pack the weights: behind tensor parallelism, whose slices are packed, and before anything is sharded."""
+        accept_integer_shards()
         dtype = self.options.sharding(self.world).compute_dtype_of(model)
         sharing = defaultdict[int, list[tuple[str, nn.Module, str]]](list)  # modules that share a weight
         for name, (module, attribute) in weights_to_pack(model).items():

@@ -1,4 +1,4 @@
-"""How the rows of a frozen weight lie as bytes, which `packed_param.py` shards and gathers.
+"""How the rows of a frozen weight lie as bytes, which `packed_weight.py` describes and FSDP2 shards.
 
 In 4 bits there are codes of 16 values, and a float32 scale for each block of numbers of a row, as in bitsandbytes. NF4
 (Dettmers et al. 2023) in blocks of 64 is also made here, without double quantisation, bit for bit as there.

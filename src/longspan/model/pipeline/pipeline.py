@@ -16,6 +16,7 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.feature import Call, Feature
+from longspan.model.fsdp_params import leave_out_idle_hooks, reshard
 from longspan.model.kinds import router_sizes, score_columns
 from longspan.model.layers import Absent, decoder_model, mtp_depths, text_model_name
 from longspan.model.parts import find_parts
@@ -30,7 +31,6 @@ from longspan.model.pipeline.stages import (
 )
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.row_loss import add_row_loss
-from longspan.model.sharding import leave_out_idle_hooks, reshard
 from longspan.plan.memory.model_numbers import stage_layers
 
 

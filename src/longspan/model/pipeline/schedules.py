@@ -26,8 +26,8 @@ from torch.distributed.pipelining import (
 
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
+from longspan.model.fsdp_params import accumulate_gathered_gradients, fsdp_modules, fsdp_param_groups, unshard
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.sharding import accumulate_gathered_gradients, fsdp_modules, fsdp_param_groups, unshard
 from longspan.model.weights.gradients import add_gradient
 
 

@@ -104,7 +104,7 @@ class WholeWeights:
                     is_tied = original in {*tied, *tied.values()} and not both_ends
                     shape, dtype = tuple(value.shape), value.dtype
                     if (packed := self._packed.get(name)) is not None:
-                        shape, dtype = packed.whole_shape(value), packed.dtype
+                        shape, dtype = packed.whole_shape(value.shape), packed.dtype
                     entries.append(_WeightEntry(name, shape, dtype, position, is_tied, adapted.get(name)))
         if world.home.pp > 1:
             entries = self._gather_entries(entries)

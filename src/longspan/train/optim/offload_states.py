@@ -20,7 +20,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,9 +31,16 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError, ModelError
+from longspan.model.fsdp_params import (
+    HookedParamGroup,
+    check_fsdp_names,
+    fsdp_modules,
+    fsdp_param_groups,
+    hook_group,
+    sharded_parameters,
+)
 from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory
 from longspan.model.marks import HOST_STORE, waits_on_host
-from longspan.model.sharding import fsdp_modules, fsdp_param_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, ParameterPart
@@ -115,6 +121,10 @@ class OffloadedStates(Optimizer):
         `bucket_bytes` and `hidden_in` as of `offload_optimizer_states`.
         """
         self._update: _OffloadedUpdate | None = None
+        if hidden_in is not None:
+            check_fsdp_names(
+                "updates behind the next forward pass (hidden_in) take", "no hidden_in, which updates at once"
+            )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner: torch.optim.Optimizer = optimizer
         self._bucket_bytes = bucket_bytes
@@ -166,7 +176,7 @@ class OffloadedStates(Optimizer):
         self.finish_step()
         groups = [] if self._model is None else [*fsdp_param_groups(fsdp_modules(self._model))]
         # Each parameter has the number of its group, in the order in which FSDP2 gathers them.
-        places = {p.sharded_param: place for place, group in enumerate(groups) for p in group.fsdp_params}
+        places = {p: place for place, group in enumerate(groups) for p in sharded_parameters(group)}
         buckets = [*cut_buckets(self.inner, self._bucket_bytes, places)]
         hidden = self.hides_updates and all(part.parameter in places for b in buckets for part in b.parts)
         if hidden:
@@ -292,7 +302,9 @@ class _OffloadedUpdate:
         # The event follows the last bucket that was waited for.
         self._event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None  # None: that of the caller
-        self._replaced = dict[Any, str]()  # readers of parameters, and which of their methods is replaced
+        # FSDP2's groups, and stores of parameters on the host, wait for the updates of what they read.
+        self._groups = list[HookedParamGroup]()
+        self._stores = list[Any]()
         self.failure = ""
         inner = optimizer.inner
         self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None
@@ -305,20 +317,21 @@ class _OffloadedUpdate:
     def begin(self, groups: Sequence[Any]) -> None:
         """Launch the first buckets on a stream of their own, and have every reader of parameters wait for its updates.
 
-        Readers are FSDP2's `groups`, which gather, and stores of parameters on the host, which copy. The method of a
-        group is replaced until it is called once, that of a store until the update ends.
+        Readers are FSDP2's `groups`, which gather, and stores of parameters on the host, which copy. A group waits
+        once, a store until the update ends.
         """
         self._stream = self._copies.begin_updates()
-        for group in groups:
-            self._replaced[group] = "unshard"
-            vars(group)["unshard"] = partial(self._unshard, group)
-        for store in {vars(parameter)[HOST_STORE] for parameter in self._last_bucket if waits_on_host(parameter)}:
-            self._replaced[store] = "fetch"
-            vars(store)["fetch"] = partial(self._fetch_shards, store)
+        self._groups = [hook_group(group) for group in groups]
+        for group in self._groups:
+            group.before_next_gather.append(self._wait_for_updates_of)
+        stores = {vars(parameter)[HOST_STORE] for parameter in self._last_bucket if waits_on_host(parameter)}
+        self._stores = [*stores]
+        for store in self._stores:
+            store.before_fetch = self._wait_for_updates_of
         self._launch_buckets(self._ahead)
 
     def finish(self) -> None:
-        """Update what still waits, and restore replaced methods.
+        """Update what still waits; no reader waits from then on.
 
         The current stream waits for updates, the host for what is copied to it.
 
@@ -326,7 +339,7 @@ class _OffloadedUpdate:
         """
         if self.failure:
             raise ModelError(self.failure)
-        self._restore_methods()
+        self._release_readers()
         try:
             self._launch_buckets(self._total)
             self._buckets.close()
@@ -337,35 +350,26 @@ class _OffloadedUpdate:
     def _ahead(self) -> int:
         return AHEAD if self._stream is not None else 0
 
-    def _restore_methods(self) -> None:
-        for waiter, method in self._replaced.items():
-            vars(waiter).pop(method, None)
+    def _release_readers(self) -> None:
+        for group in self._groups:
+            if self._wait_for_updates_of in group.before_next_gather:
+                group.before_next_gather.remove(self._wait_for_updates_of)
+        for store in self._stores:
+            store.before_fetch = None
 
-    def _fetch_shards(self, store: Any, parameters: Iterable[Any]) -> None:
-        """Stands in for the `fetch` of a store of the host, and runs it once the parameters' updates have ended."""
-        parameters = [*parameters]
-        self._wait_for_updates_of(parameters)
-        type(store).fetch(store, parameters)
-
-    def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
-        """Stands in for a group's `unshard`, once."""
-        del group.unshard
-        self._wait_for_updates_of(group.fsdp_params)
-        if self._event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
-            group._wait_all_gather_streams_on_event(self._event)
-        return group.unshard(*args, **keywords)
-
-    def _wait_for_updates_of(self, parameters: Iterable[Any]) -> None:
-        """Launches the updates first if need be. Gradients of updates that it waited for are free from then on."""
-        last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
+    def _wait_for_updates_of(self, parameters: Sequence[nn.Parameter]) -> torch.cuda.Event | None:
+        """Launches the updates first if need be. Gradients of updates that it waited for are free from then on. The
+        current stream waits for the event that is returned."""
+        last = max((self._last_bucket.get(parameter, -1) for parameter in parameters), default=-1)
         count = last + 1
         self._launch_buckets(count + self._ahead)
         while self._updated and self._launched - len(self._updated) < count:
             _, self._event = self._updated.popleft()
         self._copies.wait_for_event(self._event)
+        return self._event
 
     def _launch_buckets(self, count: int) -> None:
-        """An error that leaves some buckets updated, or methods replaced, is also noted in `failure`."""
+        """An error that leaves some buckets updated, or readers that wait, is also noted in `failure`."""
         missing = max(0, min(count, self._total) - self._launched)
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
@@ -373,13 +377,13 @@ class _OffloadedUpdate:
                 for _ in islice(self._buckets, missing):
                     self._launched += 1
         except BaseException as error:
-            if self._launched or self._replaced:
+            if self._launched or self._groups or self._stores:
                 self.failure = (
                     f"an update failed after {self._launched} of {self._total} buckets: their parameters and moments "
                     "are updated, the others are not; start again from a checkpoint"
                 )
                 error.add_note(self.failure)
-                self._restore_methods()
+                self._release_readers()
                 self._copies.wait_for_all()
             raise
 

@@ -23,11 +23,12 @@ from longspan.comm import SequenceShard, World, bind, raise_first_error, to_devi
 from longspan.comm.shard import RowsAt
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
+from longspan.model.fsdp_params import reshard
 from longspan.model.layers import preserve_modes
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import defer_until_last_pass, reshard, sum_gradients_over_slots
+from longspan.model.sharding import defer_until_last_pass, sum_gradients_over_slots
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
 from longspan.plan.items.item_table import ItemRows

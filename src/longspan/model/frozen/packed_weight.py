@@ -6,36 +6,16 @@ groups may hold parameters of other types beside it; it gathers such a group as 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.tensor import DTensor
 
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.frozen.packed_format import PackedFormat
+from longspan.model.fsdp_params import fsdp_modules, fsdp_param_groups, hook_parameter, owner_of
 from longspan.model.marks import PACKED_WEIGHTS, find_packed_weight
-from longspan.model.sharding import check_fsdp_names, fsdp_modules, fsdp_param_groups
 from longspan.model.weights.local_tensors import LocalPart
-
-check_fsdp_names(
-    "frozen weights in 4 or 8 bits take",
-    "whole weights",
-    read=("_orig_size", "_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs", "param_dtype"),
-    called=("init_dtype_attrs", "init_unsharded_param"),
-)
-
-
-def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    return nn.Parameter(data, requires_grad and data.is_floating_point())
-
-
-# Before 2.13 FSDP2 gives every shard a gradient first, which integers refuse, and takes it away in its next line.
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-    _fsdp_param.nn = SimpleNamespace(Parameter=_make_parameter, Module=nn.Module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
@@ -69,9 +49,9 @@ class PackedWeight:
         """Return how many numbers bytes of this weight stand for."""
         return packed.numel() // self.row_bytes * self.columns
 
-    def whole_shape(self, packed: Tensor) -> tuple[int, ...]:
-        """Return the shape of the weight of the bytes of all ranks, whose parts of a row lie side by side."""
-        *others, rows, held_bytes = packed.shape
+    def whole_shape(self, packed: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the weight of bytes of this shape; those of several ranks lie side by side in a row."""
+        *others, rows, held_bytes = packed
         columns = held_bytes // self.row_bytes * self.columns
         if self.format.transposed:
             return (*others, columns, rows)
@@ -79,7 +59,7 @@ class PackedWeight:
 
     def unpack_whole(self, packed: Tensor) -> Tensor:
         """Return the weight of the bytes of all ranks."""
-        values = torch.empty(self.whole_shape(packed), dtype=self.dtype, device=packed.device)
+        values = torch.empty(self.whole_shape(packed.shape), dtype=self.dtype, device=packed.device)
         self.unpack(packed.contiguous(), values)
         return values
 
@@ -147,45 +127,9 @@ def pack_parameter(
         vars(module).setdefault(PACKED_WEIGHTS, {})[name] = packed_weight
 
 
-class PackedParam(FSDPParam):
-    """FSDP2's parameter of packed rows, whose unsharded parameter is the weight."""
-
-    packed_weight: PackedWeight
-
-    def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """Set FSDP2's types, but gather bytes as they are, whatever FSDP2 casts parameters to."""
-        super().init_dtype_attrs(mp_policy)
-        self.param_dtype: torch.dtype | None = None
-
-    def init_unsharded_param(self) -> None:
-        """Write the weight from the gathered bytes, and free these; FSDP2 frees the weight as it frees any other."""
-        (gathered,) = self.all_gather_outputs
-        record = self.packed_weight
-        if not hasattr(self, "_unsharded_param"):
-            *others, rows, _ = self._orig_size
-            matrix = (record.columns, rows) if record.format.transposed else (rows, record.columns)
-            weight = torch.empty((*others, *matrix), dtype=record.dtype, device=self.device)
-            self._unsharded_inner_tensors = [weight]
-            # of tensor or expert parallelism; torch 2.11 has it under the second name
-            spec = getattr(self, "_unsharded_dtensor_spec", None) or getattr(self, "_tp_spec", None)
-            whole = weight
-            if spec is not None:
-                whole = DTensor.from_local(weight, spec.mesh, spec.placements, run_check=False)
-            self._unsharded_param = nn.Parameter(whole, requires_grad=False)
-        (weight,) = self._unsharded_inner_tensors
-        alloc_storage(weight)
-        # Shards of rows are padded to one size.
-        packed = gathered[: self._orig_size.numel()].view(self._orig_size)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
-            record.unpack(packed, weight)
-        free_storage(gathered)
-
-
 def unpack_when_gathered(model: nn.Module) -> None:
-    """Make FSDP2's objects of packed parameters, which it has sharded already, `PackedParam`s: these make weights."""
+    """Have FSDP2, which has sharded a model already, make weights of the bytes that it gathers of packed parameters."""
     for group in fsdp_param_groups(fsdp_modules(model)):
         for parameter in group.fsdp_params:
-            place = parameter._module_info
-            if (record := find_packed_weight(place.module, place.param_name)) is not None:
-                parameter.__class__ = PackedParam
-                parameter.packed_weight = record
+            if (packed_weight := find_packed_weight(*owner_of(parameter))) is not None:
+                hook_parameter(parameter).unpacking = packed_weight
