@@ -8,7 +8,6 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ import pytest
 from longspan.cli import flags
 from longspan.cli.main import main
 from longspan.config.file import config_keys, load_config
-from longspan.config.renamed import GONE, NAMES, RENAMED
+from longspan.config.other_names import NAMES
 from longspan.config.sections import section_kinds
 from longspan.errors import ConfigError
-from longspan.hf.arguments import LongspanArguments
 from longspan.run.checks import check_data, check_keys_needed_by_keys
 
 ROOT = Path(__file__).parent.parent
@@ -129,54 +127,20 @@ FOREIGN |= {"use_peft", "lora_dropout", "section.key", *" ".join(NAMES.values())
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_keys_in_the_text_of_a_page_are_there(page: Path) -> None:
-    gone = {*RENAMED, *GONE} if page.name == "upgrade.md" else ()
     text = page.read_text(encoding="utf-8").partition("\n## From 0.2 to 0.3")[0]  # behind it: keys that are gone
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     spans = re.findall(r"`([^`\n]+)`", text)
     ours = re.sub(r"^## Megatron-LM and NeMo\n.*?^(?=## )", "", text, flags=re.DOTALL | re.MULTILINE)  # its flags
     written = re.findall(r"(?<![\w-])--([a-z][\w.-]*)", " ".join(re.findall(r"`([^`\n]+)`", ours)))
     named = {flag.rstrip(".").replace("-", "_") for flag in written}
-    assert named <= FOREIGN | known_flags() | {*config_keys(), *gone}, sorted(named)
+    assert named <= FOREIGN | known_flags() | {*config_keys()}, sorted(named)
     dotted = {span for span in spans if re.fullmatch(rf"({'|'.join(section_kinds())})\.[a-z_]+", span)}
     dotted = {
         name
         for name in dotted
         if not re.search(r"\.(jsonl?|toml|lock|py)$|^mtp\.(fc|pre_fc)|^checkpoint\.save_contents$", name)
     }
-    assert dotted <= {*config_keys(), *gone, "section.key"}, sorted(dotted)
-
-
-# Words that are the last part of a key of 0.3, and something else on these pages: names of Python, of TRL, of rows.
-OTHER_WORDS = {
-    "center_rewards_coefficient": {"losses.md"},  # TRL's, in train.loss_arguments
-    "columns": {"migration.md"},  # LLaMA-Factory's
-    "betas": {"migration.md"},  # torch's
-    "eval_documents": {"evaluation.md"},  # a figure
-    "memory": {"memory.md"},  # of MemoryPlan.of
-    "max_rows": {"shared-prefixes.md"},  # of share_prefixes
-    "recompute": {"multimodal.md", "vision-models.md"},  # of Encoder
-    "targets": {"losses.md"},  # of a loss of one's own
-}
-
-
-def old_words_of(text: str) -> set[str]:
-    """Words in backticks, alone or before " = ", that are the last part of a key of 0.3 and of none of today."""
-    keys = {key.rpartition(".")[2] for key in (*RENAMED, *GONE)} - {key.rpartition(".")[2] for key in config_keys()}
-    keys -= {"train"}  # a verb, a split of rows and a key of messages
-    return keys & {*re.findall(r"`(?:--)?([a-z_]+)(?: = [^`\n(]*)?`", text)}
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "upgrade.md"], ids=lambda page: page.name)
-def test_no_page_has_a_bare_name_of_0_3(page: Path) -> None:
-    """LongspanArguments has its own names for the keys of evaluation, where a paragraph speaks of it."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    for paragraph in text.split("\n\n"):
-        is_of_arguments = page.name == "trainer.md" or "LongspanArguments" in paragraph
-        allowed = {field.name for field in fields(LongspanArguments)} if is_of_arguments else set[str]()
-        if "Megatron-LM | " in paragraph:  # whose key eval_context_parallel_size is
-            allowed |= {"eval_context_parallel_size"}
-        words = old_words_of(paragraph) - allowed
-        assert not {word for word in words if page.name not in OTHER_WORDS.get(word, ())}, paragraph
+    assert dotted <= {*config_keys(), "section.key"}, sorted(dotted)
 
 
 SECTION = "|".join(section_kinds())

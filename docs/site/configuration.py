@@ -1,5 +1,4 @@
-"""The page docs/configuration.md, made from the sections of the configuration: every key with type, default and text;
-and the table of docs/upgrade.md.
+"""The page docs/configuration.md, made from the sections of the configuration: every key with type, default and text.
 
 python docs/site/configuration.py
 """
@@ -13,7 +12,6 @@ from typing import Any
 from longspan.cli.train_flags import OFTEN
 from longspan.config.file import TABLES
 from longspan.config.keys import Key, section_keys, section_texts
-from longspan.config.renamed import GONE, OLD_SETS, RENAMED, SETS, VALUES
 from longspan.config.sections import section_kinds
 from longspan.config.values import annotation_text
 
@@ -81,21 +79,6 @@ def _key_row(title: str, kind: type, name: str) -> str:
     default = "*see text*" if "Default: " in text else f"`{json.dumps(key.default, ensure_ascii=False)}`"
     cells = f"`{title}`", annotation_text(key.kind) + limit, default, text
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def upgrade_table() -> str:
-    """Write the table of docs/upgrade.md, in Markdown."""
-    rows = [f"| `[[{OLD_SETS}]]` | `[[{SETS}]]` |  |"]
-    rows += [f"| `{old}` | `{new}` | {_value_changes_text(new)} |" for old, new in RENAMED.items() if new not in GONE]
-    rows += [f"| `{key}` | `{key}` | {_value_changes_text(key)} |" for key in VALUES if key not in RENAMED.values()]
-    old_names = {new: old for old, new in RENAMED.items()}
-    rows += [f"| `{old_names.get(key, key)}` |  | gone; write {advice} |" for key, advice in GONE.items()]
-    return "\n".join(["| in 0.3 | in 0.4 | values |", "|---|---|---|", *rows])
-
-
-def _value_changes_text(key: str) -> str:
-    """Say which values of 0.3 are other ones now, for a cell of the table."""
-    return ", ".join(f"`{json.dumps(old)}` is `{json.dumps(new)}`" for old, new in VALUES.get(key, {}).items())
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags
 from longspan.cli.train_flags import TrainFlags
-from longspan.cli.upgrade import UpgradeFlags
 from longspan.config.keys import read_own_texts, section_keys, section_texts
 from longspan.config.sections import section_kinds
 from longspan.config.values import annotation_text
@@ -65,7 +64,6 @@ FLAGS: dict[str, Any] = {
     "export": ExportFlags,
     "plan": PlanFlags,
     "report": ReportFlags,
-    "upgrade": UpgradeFlags,
     "doctor": DoctorFlags,
     "examples": ExamplesFlags,
     "bench step": StepFlags,

@@ -137,8 +137,8 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "shown"),
-    [("", True), ('[checkpoint]\ndir = "/far"\n', False), ('[run]\ncheckpoints = "/far"\n', False)],
-    ids=["in the folder", "elsewhere", "elsewhere, of 0.3"],
+    [("", True), ('[checkpoint]\ndir = "/far"\n', False)],
+    ids=["in the folder", "elsewhere"],
 )
 def test_checkpoints_are_listed_where_they_stand_in_the_folder(tmp_path: Path, config: str, shown: bool) -> None:
     run = write_run(tmp_path, steps=1)

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longspan.config.renamed import upgraded_tables
-from longspan.errors import CheckpointError, ConfigError
+from longspan.errors import CheckpointError
 from longspan.files import parse_json, write_atomically, write_durably
 from longspan.plain_text import LogLine
 
@@ -218,7 +217,7 @@ def check_file_hashes(path: Path, files: Mapping[str, Digest]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read `state.json` of a checkpoint; the keys of its configuration are those of this version.
+    """Read `state.json` of a checkpoint.
 
     Raises CheckpointError for a state that is missing or damaged, or of another format.
     """
@@ -227,13 +226,9 @@ def read_state(path: Path) -> dict[str, Any]:
     tables = state.get("config", {})
     if type(state.get("step")) is not int or not isinstance(tables, dict):
         raise CheckpointError(f"checkpoint {path}: {STATE} is damaged (no number of steps, or no tables in config)")
-    try:
-        tables = upgraded_tables(tables)  # perhaps of version 0.3
-    except ConfigError as error:
-        raise CheckpointError(f"checkpoint {path}: {STATE} is damaged ({error})") from error
     if section := next((name for name, table in tables.items() if not isinstance(table, dict)), ""):
         raise CheckpointError(f"checkpoint {path}: {STATE} is damaged ({section} of config is no table)")
-    return state | {"config": tables} if "config" in state else state
+    return state
 
 
 def state_value(path: Path, state: Mapping[str, Any], *names: str) -> Any:

@@ -22,7 +22,7 @@ from longspan.config.keys import (
     section_texts,
     with_key_values,
 )
-from longspan.config.renamed import key_of_other_name, renamed_hint, renamed_value
+from longspan.config.other_names import key_of_other_name
 from longspan.config.values import annotation_text, read_words
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
@@ -308,38 +308,35 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
     value = read_words(items, kind)
     if value is None:
         found = f"is {text!r}" if items else "has no value"
-        new = renamed_value(flag[2:], text)
-        now = f" ({text} is {str(new).lower()} now)" if new != text else ""
-        raise ConfigError(f"{flag_text(flag)} {found}; it must be {annotation_text(kind)}{now}")
+        raise ConfigError(f"{flag_text(flag)} {found}; it must be {annotation_text(kind)}")
     return value, words[count:]
 
 
 def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -> None:
     """Raise ConfigError for the flags among the words that a verb with these flags does not have, with the nearest."""
-    unknown = {
-        flag: values
-        for flag, values, _ in split_flags(argv)
+    unknown = dict.fromkeys(
+        flag
+        for flag, _, _ in split_flags(argv)
         if flag and flag not in types and OTHER_SPELLING.get(flag) not in types
-    }
-    texts = [f"{flag_text(flag)}: {_flag_hint(flag, values, types, prog)}" for flag, values in unknown.items()]
+    )
+    texts = [f"{flag_text(flag)}: {_flag_hint(flag, types, prog)}" for flag in unknown]
     if texts:
         raise ConfigError(f"{prog} has no flag {'; no flag '.join(texts)}")
 
 
-def _flag_hint(flag: str, values: Sequence[str], types: Mapping[str, Any], prog: str) -> str:
+def _flag_hint(flag: str, types: Mapping[str, Any], prog: str) -> str:
     def flags_of_keys(keys: Iterable[str]) -> list[str]:
         # A flag of this verb is the key itself, or its flag of plans.
         return [flag_text(name) for key in keys for name in (key, _PLAN_FLAG_OF_KEY.get(key, key)) if name in types]
 
-    if hint := renamed_hint(flag[2:], " ".join(values), flag=True):
-        return hint
     if other := key_of_other_name(flag[2:]):
         if not other.key:
             return other.remark
         if flags := flags_of_keys([f"--{other.key}"]):
             return f"here it is {flags[0]} {other.remark}".rstrip()
-    # --train.steps for --steps
-    if flags := flags_of_keys(key for key in (*types, *_PLAN_FLAG_OF_KEY) if key.endswith("." + flag[2:])):
+    # --steps and --data.steps are --train.steps.
+    last_part = f".{flag[2:].rpartition('.')[2]}"
+    if flags := flags_of_keys(key for key in (*types, *_PLAN_FLAG_OF_KEY) if key.endswith(last_part)):
         return f"did you mean {flags[0]!r}?"
     names = [*map(flag_text, types)]
     if len(names) > _FEW and nearest_name(flag_text(flag), names, prefix="--") is None:

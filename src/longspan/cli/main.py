@@ -26,7 +26,6 @@ VERBS = {
     "plan": "what a step of these documents would do, or (--compare) what planners and degrees would cost",
     "bench": "calibrate this machine for predictions, or time a step of training",
     "report": "write the HTML report of a run or a plan, or show a run while it trains (--follow)",
-    "upgrade": "rewrite a configuration of an earlier version with the keys of now",
     "examples": "list the examples that come with longspan, or copy them",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }

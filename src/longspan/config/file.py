@@ -10,14 +10,16 @@ from typing import Any, TypeVar
 
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import section_keys, with_key_values
+from longspan.config.other_names import key_of_other_name
 from longspan.config.plan_section import EvalConfig
-from longspan.config.renamed import OLD_SETS, SETS, key_of_other_name, renamed_hint, upgraded_tables
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.config.values import convert_value
 from longspan.errors import ConfigError
 from longspan.plain_text import nearest_hint, nearest_name
 
-TABLES: dict[str, type[Any]] = {"data.sources": SourceConfig, SETS: EvalConfig}  # tables of an array, not a value
+SETS = "evaluation.sets"
+# Tables of an array, which are no values.
+TABLES: dict[str, type[Any]] = {"data.sources": SourceConfig, SETS: EvalConfig}
 Value = TypeVar("Value")
 
 
@@ -52,8 +54,6 @@ def read_file(path: str | Path) -> RunConfig:
     except (ValueError, RecursionError) as error:
         # a ValueError also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    if path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "metrics.jsonl")):
-        tables = upgraded_tables(tables)  # of a run that version 0.3 began
     return _with_sections(RunConfig(), tables, source=str(path))
 
 
@@ -123,8 +123,6 @@ def _section_with_values(config: RunConfig, section: str, values: object, *, sou
     For an unknown section that is the name of a key, written without its section, the error names the whole key.
     """
     names = [field.name for field in fields(RunConfig)]
-    if section == OLD_SETS:
-        raise ConfigError(f"[[{OLD_SETS}]] in {source}: it is [[{SETS}]] now{_upgrade_advice(source)}")
     if section not in names:
         raise ConfigError(
             f"unknown section [{section}] in {source}: {_unknown_section_hint(section, values, names)}"
@@ -150,7 +148,7 @@ def _unknown_section_hint(section: str, values: object, names: Iterable[str]) ->
     """
     if owners := [key for key in config_keys() if key.endswith(f".{section}")]:
         return f"did you mean {owners[0]!r}?"
-    if hint := renamed_hint(section, values) or _other_name_hint(section):
+    if hint := _other_name_hint(section):
         return hint
     keys = values if isinstance(values, Mapping) else ()
     hints = [f"{key}: {hint}" for key in keys if (hint := _other_name_hint(f"{section}.{key}"))]
@@ -168,11 +166,6 @@ def _other_name_hint(name: str) -> str:
     if value and not value.startswith("("):  # context.planner dynamic
         return f"here it is {other.key} = {json.dumps(value)} {more}".rstrip()
     return f"here it is {other.key} {other.remark}".rstrip()
-
-
-def _upgrade_advice(source: str) -> str:
-    """Return the command that renames the keys of a file; "" for flags."""
-    return f" (longspan upgrade {source})" if source.endswith(".toml") else ""
 
 
 def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
@@ -205,10 +198,7 @@ def _with_keys(section: Any, label: str, values: Mapping[str, object], source: s
     types = {key.name: key.kind for key in section_keys(type(section))}
 
     def refuse(key: str) -> object:
-        name = f"{label}.{key}"
-        if hint := renamed_hint(f"{OLD_SETS}.{key}" if isinstance(section, EvalConfig) else name, values[key]):
-            raise ConfigError(f"{name} in {source}: {hint}{_upgrade_advice(source)}")
-        raise ConfigError(f"unknown key {name} in {source}: {_unknown_key_hint(section, label, key, types)}")
+        raise ConfigError(f"unknown key {label}.{key} in {source}: {_unknown_key_hint(section, label, key, types)}")
 
     calls = [
         partial(convert_value, f"{label}.{key}", value, types[key], source)
@@ -223,6 +213,8 @@ def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str
     """Suggest what an unknown key may be: another library's name, a key of another section, or a sibling."""
     if hint := _other_name_hint(key):
         return hint
+    if isinstance(section, EvalConfig) and f"evaluation.{key}" in config_keys():
+        return f"did you mean 'evaluation.{key}', which is for all sets?"
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]

@@ -8,7 +8,6 @@ from contextlib import suppress
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from longspan.config.renamed import VALUES, renamed_value
 from longspan.errors import ConfigError
 from longspan.plain_text import nearest_hint
 
@@ -24,11 +23,8 @@ def convert_value(key: str, value: object, kind: Any, source: str) -> object:
         fitting = _value_if_it_fits(value, option)
         if fitting is not None:
             return fitting
-    if key in VALUES and (new := renamed_value(key, value)) != value:
-        hint = f" ({value} is {str(new).lower()} now)"
-    else:
-        is_choice = get_origin(kind) is Literal and isinstance(value, str)
-        hint = f" ({nearest_hint(str(value), get_args(kind))})" if is_choice else ""
+    is_choice = get_origin(kind) is Literal and isinstance(value, str)
+    hint = f" ({nearest_hint(str(value), get_args(kind))})" if is_choice else ""
     raise ConfigError(f"{key} is {value!r} in {source}; it must be {annotation_text(kind)}{hint}")
 
 

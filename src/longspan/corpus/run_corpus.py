@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.config.local_folders import absolute_path
-from longspan.config.renamed import upgraded_tables
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.build_documents import build_documents
 from longspan.corpus.cache import Cache, cache_folder
@@ -136,9 +135,8 @@ class _CorpusOfRun:
         changes = list[str]()
         # The record may lack keys, which have these defaults.
         defaults = {field.name: field.default for field in fields(DataConfig)}
-        old_values = upgraded_tables({"data": recorded.asked}).get("data", {})
-        for key in old_values.keys() | values.keys():
-            old_value = absolute_path(old_values.get(key, defaults.get(key)))
+        for key in recorded.asked.keys() | values.keys():
+            old_value = absolute_path(recorded.asked.get(key, defaults.get(key)))
             new_value = values.get(key)
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "split", "max_document_tokens") else "data."

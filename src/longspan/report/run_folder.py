@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from longspan.checkpoint.best import BestStep, read_best_steps
-from longspan.config.renamed import upgraded_tables
 from longspan.config.text_values import BestFigure
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.files import json_safe_values, parse_json
@@ -349,7 +348,7 @@ def _read_config(file: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return "", {}
     words = file.read_text(encoding="utf-8", errors="replace")
     try:
-        return words, upgraded_tables(tomllib.loads(words))  # also of version 0.3
+        return words, tomllib.loads(words)
     except (ValueError, RecursionError) as error:
         notes.append(f"{file.name} could not be read: {error}")
         return words, {}
