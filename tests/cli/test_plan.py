@@ -163,7 +163,7 @@ def test_a_model_without_attention_is_planned_for(tmp_path: Path, capsys: pytest
     sizes = {"model_type": "mamba2", "num_hidden_layers": 2, "hidden_size": 48, "vocab_size": 256}
     sizes |= {"num_heads": 6, "head_dim": 16, "state_size": 16, "n_groups": 2}
     words = ["plan", "--same", "1x900", "--slots", "6", "--planner", "fixed", "--cp", "3", "--model", str(tmp_path)]
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"conv_kernel": None}))
     assert main(words) == 2 and "has no mamba_d_conv or conv_kernel" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"conv_kernel": 4}))
     for kind in ("a2a", "p2p"):

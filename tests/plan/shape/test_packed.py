@@ -13,10 +13,10 @@ QWEN3_32B: dict[str, Any] = {"model_type": "qwen3", **PRESETS["qwen3-32b"].value
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 DENSE = SMALL | {"hidden_size": 128, "head_dim": 64, "intermediate_size": 320}
 MOE = DENSE | {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
-MOE |= {"shared_expert_intermediate_size": 256}
+MOE |= {"shared_expert_intermediate_size": 256, "num_key_value_heads": 4}
 HYBRID = DENSE | {"model_type": "qwen3_next", "linear_num_value_heads": 4, "linear_num_key_heads": 2}
 HYBRID |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
-HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
+HYBRID |= {"layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 4, "num_experts": 0}
 GPT_OSS = DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96}
 
 ATTENTION = 128 * 256 * 4  # q, k, v, o of one layer

@@ -69,8 +69,8 @@ class EncoderShape:
                 f"those of {', '.join(priced)} have"
             )
         if model.family.images == "merged":
-            return _read_merging_tower(model.family.gated_tower, vision, text.count("hidden_size"))
-        return _read_fixed_size_tower(model, vision, text.count("hidden_size"))
+            return _read_merging_tower(model.family.gated_tower, vision, text.require_count("hidden_size"))
+        return _read_fixed_size_tower(model, vision, text.require_count("hidden_size"))
 
     def patch_count(self, rows: int) -> int:
         return rows * self.merge**2 if self.merge else self.patches

@@ -129,7 +129,7 @@ class ModelNumbers:
         ]
         vocabulary = read.count("vocab_size")
         head = matrix_numbers(hidden * vocabulary / home.tp)
-        tied = bool(read.value("tie_word_embeddings"))
+        tied = ConfigReader.read_whole_model(config).ties_embeddings
         first, *others = (_count_layer_parameters(read, kind, mixer, home, settings, None) for kind in of_depth)
         depths = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.depths
         tower = Numbers()

@@ -1,55 +1,90 @@
-"""Values that decide the kinds of layers, where a config.json leaves them out: those of transformers' class.
+"""What transformers' configuration classes make of a config.json: names, types of sections, and values it leaves out.
 
-Sizes that a class fills in, such as head_dim, are not here.
+`class_defaults.json` is written from the classes (bench/census/class_defaults.py); transformers is not imported here.
 """
 
+import json
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-# By attribute and value, the types of model.
-_FAMILIES: Mapping[str, Mapping[Any, str]] = {
-    "sliding_window": {
-        128: "gpt_oss granite_swa granitemoe_swa openai_privacy_filter unlimited_ocr_text",
-        129: "mimo_v2_flash",
-        256: "lfm3",
-        512: "beam diffusion_gemma_text embedding_gemma2_text gemma3n_text gemma4_text laguna lara_mini",
-        513: "flint kolibri1",
-        1024: "afmoe dory gemma4_unified_text mellum",
-        2048: "muse_glimmer_text muse_spark_text",
-        4096: "cohere2 cohere2_moe cohere_compass_text dots1 exaone4 exaone_moe gemma2 gemma3_text ministral mistral "
-        "olmo3 qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe t5gemma2_decoder vaultgemma",
-        8192: "cwm",
-        32768: "qwen2_5_omni_text",
-    },
-    "use_sliding_window": {
-        False: "qwen2 qwen2_5_omni_text qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3",
-    },
-    "max_window_layers": {
-        28: "qwen2 qwen2_5_omni_text qwen2_moe qwen3",
-        62: "dots1",
-        80: "qwen2_5_vl_text qwen2_vl_text",
-    },
-    "attention_chunk_size": {8192: "llama4_text"},
-    "local_attention": {128: "modernbert modernbert-decoder"},
-    "first_k_dense_replace": {
-        1: "axk1 axk2 dots3_note_text exaone_moe glm4_moe glm4_moe_lite glm4v_moe_text hy_v3 hy_v4 hy_v4_vl_text "
-        "kimi_linear laguna mimo_v2_flash mistral_large4_text sarvam_moe unlimited_ocr_text",
-        2: "bailing_hybrid",
-        3: "beam deepseek_v3 deepseek_v32 glm5_next_text glm_moe_dsa step3p5",
-    },
-    "num_dense_layers": {1: "afmoe", 2: "lfm2_moe"},
-    "moe_layer_start_index": {1: "ernie4_5_moe"},
-    "mlp_only_layers": {(0, 1): "flint"},
+# What classes put into lists of layers where a file has no such list; by value, the types of model.
+_OF_LISTS: Mapping[tuple[str, Any], str] = {
+    (
+        "first_k_dense_replace",
+        1,
+    ): "axk1 axk2 dots3_note_text glm4_moe_lite hy_v3 hy_v4 hy_v4_vl_text kimi_linear laguna "
+    "mimo_v2_flash unlimited_ocr_text",
+    ("first_k_dense_replace", 3): "beam glm5_next_text step3p5",
+    ("index_topk_freq", 4): "hy_v4 hy_v4_vl_text",
+    ("mlp_only_layers", (0, 1)): "flint",
 }
-_VALUES: Mapping[tuple[str, str], Any] = {
-    (family, attribute): value
-    for attribute, families in _FAMILIES.items()
-    for value, names in families.items()
-    for family in names.split()
-}
+
+
+_Key = tuple[str, str]  # a type of model, and an attribute of its class
 
 
 def class_default(model_type: str, attribute: str) -> Any:
-    """Return the value of an attribute of this table, also for a model whose text model is of this family; or None."""
-    own = _VALUES.get((model_type, attribute))
-    return _VALUES.get((f"{model_type}_text", attribute)) if own is None else own
+    """Return what a class makes of an attribute that a file leaves out, or the class of its text model, if that has one
+    class alone; None if neither names a value.
+    """
+    own = _find_default(model_type, attribute)
+    text = _tables()["sections"].get((model_type, "text_config"))
+    return _find_default(text, attribute) if own is None and text else own
+
+
+def names_in_files(model_type: str, attribute: str) -> tuple[str, ...]:
+    """Return the names that an attribute may have in a file of this type, the one that counts first."""
+    own = _tables()["own_names"].get((model_type, attribute), attribute)
+    return (*_other_names().get((model_type, own), ()), own)
+
+
+def section_type(model_type: str, section: str, named: str | None) -> str:
+    """Return the type of model of a section: that of its only class, or else the one `named` in the file, or else the
+    one that the class takes; "" if none is known.
+    """
+    return _tables()["sections"].get((model_type, section)) or named or default_section_type(model_type, section)
+
+
+def default_section_type(model_type: str, section: str) -> str:
+    """Return the type that a class gives a section of any type, where a file says none; "" for another class."""
+    return _tables()["sections_without_type"].get((model_type, section), "")
+
+
+def _find_default(model_type: str, attribute: str) -> Any:
+    own = _tables()["own_names"].get((model_type, attribute), attribute)
+    return _values().get((model_type, own))
+
+
+@cache
+def _values() -> Mapping[_Key, Any]:
+    rows = {text: json.loads(text) for text in set(_tables()["values"].values())}
+    values = {key: rows[text] for key, text in _tables()["values"].items()}
+    of_lists = {(kind, name): value for (name, value), kinds in _OF_LISTS.items() for kind in kinds.split()}
+    return values | of_lists
+
+
+@cache
+def _other_names() -> Mapping[_Key, list[str]]:
+    """Return the other names of a class's attributes."""
+    names = dict[_Key, list[str]]()
+    for (model_type, name), own in _tables()["own_names"].items():
+        if name != own:
+            names.setdefault((model_type, own), []).append(name)
+    return names
+
+
+@cache
+def _tables() -> Mapping[str, Mapping[_Key, str]]:
+    """Return the tables of the file by type of model and attribute; values are JSON."""
+    tables = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return {
+        name: {
+            (kind, attribute): entry
+            for attribute, row in tables[name].items()
+            for entry, kinds in row.items()
+            for kind in kinds.split()
+        }
+        for name in ("own_names", "sections", "sections_without_type", "values")
+    }

@@ -8,16 +8,10 @@ from typing import Any, cast
 from longspan.adapter_folder import adapter_folder_advice
 from longspan.errors import PlanError
 from longspan.files import read_json
-from longspan.plan.shape.class_defaults import class_default
+from longspan.plan.shape.class_defaults import class_default, default_section_type, names_in_files, section_type
 from longspan.plan.shape.families import Family, find_family
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_IN_FILES = {  # of GPT-2
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
 
 
 @dataclass(eq=False)
@@ -31,10 +25,12 @@ class ConfigReader:
     def read_language_model(cls, config: Any) -> "ConfigReader":
         """Read the language model's configuration in an object, a dict, a config.json or its folder."""
         read = cls.read_whole_model(config)
-        text = read.value("text_config")
-        if isinstance(text, dict):  # one may leave its type out
-            text = {"model_type": read.model_type} | cast(dict[str, Any], text)
-        return read if text is None else cls(text, f"text_config of {read.where}")
+        if read.value("text_config") is not None:
+            return read.section("text_config")
+        # A file without the section may hold the values itself, unless its class takes a text model of any type.
+        if isinstance(config, (str, Path, dict)) and default_section_type(read.model_type, "text_config"):
+            return cls({}, f"text_config of {read.where}")
+        return read
 
     @classmethod
     def read_whole_model(cls, config: Any) -> "ConfigReader":
@@ -65,24 +61,36 @@ class ConfigReader:
     def family(self) -> Family:
         return find_family(self.model_type)
 
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output projection of this model, or of its language model, is the embedding."""
+        text = self.read_language_model(self._config)
+        return bool(
+            self.value("tie_word_embeddings") or (self.value("tied_by_text") and text.value("tie_word_embeddings"))
+        )
+
     def value(self, *names: str) -> Any:
-        """Return the first of these attributes that is set, by these names or by GPT-2's; else, if a dict has none of
-        them, its class's default (class_defaults.py); None if there is none. In place of an intermediate_size that is
-        not set, in families that name it otherwise: their attribute, or four times the hidden size.
+        """Return the first of these attributes that is set, by each name that files of this type have for it; if a dict
+        leaves one out, its class's default (class_defaults.py) is set. None if none is. In place of an
+        intermediate_size that is not set, in families that name it otherwise: their attribute, or four times the hidden
+        size.
         """
-        config = self._config
-        is_object = not isinstance(config, dict)
-        for name in (*names, *[_IN_FILES[name] for name in names if name in _IN_FILES]):
-            value = getattr(config, name, None) if is_object else cast(dict[str, Any], config).get(name)
-            if value is not None:
+        for name in names:
+            if (value := self._find_value(name)) is not None:
                 return value
-        # A null in a config.json is a value of its own, and no default stands in for it.
-        for name in () if is_object else names:
-            if name not in config and (default := class_default(config.get("model_type") or "", name)) is not None:
-                return default
         if "intermediate_size" in names and (attribute := self.family.mlp_width):
             return self.value(attribute) or 4 * self.count("hidden_size")
         return None
+
+    def _find_value(self, name: str) -> Any:
+        config = self._config
+        if not isinstance(config, dict):
+            return getattr(config, name, None)
+        values = cast(dict[str, Any], config)
+        model_type = str(values.get("model_type") or "")
+        in_file = [key for key in names_in_files(model_type, name) if key in values]
+        # A null in a config.json is a value of its own, and no default stands in for it.
+        return values[in_file[0]] if in_file else class_default(model_type, name)
 
     def count(self, *names: str) -> int:
         """Return the first of these attributes that is set, as a count; 0 if none is. Raises PlanError for no count."""
@@ -97,7 +105,11 @@ class ConfigReader:
 
     def section(self, name: str) -> "ConfigReader":
         """Return a reader of the configuration in this attribute; of an empty one if it is not set."""
-        return ConfigReader(self.value(name) or {}, f"{name} of {self.where}")
+        section: Any = self.value(name) or {}
+        if isinstance(section, dict) and section:
+            values = cast(dict[str, Any], section)
+            section = values | {"model_type": section_type(self.model_type, name, values.get("model_type"))}
+        return ConfigReader(section, f"{name} of {self.where}")
 
     def experts_attribute_and_count(self) -> tuple[str, int]:
         """Return the attribute that counts a layer's experts, and its count; "" and 0 without experts."""

@@ -125,7 +125,7 @@ def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
     """Return whether a layer of a model with experts has them: by its number in the attributes that families use for
     that.
     """
-    if read.value("num_local_experts") == 0:
+    if 0 in (read.value("num_experts"), read.value("num_local_experts")):
         return False
     if isinstance(moe_layers := read.value("moe_layers"), list):
         return layer in cast(list[int], moe_layers)
@@ -176,13 +176,27 @@ def attention_widths(read: ConfigReader) -> Widths:
         width = heads * sum(_latent_head_sizes(read)) // 2
         return Widths(width, width)
     head = read.count("head_dim", "attention_head_dim") or (1 + read.family.shared_blocks) * hidden // heads
-    return Widths(heads * head, (read.count("num_key_value_heads") or heads) * head)
+    return Widths(heads * head, key_value_heads(read) * head)
 
 
 def key_value_heads(read: ConfigReader) -> int:
     """Return the key/value heads of a layer that attends, at least 1: as many as query heads in latent attention."""
     heads = read.count("num_attention_heads")
-    return max(1, heads if has_latent_attention(read) else read.count("num_key_value_heads") or heads)
+    if has_latent_attention(read):
+        return max(1, heads)
+    shared_by_all = 1 if read.value("multi_query") else heads  # of GPT-BigCode
+    return max(1, read.count("num_key_value_heads") or shared_by_all)
+
+
+def count_choosing_layers(read: ConfigReader, layers: int) -> int:
+    """Return how many of these layers choose keys by themselves; those between take the choice of a layer before. A
+    file lists them, by words or letters, or has one in every `index_topk_freq`, from `index_skip_topk_offset` - 1 on.
+    """
+    if types := read.value("indexer_types", "index_topk_pattern"):
+        return sum(kind not in ("shared", "S") for kind in types)
+    every = read.count("index_topk_freq") or 1
+    first = 1 if (offset := read.value("index_skip_topk_offset")) is None else offset - 1
+    return sum(max(layer - first, 0) % every == 0 for layer in range(layers))
 
 
 def has_latent_attention(read: ConfigReader) -> bool:
@@ -427,7 +441,9 @@ def _read_mamba2(read: ConfigReader, hidden: int) -> MixerShape:
     states = read.require_count("mamba_d_state", "ssm_state_size", "state_size")
     groups = read.require_count("mamba_n_groups", "n_groups", "mamba_ngroups")
     width = read.require_count("mamba_d_conv", "conv_kernel")
-    size = read.value("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    names = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+    # In a model that attends head_dim is attention's.
+    size = read.value(*names) if read.count("num_attention_heads") else read.value(*names, "head_dim")
     if isinstance(size, int):  # it may be "auto"
         inner = heads * size
     else:

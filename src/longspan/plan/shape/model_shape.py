@@ -20,6 +20,7 @@ from longspan.plan.shape.layers import (
     MixerShape,
     Weights,
     attention_widths,
+    count_choosing_layers,
     depth_kinds,
     experts_per_token,
     has_latent_attention,
@@ -125,14 +126,14 @@ class ModelShape:
         indexed = sum(kind in INDEXED for kind in attention)
         # the mean of the widths of keys and of values
         latent_width = (2 * read.count("kv_lora_rank") + read.count("qk_rope_head_dim")) // 2
-        # layers whose rows choose keys by themselves; those of type "shared" take the choice of a layer before
-        choosing_layers = sum(kind != "shared" for kind in read.value("indexer_types") or [""] * indexed)
         vocabulary = read.count("vocab_size")
         # Besides layers there are the output projection, which each depth multiplies by once more, the embedding, which
         # multiplies nothing, and the depths' projections.
         projections = 2 * hidden * hidden * depths
         active_outside_layers = hidden * vocabulary * (1 + depths) + projections
-        embedding_and_head = hidden * vocabulary * (1 if read.value("tie_word_embeddings") else 2)
+        embedding_and_head = (
+            hidden * vocabulary * (1 if ConfigReader.read_whole_model(config).ties_embeddings else 2)
+        )
         expert_layers = sum(kind.feeds == "experts" for kind in kinds)
         return cls(
             layers=len(attention),
@@ -148,7 +149,9 @@ class ModelShape:
             chosen=read.count("index_topk") if indexed else 0,
             chosen_width=read.count("num_attention_heads") * latent_width if indexed else 0,
             index_width=(
-                choosing_layers * read.count("index_n_heads") * read.count("index_head_dim") if indexed else 0
+                count_choosing_layers(read, indexed) * read.count("index_n_heads") * read.count("index_head_dim")
+                if indexed
+                else 0
             ),
             mixer_layers=sum(kind.mixes for kind in kinds),
             mixer=mixer if any(kind.mixes for kind in kinds) else None,
