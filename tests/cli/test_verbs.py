@@ -12,7 +12,7 @@ from bench.begun import open_record
 
 from longspan.bench.benches import BENCHES, write_record
 from longspan.cli import examples, show
-from longspan.cli.examples import examples_folder, first_sentence
+from longspan.cli.examples import examples_folder
 from longspan.cli.main import main
 from longspan.cli.processes import print_note
 from longspan.corpus.rows.sample import Row, Sample
@@ -26,18 +26,14 @@ from tests.report.runs import mixed_plan, write_run
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_example_is_listed_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["examples"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    names = {path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.*")}
-    assert {line.split()[0] for line in lines} >= {name for name in names if name.endswith((".toml", ".py", ".sh"))}
-    assert all(len(line) <= 170 for line in lines) and not any("__pycache__" in line for line in lines)
-    assert "dpo.py  " in lines[0] and lines[0].endswith("Preferences: DPO over documents of any length, under any plan")
-    assert not [line for line in lines if line.endswith(":")]
+    names = capsys.readouterr().out.splitlines()
+    shipped = {path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.*")}
+    assert {*names} >= {name for name in shipped if name.endswith((".toml", ".py", ".sh"))}
+    assert names[0] == "dpo.py" and not any("__pycache__" in name for name in names)
     assert main(["examples", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert listed["gpu/slurm.sh"].startswith("Train on several nodes of a Slurm cluster")
-    assert all(text for name, text in listed.items() if not name.endswith(".json"))
+    assert json.loads(capsys.readouterr().out) == {"examples": names}
 
 
 def test_copied_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,8 +79,8 @@ def test_an_installed_wheel_has_them_in_the_package(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(examples.longspan, "__file__", str(package / "__init__.py"))
     with pytest.raises(ConfigError, match="there are no examples with the longspan in"):
         examples_folder()
-    (package / "_examples" / "first.toml").write_text("# One. Two.\n")
-    assert examples_folder() == package / "_examples" and first_sentence(package / "_examples/first.toml") == "One"
+    (package / "_examples" / "first.toml").touch()
+    assert examples_folder() == package / "_examples"
 
 
 def test_the_verb_writes_the_page_of_a_run_and_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,10 @@
 """`longspan examples`: lists the examples that come with the package, and copies one, a folder of them, or all."""
 
 import difflib
-import re
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +15,6 @@ from longspan.files import as_json
 from longspan.plain_text import nearest_hint, nearest_name
 
 ALL = "all"
-_WIDEST = 110  # characters of a line of the list, without the name
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,8 @@ def main(argv: Sequence[str]) -> int:
     files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     paths = sorted(files, key=lambda path: (path.parent != root, path.relative_to(root).as_posix()))
     if not flags.name:
-        lines = {path.relative_to(root).as_posix(): first_sentence(path) for path in paths}
-        width = max(map(len, lines))
-        print(
-            as_json(lines) if flags.json else "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
-        )
+        names = [path.relative_to(root).as_posix() for path in paths]
+        print(as_json({"examples": names}) if flags.json else "\n".join(names))
         return 0
     chosen = _choose_examples(flags.name, root, paths)
     folder = Path(flags.folder)
@@ -83,27 +77,6 @@ def examples_folder() -> Path:
         if (folder / "first.toml").is_file():
             return folder
     raise ConfigError(f"there are no examples with the longspan in {package}; install its wheel, or use a checkout")
-
-
-def first_sentence(path: Path) -> str:
-    """Return the first sentence of the comment or docstring that an example begins with; "" where there is neither. A
-    sentence too wide for the list ends at its first comma, semicolon or colon.
-    """
-    lines = path.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").splitlines()
-    # of a docstring the first paragraph, else the lines of the comment
-    is_docstring = lines[0].startswith('"""')
-    first_lines = (
-        takewhile(str.strip, lines) if is_docstring else takewhile(lambda line: line.startswith("#"), lines)
-    )
-    text = " ".join(line.removeprefix("#").strip() for line in first_lines).removeprefix('"""')
-    # Up to closing quotes, a full stop behind a word or bracket (not that of "e.g."), or the command to run it.
-    sentence = re.split(r'[.:]? ?"""|(?<=\w\w)[.](?: |$)|(?<=[)`])[.:](?: |$)| longspan train ', text, maxsplit=1)[
-        0
-    ]
-    sentence = sentence.rstrip(":")
-    if len(sentence) <= _WIDEST:
-        return sentence
-    return re.split(r"[,;:] ", sentence, maxsplit=1)[0]
 
 
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
