@@ -34,7 +34,7 @@ from longspan.model.float8.products import Float8Weight, linear_in_float8, quant
 from longspan.model.seams import norms
 from longspan.model.seams.norms import NormFormula, fuse_norms, split_long_norms
 from longspan.plan import plan_fixed
-from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, FirstRows, RowsBefore, write_first_outputs
+from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, FirstRows, RunInputs, write_first_outputs
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta import compute_run_maps
 from longspan.ssm.kernels.local_runs import LocalRuns
@@ -287,9 +287,7 @@ def first_rows_of_runs(device: str, elements: int) -> Errors:
     arrived = torch.randn(width, WIDTH, device=device, dtype=torch.bfloat16)
     joined = torch.cat([arrived, x[start:]]).double()
     source = torch.arange(2 * width, device=device)
-    before = RowsBefore(
-        width, (source + width) % (2 * width), source[width:], source[:width] * 0, source[1 : width + 1]
-    )
+    before = RunInputs(width, (source + width) % (2 * width), source[width:], source[:width] * 0, source[1 : width + 1])
     first = FirstRows(
         places + start, before, torch.tensor([start], device=device), torch.tensor([width], device=device), places[None]
     )

@@ -13,7 +13,7 @@ from longspan import Group, Layout, MicroBatch, World, bind
 from longspan.comm import SequenceShard, ShardPart
 from longspan.ssm import causal_conv, linear_scan
 from longspan.ssm.chains import Chains
-from longspan.ssm.conv import cached_halo
+from longspan.ssm.conv import cached_reads
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, arrived_gradients, write_first_outputs
 from longspan.testing import backend
 from tests.reference import relative_error
@@ -174,8 +174,14 @@ def first_row_errors(
     generator, worst = torch.Generator().manual_seed(0), {"y": 0.0, "owed": 0.0}
     for member in range(3):
         chains = Chains(ShardPart(group, member, member, 0, world_key=-1), device)
-        halo, rows = cached_halo(chains, width - 1), int(chains.lengths.sum())
-        shapes = (rows, CHANNELS), (rows, CHANNELS), (sum(halo.receives), CHANNELS), (CHANNELS, width), (CHANNELS,)
+        reads, rows = cached_reads(chains, width - 1), int(chains.lengths.sum())
+        shapes = (
+            (rows, CHANNELS),
+            (rows, CHANNELS),
+            (sum(reads.fetch.before.receives), CHANNELS),
+            (CHANNELS, width),
+            (CHANNELS,),
+        )
         x, dout, arrived, weight, bias = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
         if not len(arrived):
             continue
@@ -185,10 +191,10 @@ def first_row_errors(
             x_, dout_, arrived_, weight_, bias_ = (t.double() if exact else t for t in (x, dout, arrived, weight, bias))
             convolution, y = Convolution(weight_, bias_ if extras else None, extras), torch.zeros_like(x_)
             (TORCH_CONVOLUTION.write_first_outputs if exact else write_first_outputs)(
-                y, x_, arrived_, convolution, halo.first
+                y, x_, arrived_, convolution, reads.first
             )
             gradients = (TORCH_CONVOLUTION.arrived_gradients if exact else arrived_gradients)(
-                dout_, x_, arrived_, convolution, halo.first
+                dout_, x_, arrived_, convolution, reads.first
             )
             results += [y, gradients]
         for name, a, b in zip(worst, found, wanted, strict=True):

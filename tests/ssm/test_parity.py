@@ -15,6 +15,7 @@ import torch
 from longspan import Group, Layout, MicroBatch, World, bind
 from longspan.comm import ShardPart
 from longspan.comm.channel import Channel
+from longspan.comm.row_fetch import RowFetch
 from longspan.errors import LayoutError
 from longspan.ssm import causal_conv, conv, linear_scan
 from longspan.ssm.chains import Chains
@@ -125,7 +126,7 @@ def test_rows_before_runs_travel_while_own_rows_are_convolved(monkeypatch: pytes
         noted.append("sent")
         return SimpleNamespace(wait=lambda: (noted.append("arrived"), x.new_zeros(sum(receives), *x.shape[1:]))[1])
 
-    monkeypatch.setattr(Chains, "channel", SimpleNamespace(all_to_all_rows=exchange))
+    monkeypatch.setattr(RowFetch, "channel", SimpleNamespace(all_to_all_rows=exchange))
 
     def noting(name: str) -> Any:
         return lambda *given: (noted.append(name), getattr(TORCH_CONVOLUTION, name)(*given))[1]
@@ -159,8 +160,8 @@ OF_MODULES = {  # what stands in a module of ssm once, and what takes its place
         "new_values[chunk_range] - state_share[chunk_range] @ entering": "new_values[chunk_range]",
     },
     "conv": {
-        "gradients_of_part[0].index_add_(0, cached_halo(part.chains, width).rows, handle.wait())": "handle.wait()",
-        "kernel.write_first_outputs(y, x_part, arrived_rows, convolution, halo.first)": "pass",
+        "gradients_of_part[0].index_add_(0, part.reads.fetch.rows, handle.wait())": "handle.wait()",
+        "kernel.write_first_outputs(y, x_part, arrived_rows, convolution, part_reads.first)": "pass",
         "np.minimum(chains.lengths[readers], width)": "np.minimum(chains.lengths[readers], 1)",
         "kernel.arrived_gradients(": "0 * kernel.arrived_gradients(",
     },

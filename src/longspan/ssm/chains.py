@@ -14,6 +14,7 @@ import torch
 
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.channel import Channel
+from longspan.layout.rows_before import sort_runs
 from longspan.layout.segments import Flags, Integers
 from longspan.ssm.kernels.local_runs import LocalRuns
 
@@ -48,7 +49,8 @@ class Chains:
         self.device: torch.device = device
         self.member: int = part.member
         self.degree: int = part.degree
-        self.halos: dict[int, Any] = {}  # `conv.Halo` by width, as `conv.cached_halo` makes them
+        # What `conv.cached_reads` makes, by width.
+        self.convolution_reads: dict[int, Any] = {}
 
     @property
     def channel(self) -> Channel:
@@ -58,17 +60,12 @@ class Chains:
     @cached_property
     def runs(self) -> Runs:
         """Every run of every member, sorted by document and position."""
-        segments = [self.part.segments(member) for member in range(self.degree)]
-        columns = [
-            (np.full(len(s), member), s.document, s.start, s.stop, s.offset) for member, s in enumerate(segments)
-        ]
-        member, document, start, stop, offset = (np.concatenate(column) for column in zip(*columns, strict=True))
-        order = np.lexsort((start, document))
-        member, document, start, stop, offset = (x[order] for x in (member, document, start, stop, offset))
-        is_first = np.diff(document, prepend=-1) != 0
-        place = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+        runs = sort_runs([self.part.segments(member) for member in range(self.degree)])
+        number = np.arange(len(runs.document))
+        is_first = np.diff(runs.document, prepend=-1) != 0
+        place = number - np.maximum.accumulate(np.where(is_first, number, 0))
         is_last = np.append(is_first[1:], np.ones(min(1, len(is_first)), dtype=bool))
-        before = np.where(is_first, -1, np.arange(len(order)) - 1)
+        before = np.where(is_first, -1, number - 1)
         if self.part.group.parents is not None:  # a document's first run comes after its parent's last one
             first_runs = np.flatnonzero(is_first)
             last_runs = np.flatnonzero(is_last)
@@ -76,8 +73,8 @@ class Chains:
                 if parent >= 0:
                     before[first_runs[index]] = last_runs[parent]
                     place[first_runs[index] : last_runs[index] + 1] += place[last_runs[parent]] + 1
-            is_last = ~np.isin(np.arange(len(order)), before)
-        return Runs(member, document, start, stop, offset, place, is_last, before)
+            is_last = ~np.isin(number, before)
+        return Runs(*runs, place, is_last, before)
 
     @cached_property
     def local_indices(self) -> Integers:

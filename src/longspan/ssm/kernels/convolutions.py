@@ -16,8 +16,8 @@ from longspan.ssm.kernels.fla import fla_function, fla_unsupported_call_reason, 
 from longspan.ssm.kernels.local_runs import LocalRuns
 
 
-class RowsBefore(NamedTuple):
-    """Where the `width` rows before each run lie; see `Halo`.
+class RunInputs(NamedTuple):
+    """Where the `width` rows before each run lie, and the run's own (`layout.rows_before`).
 
     `source` (T + runs · width,) lists for each run the rows before it, then its own, as indices into [local rows |
     arrived rows | one zero row]; `local` (T,) are the indices of local rows in that list. For each arrived row, `run`
@@ -47,7 +47,7 @@ class FirstRows(NamedTuple):
     """
 
     rows: Tensor
-    before: RowsBefore
+    before: RunInputs
     starts: Tensor
     counts: Tensor
     arrived: Tensor
@@ -69,18 +69,18 @@ class ConvolutionKernel:
     """
 
     name: str
-    forward: Callable[[Tensor, Convolution, LocalRuns, RowsBefore], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, RowsBefore], ConvolutionGradients]
+    forward: Callable[[Tensor, Convolution, LocalRuns, RunInputs], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, RunInputs], ConvolutionGradients]
     write_first_outputs: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], None]
     arrived_gradients: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], Tensor]
 
 
-def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore) -> Tensor:
+def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before: RunInputs) -> Tensor:
     return _convolve_runs(x, x.new_zeros((len(before.run), x.shape[1])), convolution, before)
 
 
 def _torch_backward(
-    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RunInputs
 ) -> ConvolutionGradients:
     """Rows always get a gradient; parameters that need none get None. `arrived` rows got theirs before."""
     weight, bias, silu = convolution
@@ -112,7 +112,7 @@ def _torch_arrived_gradients(
     return torch.autograd.grad(out, arrived, dout.index_select(0, first.rows))[0]
 
 
-def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before: RowsBefore) -> Tensor:
+def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before: RunInputs) -> Tensor:
     """Output j reads inputs j to j + width, so the output of the row at index i of the layout is number i − width."""
     weight, bias, silu = convolution
     rows = torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source)
@@ -179,13 +179,13 @@ def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | No
     }
 
 
-def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore) -> Tensor:
+def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before: RunInputs) -> Tensor:
     arguments = _fla_arguments(convolution, runs, None)
     return fla_function(_FLA_MODULE, "causal_conv1d_fwd")(x=x.unsqueeze(0), **arguments)[0].squeeze(0)
 
 
 def _fla_backward(
-    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RunInputs
 ) -> ConvolutionGradients:
     """The gradient of `arrived` rows, the state before runs, was computed before and is left out."""
     state = None
