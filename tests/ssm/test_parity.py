@@ -148,7 +148,7 @@ def test_first_rows_of_runs_in_the_interpreter() -> None:
 # ---- what is dropped is noticed
 
 OF_MODULES = {  # what stands in a module of ssm once, and what takes its place
-    "chains": {"is_first = np.diff(document, prepend=-1) != 0": "is_first = np.arange(len(order)) == 0"},
+    "chains": {"is_first = np.diff(runs.document, prepend=-1) != 0": "is_first = number == 0"},
     "state_pass": {
         "map_states(gathered.transitions(runs_before[:count]), state[:count], states)": "states",
         "_put_local_runs(entering, state, local_number_of_run[runs[:count]])": "pass",

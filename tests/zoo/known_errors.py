@@ -138,8 +138,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "states leak between packed documents": KnownError(
             checks.states_of_packed_documents,
             "ssm.chains",
-            "first = np.diff(document, prepend=-1) != 0",
-            "first = np.arange(len(document)) == 0",
+            "first = np.diff(runs.document, prepend=-1) != 0",
+            "first = number == 0",
         ),
         "convolutions reach into the document before": KnownError(
             checks.convolutions_of_packed_documents,
