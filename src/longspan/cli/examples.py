@@ -80,10 +80,6 @@ def examples_folder() -> Path:
 
 
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
-    """Choose of `paths` below `root` the file of this name, those of the folder of this name, or all.
-
-    Raises ConfigError, with the nearest names, for a name of none of them.
-    """
     name = name.removeprefix("examples/").rstrip("/")
     choice = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
     if not name or not choice or (root / name) == root:

@@ -80,7 +80,7 @@ def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
 
 
 def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
-    """Return the title and the values of each section, and behind them of each table of an array."""
+    """Tables of an array come behind the sections."""
     values = config.tables()
     arrays = list[tuple[str, dict[str, Any]]]()
     for name in TABLES:
@@ -90,13 +90,11 @@ def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _toml_text(value: Any) -> str:
-    """Return a value of a key as TOML."""
     # JSON of strings, numbers, true and false, and lists of them is TOML too, except DEL, which JSON leaves bare.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _with_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
-    """Return a configuration with the keys of these tables, which errors say are in `source`."""
     calls = (
         partial(_section_with_values, config, section, values, source=source) for section, values in tables.items()
     )
@@ -104,7 +102,7 @@ def _with_sections(config: RunConfig, tables: Mapping[str, Any], source: str) ->
 
 
 def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
-    """Return what the calls return. Raises one ConfigError, with the texts of those that calls have raised."""
+    """One ConfigError has the texts of all that calls have raised."""
     values = list[Value]()
     problems = list[str]()
     for call in calls:
@@ -118,10 +116,7 @@ def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Val
 
 
 def _section_with_values(config: RunConfig, section: str, values: object, *, source: str) -> Any:
-    """Return a section with the keys and tables of `values`. Raises one ConfigError for all that are wrong.
-
-    For an unknown section that is the name of a key, written without its section, the error names the whole key.
-    """
+    """One ConfigError names all keys that are wrong."""
     names = [field.name for field in fields(RunConfig)]
     if section not in names:
         raise ConfigError(
@@ -143,9 +138,7 @@ def _section_with_values(config: RunConfig, section: str, values: object, *, sou
 
 
 def _unknown_section_hint(section: str, values: object, names: Iterable[str]) -> str:
-    """Suggest what an unknown section may be: a key without its section, another library's key, or another library's
-    section, whose keys have names here; else the nearest section.
-    """
+    """It may be a key without its section, another library's key, or another library's section."""
     if owners := [key for key in config_keys() if key.endswith(f".{section}")]:
         return f"did you mean {owners[0]!r}?"
     if hint := _other_name_hint(section):
@@ -156,23 +149,19 @@ def _unknown_section_hint(section: str, values: object, names: Iterable[str]) ->
 
 
 def _other_name_hint(name: str) -> str:
-    """Say what a name of another library is here, as a file has it; "" for other names."""
     other = key_of_other_name(name)
     if other is None:
         return ""
     if not other.key:
         return other.remark
     value, _, more = other.remark.partition(" ")
-    if value and not value.startswith("("):  # context.planner dynamic
+    # A remark is a value, as in "context.planner dynamic", or a text in brackets.
+    if value and not value.startswith("("):
         return f"here it is {other.key} = {json.dumps(value)} {more}".rstrip()
     return f"here it is {other.key} {other.remark}".rstrip()
 
 
 def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
-    """Return the tables of an array ([[data.sources]], [[evaluation.sets]]) as their dataclass.
-
-    Raises ConfigError, which calls the array `name`, for another value.
-    """
     is_set = name == SETS
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         content = "name, path and other keys of the set" if is_set else "path and weight"
@@ -192,9 +181,6 @@ def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
 
 
 def _with_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
-    """Return a section or table, which errors call `label`, with these values of keys. Raises ConfigError for wrong
-    ones.
-    """
     types = {key.name: key.kind for key in section_keys(type(section))}
 
     def refuse(key: str) -> object:
@@ -210,7 +196,6 @@ def _with_keys(section: Any, label: str, values: Mapping[str, object], source: s
 
 
 def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
-    """Suggest what an unknown key may be: another library's name, a key of another section, or a sibling."""
     if hint := _other_name_hint(key):
         return hint
     if isinstance(section, EvalConfig) and f"evaluation.{key}" in config_keys():

@@ -17,7 +17,8 @@ from longspan.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Any)
 AUTO = "auto"  # a value that the run chooses
-NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
+# A number whose default depends on other keys is this where it is not given; a word is "".
+NOT_GIVEN = -1
 FIRST = ("name", "path")  # keys that begin a table
 
 

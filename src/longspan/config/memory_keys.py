@@ -8,7 +8,8 @@ from longspan.errors import ConfigError
 from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint
 
 Checkpointing = Literal["none", "full", "selective"]
-ON_HOST = "+host"  # what layers start from waits in the host's memory
+# With this behind a policy, the inputs of layers wait in the host's memory.
+ON_HOST = "+host"
 
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:

@@ -31,7 +31,8 @@ from longspan.config.text_values import (
 )
 from longspan.errors import ConfigError
 
-RANDOM = "random"  # as mtp.weights
+# A value of mtp.weights.
+RANDOM = "random"
 
 
 @dataclass(frozen=True)
