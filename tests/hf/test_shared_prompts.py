@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 from trl import KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from longspan.plan import Cost
+from longspan.train import families
 from longspan.train.families import share_prefixes_where_faster
 from tests.hf.stock import CP2, Run, check_each, ours_each, stock_each, train_with_shared_prompts
 from tests.hf.test_grpo import grpo
@@ -93,7 +94,10 @@ def rows_of_one_prompt(count: int) -> list[dict[str, list[int]]]:
 
 
 def plans_of_one_prompt(run: Run, kind: Any, rows: int) -> None:
-    """One step of so many rows; keeps whether each plan of it shares the prompt, priced as of a Qwen3-8B."""
+    """One step of so many rows; keeps whether each plan of it shares the prompt, priced as of a Qwen3-8B, and how often
+    a line says so.
+    """
+    families._LOGGED_SHARED.clear()  # cases share processes
     plans = list[bool]()
 
     def plan(*arguments: Any, **keywords: Any) -> Any:
@@ -104,6 +108,7 @@ def plans_of_one_prompt(run: Run, kind: Any, rows: int) -> None:
     with (
         patch("longspan.hf.steps.share_prefixes_where_faster", plan),
         patch("longspan.hf.resolve_trainer.find_run_cost", return_value=Cost()),
+        patch.object(families, "_log") as log,
     ):
         if kind is Trainer:
             train_of_rows(run, rows_of_one_prompt(rows), rows=rows, steps=1).end()
@@ -112,14 +117,16 @@ def plans_of_one_prompt(run: Run, kind: Any, rows: int) -> None:
             data = Dataset.from_list([texts] * rows)
             train(run, SFTTrainer, SFTConfig, data, model=large_model(), rows=rows, steps=1, max_length=None).end()
     run.kept["shared"] = plans
+    run.kept["lines"] = sum("computed once" in call.args[1] for call in log.warning.call_args_list)
 
 
 def test_a_prompt_is_shared_where_the_plan_is_predicted_to_be_faster() -> None:
     """Over two slots two rows of one prompt are computed whole, a slot each, and of eight rows the prompt once."""
     cases = [partial(plans_of_one_prompt, kind=kind, rows=rows) for kind in (Trainer, SFTTrainer) for rows in (2, 8)]
     keys = {"context_parallel_size": 1, "max_tokens_per_slot": 4096}
-    found = [ran.kept["shared"] for ran in ours_each(cases, keys, 2, exact=False).values()]
-    assert [set(shared) for shared in found] == [{False}, {True}] * 2
+    found = [ran.kept for ran in ours_each(cases, keys, 2, exact=False).values()]
+    assert [set(kept["shared"]) for kept in found] == [{False}, {True}] * 2
+    assert [[kept["lines"], *(other["lines"] for other in kept["others"])] for kept in found] == [[0, 0], [1, 0]] * 2
 
 
 def compare_shared(cases: dict[str, Any], keys: dict[str, Any]) -> None:

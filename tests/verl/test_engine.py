@@ -121,12 +121,15 @@ def test_prompts_that_samples_share_are_computed_once(plan: str, tmp_path: Path)
     assert len(errors) == 11 and max(errors.values()) < 1, errors
 
 
-def shared_by_plan(rank: int, folder: Path) -> list[bool]:
-    """Whether two samples of one prompt share it, and eight, over two slots by the price of a Qwen3-8B."""
+def shared_by_plan(rank: int, folder: Path) -> tuple[list[bool], int]:
+    """Whether two samples of one prompt share it, and eight, over two slots by the price of a Qwen3-8B; and how many
+    lines say so after two plans of eight.
+    """
     from unittest.mock import patch
 
     from longspan import Document
     from longspan.plan import Cost
+    from longspan.train import families
     from tests.verl import workers as w
 
     draw = np.random.default_rng(0)
@@ -135,14 +138,16 @@ def shared_by_plan(rank: int, folder: Path) -> list[bool]:
     documents = [Document(x, loss_mask=np.arange(len(x)) >= 300) for x in ids]
     engine = w.make_worker(w.write_model(folder), planner="fixed", context_parallel_size=1).engine
     data = w.make_batch(max_token_len_per_gpu=4096)
-    with patch.object(engine, "_cost", return_value=Cost()):
-        plans = [engine._plan(documents[:count], data, forward_only=False)[1] for count in (2, 8)]
+    with patch.object(engine, "_cost", return_value=Cost()), patch.object(families, "_log") as log:
+        plans = [engine._plan(documents[:count], data, forward_only=False)[1] for count in (2, 8, 8)]
     engine.world.close()
-    return [plan.parents is not None for plan in plans]
+    lines = sum("computed once" in call.args[1] for call in log.warning.call_args_list)
+    return [plan.parents is not None for plan in plans], lines
 
 
 def test_a_prompt_is_shared_where_the_plan_is_predicted_to_be_faster(tmp_path: Path) -> None:
-    assert run_ranks(shared_by_plan, 2, tmp_path / "model", timeout=200) == [[False, True]] * 2
+    first, second = run_ranks(shared_by_plan, 2, tmp_path / "model", timeout=200)
+    assert (first, second) == (([False, True, True], 1), ([False, True, True], 0))
 
 
 def image_errors(rank: int, folder: Path) -> dict[str, float]:

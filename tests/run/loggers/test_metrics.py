@@ -216,13 +216,15 @@ def test_the_time_that_is_left(seconds: int, left: str, clock: list[float], monk
 
 
 def test_evaluations_are_in_the_time_that_is_left(clock: list[float]) -> None:
-    """Steps of 100 tokens take a second after the first; 600 tokens of evaluations are to come, 300 after the first."""
+    """Steps of 100 tokens, 40 of them in prefixes that are computed once, take a second after the first; 600 tokens of
+    evaluations are to come, 300 after the first.
+    """
     out = io.StringIO()
     with ProgressDisplay(1, out, log_every=1) as display:
         display.set_schedule(20, [(300, 10, 1)])
         for step in range(1, 12):
             clock[0] += 1.0 if step > 1 else 50.0
-            display.show_step(ROW | {"step": step, "tokens": 100})
+            display.show_step(ROW | {"step": step, "tokens": 60, "spared_tokens": 40})
             if step == 10:
                 clock[0] += 9.0
                 display.show_evaluation({"step": 10, "eval_loss": 2.25, "eval_tokens": 300, "cp": 4, "seconds": 9.0})
