@@ -98,6 +98,22 @@ def test_a_run_with_images_that_see_each_other(tmp_path: Path) -> None:
     train_at_two_degrees(tmp_path, gemma_folder(tmp_path / "model"))
 
 
+@pytest.mark.whole
+def test_images_of_an_evaluation_set_alone(tmp_path: Path) -> None:
+    """A run over texts evaluates rows with images as a run over these rows does, whose weights are the same."""
+    model, shown = model_folder(tmp_path / "model"), rows_with_images(tmp_path / "rows")
+    texts = write_rows(tmp_path / "texts.jsonl", [_row([], 5, number) for number in range(20)])
+    keys = {"train__steps": 1, "evaluation__documents": 0, "context__max_tokens_per_slot": 256}
+    keys |= {"optimizer__lr": 1e-12, "encoder__lr": 1e-12}
+    losses = list[float]()
+    for rows in (shown, texts):
+        sets = [{"path": str(shown), "name": "shown"}]
+        train_rows(settings(tmp_path / rows.stem, rows, model, evaluation__sets=sets, **keys), 1)
+        metrics = read_metrics(tmp_path / rows.stem / "metrics.jsonl")
+        losses += [row["eval_loss"] for row in metrics if "eval_loss" in row]
+    assert len(losses) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-9)
+
+
 @pytest.mark.parametrize(("trained", "names"), [("all", 42), ("projector", 5), ("none", 0)])
 def test_parts_that_are_trained(trained: Any, names: int) -> None:
     model = tiny("qwen2.5-vl")
